@@ -1,0 +1,177 @@
+"""The process group, the device and the rank as one value; nccl on CUDA, gloo on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .launch import Launch, UserError
+
+Strategy = Literal["ddp", "dp", "none"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them. Every collective is a no-op when it is alone."""
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        if self.device.type == "cuda":
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}" + (" over nccl" if self.size > 1 else "")
+        return f"{self.size} CPU process" + ("es over gloo" if self.size > 1 else "")
+
+    def say(self, text: str) -> None:
+        """Print once for the whole job."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, in place; values on the world's device."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, value: float) -> float:
+        """The largest value of any rank."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank (pickled: only among this job's own processes)."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, device=self.device)
+        return box[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What a person can fix and any rank meets in this block, every rank raises: none is left waiting for it.
+
+        The block must hold no collective: a rank that raises would not take part.
+        """
+        mine = None
+        try:
+            yield
+        except UserError as error:
+            mine = str(error)
+        errors = [mine]
+        if self.size > 1:
+            errors = [None] * self.size
+            dist.all_gather_object(errors, mine)
+        first = next((error for error in errors if error), None)
+        if first:
+            raise UserError(first)
+
+    def reseed(self, *numbers: int) -> torch.Generator:
+        """Seed every generator from the numbers and the rank; returns the device's.
+
+        Called once a pool: a resumed run draws what an uninterrupted one would, with no state in the checkpoint.
+        """
+        seed = 0
+        for number in (*numbers, self.rank):
+            seed = (seed * 1_000_003 + number + 1) % (1 << 63)
+        cpu = torch.manual_seed(seed)
+        return torch.cuda.default_generators[self.device.index] if self.device.type == "cuda" else cpu
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Make the ranks' running statistics (batch norm) one: their mean. Before evaluating and saving."""
+        for buffer in model.buffers():
+            if self.size > 1 and buffer.is_floating_point():
+                self.sum(buffer).div_(self.size)
+
+
+@contextmanager
+def join(launch: Launch, device: Literal["auto", "cuda", "cpu"], timeout_s: int) -> Iterator[World]:
+    """Become a rank: choose the device, meet the others, and part from them in order at the end.
+
+    Alone, no process group exists and no port is opened. Raises UserError if the device is not to be had.
+    """
+    world = World(launch.rank, launch.size, launch.local_size, _choose_device(launch, device))
+    if world.size == 1:
+        yield world
+        return
+    # torchrun's store outlives a restart and still holds the dead ranks' addresses: 18 of 30 restarts failed without
+    # this prefix, none of 24 with it and the orderly end below
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    dist.init_process_group(
+        "nccl" if world.device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"attempt{launch.attempt}", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=world.device if world.device.type == "cuda" else None,
+    )
+    try:
+        yield world
+        dist.barrier()
+    except UserError:  # raised on every rank, see `together`
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # without it about 1 run in 20 aborts at exit
+
+
+def _choose_device(launch: Launch, device: str) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise UserError(
+            f"dist.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build, "
+            "check nvidia-smi, or use dist.device=cpu"
+        )
+    if device == "cpu" or not gpus:
+        return torch.device("cpu")
+    if launch.local_size > gpus:
+        raise UserError(
+            f"{launch.local_size} processes on a machine with {gpus} visible GPUs; use --nproc-per-node=gpu"
+        )
+    chosen = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(chosen)  # before anything allocates, or every rank would hold memory on GPU 0
+    return chosen
+
+
+def hint(world: World, strategy: Strategy, script: str) -> str | None:
+    """The command that uses the whole machine, if this one does not."""
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if world.size > 1 or gpus < 2:
+        return None
+    command = f"torchrun --standalone --nproc-per-node=gpu {script}"
+    if strategy == "dp":
+        return f"nn.DataParallel copies the model to {gpus} GPUs every step; ddp is faster: {command} dist.strategy=ddp"
+    return f"1 of {gpus} GPUs in use; all of them: {command}"
+
+
+def wrap(world: World, model: nn.Module, strategy: Strategy, static_graph: bool) -> nn.Module:
+    """The module to train, which shares gradients between ranks. static_graph: each step uses the same parameters.
+
+    Raises UserError if the strategy does not fit the number of processes.
+    """
+    if strategy != "ddp" and world.size > 1:
+        what = "shares no gradients" if strategy == "none" else "drives all GPUs from one process"
+        raise UserError(f"dist.strategy is {strategy}, which {what}, but there are {world.size} processes: use ddp")
+    if strategy == "dp":
+        return DataParallel(model)
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        static_graph=static_graph,
+        forward_sync_buffers=False,  # `average_buffers` makes them one when it matters, not in every forward pass
+    )

@@ -1,0 +1,32 @@
+"""Pool -> batches, several times over: splitting a big batch on the device and echoing it are one loop.
+
+Data echoing (Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550): when supplying a batch
+takes R times as long as training on it, training R times on each costs no time.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from .rows import Dense
+
+
+def echo(rows: Dense, batch_rows: int, times: int, rng: torch.Generator) -> Iterator[Dense]:
+    """Batches of `batch_rows` rows (the last may be shorter): once as they lie, then reshuffled `times - 1` times.
+
+    The first pass yields views of the pool; they are valid until the next pool is asked for. rng: on the rows' device.
+    """
+    yield from rows.batches(batch_rows)
+    for _ in range(times - 1):
+        order = torch.randperm(len(rows), generator=rng, device=rng.device)
+        for index in order.split(batch_rows):
+            yield rows.take(index)
+
+
+def times_of_pool(factor: float, number: int) -> int:
+    """How often pool `number` (counted over the whole run) is trained on: 2.5 -> 2, 3, 2, 3 ...
+
+    The difference of two floors of number x factor: exact in the mean, without a state to keep in a checkpoint.
+    """
+    milli = round(1000 * factor)
+    return (number + 1) * milli // 1000 - number * milli // 1000

@@ -1,0 +1,102 @@
+"""Optimizer, schedule, precision, and the step that they make together."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .rows import Dense
+
+Precision = Literal["bf16", "fp16", "fp32"]
+
+
+def make_optimizer(
+    model: nn.Module, name: Literal["adamw", "sgd"], lr: float, weight_decay: float, momentum: float
+) -> torch.optim.Optimizer:
+    """AdamW (betas = momentum, 0.999) or SGD with Nesterov momentum, fused into one kernel a step.
+
+    Biases and norms (parameters with fewer than two dimensions) get no weight decay.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+
+
+def schedule(progress: float, warmup: float) -> float:
+    """Factor of the peak learning rate: a linear rise up to progress = warmup, then a cosine to 0 at progress = 1.
+
+    progress = fresh / planned fresh rows, so that echoing a batch does not bend it.
+    """
+    if progress < warmup:
+        return progress / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / max(1e-9, 1 - warmup))))
+
+
+def choose_precision(precision: Precision | Literal["auto"], device: torch.device) -> Precision:
+    """`auto`: bf16 (no loss scaling) on a GPU that computes in it, fp16 on an older GPU, fp32 on a CPU."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+class Step:
+    """One optimizer step: forward and backward over `accumulation` equal parts of a batch, clip, update.
+
+    loss: (model, rows) -> mean loss of the rows. model: may be wrapped in DDP, whose ranks then share gradients once a
+    step. Nothing here makes the host wait for the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Dense], Tensor],
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        device: torch.device,
+        accumulation: int = 1,
+        clip_norm: float = 0.0,
+    ):
+        self.model, self._loss, self._optimizer = model, loss, optimizer
+        self._accumulation, self._clip_norm = accumulation, clip_norm
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        self.cast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
+
+    def __call__(self, batch: Dense, lr: float) -> Tensor:
+        """The mean loss of the batch before the update, on the device."""
+        losses = []
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        for part in range(self._accumulation):
+            rows = len(batch) // self._accumulation
+            is_last = part == self._accumulation - 1
+            with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
+                with self.cast:
+                    loss = self._loss(self.model, batch.slice(part * rows, (part + 1) * rows)) / self._accumulation
+                self._scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        if self._clip_norm:
+            self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizer and the loss scale."""
+        return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])

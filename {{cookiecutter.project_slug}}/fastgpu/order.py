@@ -1,0 +1,164 @@
+"""Which row is trained on when: a pure function of (seed, epoch), in O(blocks) memory.
+
+    blocks of the file, permuted   | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    one line of rows, cut into
+    lanes                          |    lane 0   |    lane 1   |   lane 2  |    equal lanes, and each lane into
+    pools                          | p0 | p1 |p2 | p0 | p1 |p2 | ...            runs that are shuffled in themselves
+
+A global batch takes the same number of rows from every lane, and a rank owns lanes / world_size neighbouring lanes. So
+the global batches are the same, rows in the same order, for every world size that divides `lanes`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from torch.utils.data import DistributedSampler
+
+
+class Read(NamedTuple):
+    """Rows first, first + 1, ... of a block go to `places` of the pool."""
+
+    block: int
+    first: int
+    places: np.ndarray
+
+
+class PoolPlan(NamedTuple):
+    """One pool of one rank: what to read, and where in the pool it goes."""
+
+    epoch: int
+    number: int
+    """Of the pool in the epoch, from 0."""
+    rows: int
+    real_rows: int
+    """Rows that are no padding; the padding, if any, lies at the pool's end."""
+    skip_rows: int
+    """Rows at the pool's start that were trained on before the run was resumed."""
+    consumed: int
+    """Fresh rows that all ranks together have taken in this epoch once this pool is done."""
+    is_last: bool
+    reads: list[Read]
+
+
+class BlockSampler(DistributedSampler):
+    """Rows in an order that a disk can follow; a drop-in for torch's DistributedSampler that can also plan reads.
+
+    block_rows: (blocks,) rows of each block. batch_rows: rows of a batch on this rank. lanes: a multiple of world_size
+    that divides the global batch. pool_batches: batches shuffled together. With drop_last, the end of each lane that
+    fills no batch is left out (other rows each epoch); without, lanes are padded to equal length with their last row.
+    Raises ValueError if the numbers do not fit.
+    """
+
+    def __init__(
+        self,
+        block_rows: np.ndarray,
+        batch_rows: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        lanes: int | None = None,
+        pool_batches: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ):
+        rows = int(np.sum(block_rows))
+        super().__init__(range(rows), world_size, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.lanes = lanes or world_size
+        self.global_rows = batch_rows * world_size
+        if self.lanes % world_size:
+            raise ValueError(f"{self.lanes} lanes do not divide among {world_size} ranks")
+        if self.global_rows % self.lanes:
+            raise ValueError(f"a global batch of {self.global_rows} rows does not divide among {self.lanes} lanes")
+        self.rows, self.batch_rows, self.pool_batches = rows, batch_rows, pool_batches
+        self._block_rows = np.asarray(block_rows, np.int64)
+        self._block_first = np.cumsum(self._block_rows) - self._block_rows
+        self._share = self.global_rows // self.lanes  # rows of a global batch from one lane
+        lane_rows = rows // self.lanes if drop_last else -(-rows // self.lanes)
+        self.batches = lane_rows // self._share if drop_last else -(-lane_rows // self._share)
+        self._lane_rows = min(lane_rows, self.batches * self._share)
+        self.num_samples = self._lane_rows * (self.lanes // world_size)  # torch's name: rows of this rank an epoch
+        self.total_size = self._lane_rows * self.lanes
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def pools_an_epoch(self) -> int:
+        return -(-self.batches // self.pool_batches)
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """The numbers that decide which row comes when."""
+        return {
+            "rows": self.rows,
+            "blocks": len(self._block_rows),
+            "global_rows": self.global_rows,
+            "pool_batches": self.pool_batches,
+            "lanes": self.lanes,
+            "seed": self.seed,
+        }
+
+    def __iter__(self) -> Iterator[int]:
+        """Row numbers of this rank in order, for torch's DataLoader; `set_epoch` chooses the epoch."""
+        for plan in self.pools(self.epoch):
+            yield from self.row_numbers(plan).tolist()
+
+    def row_numbers(self, plan: PoolPlan) -> np.ndarray:
+        """(rows,) int64: which row of the store lies at each place of the pool."""
+        numbers = np.empty(plan.rows, np.int64)
+        for block, first, places in plan.reads:
+            start = self._block_first[block] + first
+            numbers[places] = np.arange(start, start + len(places))
+        return numbers
+
+    def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
+        """The pools of an epoch, from the one on that `consumed` rows (all ranks together) lead to."""
+        if consumed % self.global_rows:
+            raise ValueError(f"{consumed} consumed rows are no whole number of global batches of {self.global_rows}")
+        blocks = np.arange(len(self._block_rows))
+        if self.shuffle:
+            blocks = np.random.default_rng((self.seed, epoch)).permutation(blocks)
+        ends = np.cumsum(self._block_rows[blocks])  # of each block on the line of rows
+        start_batch = consumed // self.global_rows
+        for number in range(start_batch // self.pool_batches, self.pools_an_epoch):
+            yield self._plan(epoch, number, blocks, ends, start_batch)
+
+    def _plan(self, epoch: int, number: int, blocks: np.ndarray, ends: np.ndarray, start_batch: int) -> PoolPlan:
+        share, first_batch = self._share, number * self.pool_batches
+        per_rank = self.lanes // self.num_replicas
+        begin = first_batch * share  # of the pool in each lane
+        stop = min((first_batch + self.pool_batches) * share, self._lane_rows)
+        full = (stop - begin - 1) // share * share  # rows of a lane before the pool's last batch, which may be short
+        spans = []  # of each of our lanes: its own rows on the line, then whether one row of padding follows
+        for lane in range(self.rank * per_rank, (self.rank + 1) * per_rank):
+            lane_start, lane_stop = lane * self.rows // self.lanes, (lane + 1) * self.rows // self.lanes
+            spans.append((lane, lane_start + begin, min(lane_start + stop, lane_stop)))
+        rows, real_rows = (stop - begin) * per_rank, sum(hi - lo for _, lo, hi in spans)
+        reads: list[Read] = []
+        tail, pad = full * per_rank, real_rows  # next free places: of the last batch's real rows, of the padding
+        for slot, (lane, lo, hi) in enumerate(spans):
+            turn = np.arange(hi - lo)  # when in its lane each row comes
+            if self.shuffle:
+                turn = np.random.default_rng((self.seed, epoch, lane, number)).permutation(turn)
+            places = turn // share * self.batch_rows + slot * share + turn % share
+            last = turn >= full
+            places[last] = tail + turn[last] - full
+            tail += int(last.sum())
+            reads += self._reads(lo, places, blocks, ends)
+            if hi - lo < stop - begin:
+                reads += self._reads(max(hi - 1, 0), np.array([pad]), blocks, ends)
+                pad += 1
+        done = min((first_batch + self.pool_batches) * self.global_rows, self.total_size)
+        skip = max(0, start_batch - first_batch) * self.batch_rows
+        return PoolPlan(epoch, number, rows, real_rows, skip, done, stop == self._lane_rows, reads)
+
+    def _reads(self, start: int, places: np.ndarray, blocks: np.ndarray, ends: np.ndarray) -> Iterator[Read]:
+        """Cut the line's rows start, start + 1, ... at the borders of the blocks."""
+        slot, at = int(np.searchsorted(ends, start, "right")), 0
+        while at < len(places):
+            block = int(blocks[slot])
+            first = start + at - int(ends[slot] - self._block_rows[block])
+            count = min(len(places) - at, int(ends[slot]) - start - at)
+            yield Read(block, first, places[at : at + count])
+            slot, at = slot + 1, at + count

@@ -1,0 +1,143 @@
+"""Host -> device, ahead of the loop: reader threads, staging memory, one copy stream, events.
+
+A slot is one pool's place: staging on the host and, on a GPU, its twin on the device. It has one owner at a time:
+
+    readers         fill slot.host; they may start once the slot's last copy has left it (`copied`)
+    copy stream     slot.host -> slot.device; it waits on the device for the loop's last use (`used`)
+    loop            reads slot.device after its stream has waited for `copied`; when it asks for the next pool,
+                    `used` is recorded behind all it has queued, and the slot is free again
+
+Everything is allocated once. Nothing in the steady loop allocates, synchronises the host with the device, or calls
+`record_stream`. On a CPU host and device are the same memory and the events are no-ops; the rest is the same code.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .order import PoolPlan
+from .rows import Dense, Field
+
+ReadInto = Callable[[int, int, np.ndarray, Mapping[str, np.ndarray]], None]  # Store.read
+
+
+class _Slot(NamedTuple):
+    host: Dense
+    device: Dense
+    copied: torch.cuda.Event | None
+    used: torch.cuda.Event | None
+
+
+class Prefetcher:
+    """Pools on the device in the order of the plans, `slots - 1` of them prepared ahead of the one in use.
+
+    read: `Store.read`, called from `readers` threads. pool_rows: of the largest pool. `start` may be called again at
+    any time; `close` ends every thread.
+    """
+
+    def __init__(
+        self,
+        read: ReadInto,
+        fields: Mapping[str, Field],
+        pool_rows: int,
+        device: torch.device,
+        readers: int,
+        slots: int,
+    ):
+        self._read, self._readers, self._device = read, readers, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._slots = [self._make_slot(fields, pool_rows) for _ in range(slots)]
+        if self._stream:  # the slots' memory may have had an owner whose kernels still run on the loop's stream
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._thread: threading.Thread | None = None
+
+    def _make_slot(self, fields: Mapping[str, Field], rows: int) -> _Slot:
+        host = Dense.empty(fields, rows, torch.device("cpu"), pinned=self._stream is not None)
+        if self._stream is None:
+            return _Slot(host, host, None, None)
+        return _Slot(host, Dense.empty(fields, rows, self._device), torch.cuda.Event(), torch.cuda.Event())
+
+    def start(self, plans: Iterator[PoolPlan]) -> None:
+        """Begin to read; what an earlier start had prepared is dropped."""
+        self.close()
+        self._closing = threading.Event()
+        self._free: SimpleQueue[_Slot | None] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
+        for slot in self._slots:
+            self._release(slot)
+        self._thread = threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[PoolPlan, Dense]]:
+        """(plan, its rows on the device, valid until the next pool is asked for). Raises what a reader raised."""
+        while True:
+            item = self._ready.get()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                self._ready.put(item)  # for whoever asks again
+                raise item
+            plan, slot = item
+            if slot.copied:
+                torch.cuda.current_stream(self._device).wait_event(slot.copied)
+            yield plan, slot.device.slice(0, plan.rows)
+            self._release(slot)
+
+    def close(self) -> None:
+        """End the threads; safe to call twice, and while a pool is in use."""
+        if self._thread:
+            self._closing.set()
+            self._free.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _release(self, slot: _Slot) -> None:
+        if slot.used:
+            slot.used.record(torch.cuda.current_stream(self._device))
+        self._free.put(slot)
+
+    # ------------------------------------------------------------------------------------------ in the thread
+
+    def _run(self, plans: Iterator[PoolPlan]) -> None:
+        """Keep every free slot filling, and hand the filled ones over in order."""
+        filling: deque[tuple[PoolPlan, _Slot, list[Future[None]]]] = deque()
+        pool = ThreadPoolExecutor(self._readers, "reader")
+        try:
+            more = True
+            while more or filling:
+                try:  # with reads under way, do not wait for a slot: the loop may need those pools to free one
+                    slot = self._free.get(block=not filling) if more else None
+                except Empty:
+                    slot = None
+                if self._closing.is_set():
+                    return
+                if slot and (plan := next(plans, None)):
+                    if slot.copied:
+                        slot.copied.synchronize()  # the readers may overwrite the staging memory now
+                    out = slot.host.numpy()
+                    filling.append((plan, slot, [pool.submit(self._read, *read, out) for read in plan.reads]))
+                elif slot:
+                    more = False
+                else:
+                    self._hand_over(*filling.popleft())
+            self._ready.put(None)
+        except BaseException as error:  # the loop raises it, with this thread's traceback
+            self._ready.put(error)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _hand_over(self, plan: PoolPlan, slot: _Slot, reads: list[Future[None]]) -> None:
+        for read in reads:
+            read.result()
+        if self._stream and slot.copied and slot.used:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(slot.used)
+                slot.device.slice(0, plan.rows).copy_(slot.host.slice(0, plan.rows), non_blocking=True)
+                slot.copied.record(self._stream)
+        self._ready.put((plan, slot))

@@ -1,0 +1,95 @@
+"""The folder of a run, and what a later reader needs to run it again."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from .launch import UserError
+
+
+def open_run(runs: Path, name: str, resume: bool) -> Path:
+    """`runs/name`, made if need be; "auto" is the newest run when resuming, else (or if there is none) date and time.
+
+    Raises UserError if it cannot be written, or if it holds checkpoints that a new run would mix with its own.
+    """
+    if name == "auto":
+        name = (_newest(runs) if resume else None) or _unused(runs, time.strftime("%Y%m%d-%H%M%S"))
+    folder = runs / name
+    if not resume and any(folder.glob("checkpoints/*")):
+        raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to go on with it, or another run.name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UserError(
+            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder or free it"
+        ) from None
+    return folder
+
+
+def describe_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the resolved config (a valid --config file) and where it ran: command, versions, GPU, commit.
+
+    A resumed run adds its own pair: run.json, run-2.json, ...
+    """
+    tree: dict[str, Any] = {}
+    for key, value in config.items():
+        section, _, leaf = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[leaf] = value
+    number = 1 + len([*folder.glob("run*.json")])
+    suffix = "" if number == 1 else f"-{number}"
+    try:
+        (folder / f"config{suffix}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        (folder / f"run{suffix}.json").write_text(json.dumps(_provenance(), indent=2))
+    except OSError as error:
+        print(f"warning: cannot describe the run in {folder} ({error}); training goes on", flush=True)
+
+
+def _newest(runs: Path) -> str | None:
+    """Name of the run that saved last."""
+    saved = [path for path in runs.glob("*/checkpoints/last-*") if path.is_dir()]
+    return max(saved, key=lambda path: path.stat().st_mtime_ns).parts[-3] if saved else None
+
+
+def _unused(runs: Path, name: str) -> str:
+    taken, number = name, 1
+    while (runs / taken).exists():
+        number += 1
+        taken = f"{name}-{number}"
+    return taken
+
+
+def _provenance() -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "machine": platform.platform(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,150 @@
+"""Train on rows that are on the device before the step asks for them.
+
+python train.py                                             one process: a CPU or one GPU
+torchrun --standalone --nproc-per-node=gpu train.py         every GPU of this machine
+python train.py data.batch_rows=512 train.epochs=3          any key of config.yaml; --help lists them
+"""
+
+import math
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fastgpu.config import Config, flat, load_config
+from fastgpu.launch import UserError, clear_exit, read_launch
+
+if __name__ == "__main__":  # before torch, whose import takes seconds: a typo in the config is told at once
+    launch = read_launch()
+    with clear_exit(launch):
+        config = load_config(sys.argv[1:])
+
+import torch
+
+from fastgpu import auto, checkpoint, runs
+from fastgpu.clock import Clock, Lap
+from fastgpu.dist import World, hint, join, wrap
+from fastgpu.echo import echo, times_of_pool
+from fastgpu.evaluate import evaluate
+from fastgpu.feed import make_feed
+from fastgpu.log import Log, gpu_state
+from fastgpu.optim import Step, choose_precision, make_optimizer, schedule
+from fastgpu.order import BlockSampler
+from fastgpu.store import open_store
+
+
+def train(cfg: Config, world: World) -> None:
+    # ---------------------------------------------------------------- Rows: from the file to pools on the device
+    with world.together():
+        store = open_store("data.train", cfg.data.train, cfg.data.fields)
+        val_store = open_store("data.val", cfg.data.val, cfg.data.fields)
+        settings = cfg.model.model_dump() | cfg.augment.model_dump()
+        workload = import_module(f"workloads.{cfg.workload}").Workload(store, val_store, **settings)
+        batch_rows = auto.rank_batch(cfg.data.batch_rows, world.size, cfg.optim.accumulation, len(store), store.name)
+        lanes = auto.lanes(cfg.data.lanes, cfg.data.batch_rows, world.size, len(store.block_rows), store.name)
+        pool_batches = auto.pool_batches(cfg.data.pool_batches, cfg.data.batch_rows, store.row_bytes, len(store))
+        readers = auto.readers(cfg.data.readers, world.local_size)
+        need_bytes = store.nbytes + val_store.nbytes
+        tier, tier_text = auto.tier(cfg.data.tier, need_bytes, world.device, world.local_size, store.name)
+        ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": pool_batches}
+        order = BlockSampler(store.block_rows, batch_rows, lanes=lanes, seed=cfg.run.seed, **ranks)
+        val_order = BlockSampler(val_store.block_rows, batch_rows, shuffle=False, drop_last=False, **ranks)
+    feed = make_feed(store, order, tier, world.device, readers, cfg.data.prefetch_pools)
+    val_feed = make_feed(val_store, val_order, tier, world.device, readers, cfg.data.prefetch_pools)
+
+    # ---------------------------------------------------------------- Model: on the device, its gradients shared
+    torch.manual_seed(cfg.run.seed)
+    layout = torch.channels_last if cfg.train.channels_last else torch.contiguous_format
+    model = workload.model().to(world.device, memory_format=layout)
+    shared = wrap(world, model, cfg.dist.strategy, static_graph=cfg.optim.accumulation == 1)
+    if cfg.train.compile:
+        shared.compile()
+    optimizer = make_optimizer(model, cfg.optim.name, cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.momentum)
+    precision = choose_precision(cfg.train.precision, world.device)
+    step = Step(shared, workload.loss, optimizer, precision, world.device, cfg.optim.accumulation, cfg.optim.clip_norm)
+
+    # ---------------------------------------------------------------- Run: its folder, and where it left off
+    resume, parts = cfg.run.resume == "auto", {"model": model, "step": step}
+    with world.together():
+        found = runs.open_run(Path(cfg.run.folder), cfg.run.name, resume) if world.is_first else None
+    folder: Path = world.from_first(found)
+    checkpoints, at = folder / "checkpoints", checkpoint.Progress()
+    if resume:
+        with world.together():
+            at = checkpoint.resume(checkpoints, parts, order.identity, world.device)
+    chosen = {"data.tier": tier, "data.lanes": lanes, "data.pool_batches": pool_batches, "data.readers": readers}
+    resolved = flat(cfg) | chosen | {"train.precision": precision}
+    if world.is_first:
+        runs.describe_run(folder, resolved)
+    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{tier_text}")
+    world.say(f"a step: {cfg.data.batch_rows} rows, {batch_rows} a rank; a pool: {pool_batches} steps; {lanes} lanes")
+    if tier == "device" and cfg.data.prefetch_pools != 2:
+        world.say("data.prefetch_pools has no effect on the device tier")
+    planned_rows = cfg.train.epochs * order.total_size
+    log = Log(folder if world.is_first else None, planned_rows, at.epoch * order.total_size + at.consumed)
+    clock = Clock(world.device)
+    losses: list[torch.Tensor] = []
+    metrics: dict[str, float] = {}
+
+    def report(fresh: float, lr: float) -> Lap:
+        """Log the steps since the last report: the only place of the loop where the host waits for the device."""
+        loss = world.sum(torch.stack(losses).mean()).item() / world.size
+        losses.clear()
+        if not math.isfinite(loss):
+            raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr}) or optim.clip_norm")
+        lap = clock.lap()
+        lap = lap._replace(wait_s=world.max(lap.wait_s))
+        log.scalars(at.step, {"train/loss": loss, "train/lr": lr} | lap.scalars() | gpu_state(world.device))
+        log.progress(fresh, f"epoch {at.epoch + 1}/{cfg.train.epochs} step {at.step} loss {loss:.4f} {lap}")
+        return lap
+
+    def save(kind: str) -> None:
+        world.average_buffers(model)
+        if world.is_first:
+            checkpoint.save(checkpoints, kind, at, parts, order.identity)
+
+    # ---------------------------------------------------------------- Loop: epochs > pools > batches
+    saved_step = at.step
+    while at.epoch < cfg.train.epochs:
+        epoch_lap = Lap()
+        for pool in clock.waits(feed.pools(at.epoch, at.consumed)):
+            rng = world.reseed(cfg.run.seed, at.epoch, pool.plan.number)
+            times = times_of_pool(cfg.data.echo, at.epoch * order.pools_an_epoch + pool.plan.number)
+            fresh, step_rows = float(at.epoch * order.total_size + at.consumed), cfg.data.batch_rows / times
+            for batch in echo(pool.rows, batch_rows, times, rng):
+                lr = cfg.optim.lr * schedule((fresh + step_rows / 2) / planned_rows, cfg.optim.warmup)
+                losses.append(step(workload.transform(batch, rng), lr))
+                at.step, fresh = at.step + 1, fresh + step_rows
+                clock.count(step_rows, cfg.data.batch_rows)
+                if clock.steps == cfg.log.every_steps:
+                    epoch_lap = epoch_lap.plus(report(fresh, lr))
+            at.consumed = pool.plan.consumed
+            if cfg.run.checkpoint_every_steps and at.step - saved_step >= cfg.run.checkpoint_every_steps:
+                save("last")
+                saved_step = at.step
+        if clock.steps:
+            epoch_lap = epoch_lap.plus(report(fresh, lr))
+        world.average_buffers(model)
+        metrics = evaluate(model, workload, val_feed.pools(at.epoch), batch_rows, step.cast, world)
+        score = metrics[f"val/{workload.best}"]
+        at.epoch, at.consumed, is_best = at.epoch + 1, 0, at.best is None or score > at.best
+        at.best = score if is_best else at.best
+        for kind in ("last", "best") if is_best else ("last",):
+            save(kind)
+        log.scalars(at.step, metrics)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        log.progress(fresh, f"epoch {at.epoch}/{cfg.train.epochs} {shown}, {epoch_lap}", important=True)
+        clock.restart()
+
+    # ---------------------------------------------------------------- Close
+    log.finish(resolved, metrics)
+    feed.close()
+    val_feed.close()
+    world.say(f"done after {at.step} steps; charts: tensorboard --logdir {cfg.run.folder}")
+
+
+if __name__ == "__main__":
+    with clear_exit(launch), join(launch, config.dist.device, config.dist.timeout_s) as world:
+        if advice := hint(world, config.dist.strategy, " ".join(sys.argv)):
+            world.say(advice)
+        train(config, world)
