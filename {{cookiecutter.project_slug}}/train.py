@@ -7,7 +7,6 @@ python train.py data.batch_rows=512 train.epochs=3          any key of config.ya
 
 import math
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a typo i
 
 import torch
 
+import workloads
 from fastgpu import auto, checkpoint, runs
 from fastgpu.clock import Clock, Lap
 from fastgpu.dist import World, hint, join, wrap
@@ -39,7 +39,7 @@ def train(cfg: Config, world: World) -> None:
         store = open_store("data.train", cfg.data.train, cfg.data.fields)
         val_store = open_store("data.val", cfg.data.val, cfg.data.fields)
         settings = cfg.model.model_dump() | cfg.augment.model_dump()
-        workload = import_module(f"workloads.{cfg.workload}").Workload(store, val_store, **settings)
+        workload = workloads.load(cfg.workload)(store, val_store, **settings)
         batch_rows = auto.rank_batch(cfg.data.batch_rows, world.size, cfg.optim.accumulation, len(store), store.name)
         lanes = auto.lanes(cfg.data.lanes, cfg.data.batch_rows, world.size, len(store.block_rows), store.name)
         pool_batches = auto.pool_batches(cfg.data.pool_batches, cfg.data.batch_rows, store.row_bytes, len(store))
@@ -52,15 +52,15 @@ def train(cfg: Config, world: World) -> None:
     feed = make_feed(store, order, tier, world.device, readers, cfg.data.prefetch_pools)
     val_feed = make_feed(val_store, val_order, tier, world.device, readers, cfg.data.prefetch_pools)
 
-    # ---------------------------------------------------------------- Model: on the device, its gradients shared
+    # ---------------------------------------------------------------- Model: on the device
     torch.manual_seed(cfg.run.seed)
     layout = torch.channels_last if cfg.train.channels_last else torch.contiguous_format
     model = workload.model().to(world.device, memory_format=layout)
+    optimizer = make_optimizer(model, cfg.optim.name, cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.momentum)
+    precision = choose_precision(cfg.train.precision, world.device)
     shared = wrap(world, model, cfg.dist.strategy, static_graph=cfg.optim.accumulation == 1)
     if cfg.train.compile:
         shared.compile()
-    optimizer = make_optimizer(model, cfg.optim.name, cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.momentum)
-    precision = choose_precision(cfg.train.precision, world.device)
     step = Step(shared, workload.loss, optimizer, precision, world.device, cfg.optim.accumulation, cfg.optim.clip_norm)
 
     # ---------------------------------------------------------------- Run: its folder, and where it left off
@@ -105,6 +105,8 @@ def train(cfg: Config, world: World) -> None:
 
     # ---------------------------------------------------------------- Loop: epochs > pools > batches
     saved_step = at.step
+    if at.epoch >= cfg.train.epochs:
+        world.say(f"the run has all its {at.epoch} epochs; raise train.epochs to go on")
     while at.epoch < cfg.train.epochs:
         epoch_lap = Lap()
         for pool in clock.waits(feed.pools(at.epoch, at.consumed)):
@@ -124,13 +126,13 @@ def train(cfg: Config, world: World) -> None:
                 saved_step = at.step
         if clock.steps:
             epoch_lap = epoch_lap.plus(report(fresh, lr))
-        world.average_buffers(model)
         metrics = evaluate(model, workload, val_feed.pools(at.epoch), batch_rows, step.cast, world)
         score = metrics[f"val/{workload.best}"]
         at.epoch, at.consumed, is_best = at.epoch + 1, 0, at.best is None or score > at.best
         at.best = score if is_best else at.best
         for kind in ("last", "best") if is_best else ("last",):
             save(kind)
+        saved_step = at.step
         log.scalars(at.step, metrics)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         log.progress(fresh, f"epoch {at.epoch}/{cfg.train.epochs} {shown}, {epoch_lap}", important=True)

@@ -77,7 +77,8 @@ def save(
 def resume(folder: Path, parts: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device) -> Progress:
     """Load the newest whole checkpoint of kind "last" into `parts`; a fresh Progress if there is none.
 
-    Raises UserError if it belongs to another model or optimizer, or was saved inside an epoch of another order of rows.
+    Raises UserError if it belongs to another model or optimizer, or was saved inside an epoch of another order of rows,
+    or if all are damaged.
     """
     for path in _saved(folder, "last"):
         try:
@@ -87,7 +88,7 @@ def resume(folder: Path, parts: Mapping[str, Stateful], order: Mapping[str, int]
                     raise ValueError(f"{name}.pt does not match its checksum")
             progress, saved_order = Progress(**state["progress"]), state["order"]
             loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in parts}
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        except Exception as error:  # a damaged file can raise anything
             print(f"warning: checkpoint {path} is damaged ({error}); trying the one before", flush=True)
             continue
         if progress.consumed and saved_order != dict(order):
@@ -101,6 +102,8 @@ def resume(folder: Path, parts: Mapping[str, Stateful], order: Mapping[str, int]
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"{path} does not fit this model and optimizer: {' '.join(str(error).split())}") from None
         return progress
+    if _saved(folder, "last"):
+        raise UserError(f"{folder} holds checkpoints, but none is whole; restore one, or start under another run.name")
     return Progress()
 
 

@@ -18,6 +18,7 @@ def evaluate(
 
     model: the bare module, not the DDP wrapper, so that ranks need not make equally many calls.
     """
+    world.average_buffers(model)
     model.eval()
     totals = torch.zeros(1 + len(workload.metrics), dtype=torch.float64, device=world.device)
     for pool in pools:

@@ -69,6 +69,8 @@ class StreamedFeed:
         self._pools: Iterator[tuple[PoolPlan, Dense]] = iter(())
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
+        if consumed == self._order.total_size:
+            return
         if self._next != (epoch, consumed):
             self._prefetcher.start(self._plans(epoch, consumed))
             self._pools = iter(self._prefetcher)

@@ -78,11 +78,12 @@ class Prefetcher:
         """(plan, its rows on the device, valid until the next pool is asked for). Raises what a reader raised."""
         while True:
             item = self._ready.get()
-            if item is None:
-                return
-            if isinstance(item, BaseException):
+            if not isinstance(item, tuple):
                 self._ready.put(item)  # for whoever asks again
-                raise item
+                self.close()
+                if item:
+                    raise item
+                return
             plan, slot = item
             if slot.copied:
                 torch.cuda.current_stream(self._device).wait_event(slot.copied)
@@ -108,6 +109,7 @@ class Prefetcher:
         """Keep every free slot filling, and hand the filled ones over in order."""
         filling: deque[tuple[PoolPlan, _Slot, list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self._readers, "reader")
+        end: BaseException | None = None
         try:
             more = True
             while more or filling:
@@ -116,7 +118,7 @@ class Prefetcher:
                 except Empty:
                     slot = None
                 if self._closing.is_set():
-                    return
+                    break
                 if slot and (plan := next(plans, None)):
                     if slot.copied:
                         slot.copied.synchronize()  # the readers may overwrite the staging memory now
@@ -126,11 +128,10 @@ class Prefetcher:
                     more = False
                 else:
                     self._hand_over(*filling.popleft())
-            self._ready.put(None)
-        except BaseException as error:  # the loop raises it, with this thread's traceback
-            self._ready.put(error)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException as error:
+            end = error  # the loop raises it, with this thread's traceback
+        pool.shutdown(cancel_futures=True)
+        self._ready.put(end)
 
     def _hand_over(self, plan: PoolPlan, slot: _Slot, reads: list[Future[None]]) -> None:
         for read in reads:

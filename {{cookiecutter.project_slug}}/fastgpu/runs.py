@@ -24,9 +24,11 @@ def open_run(runs: Path, name: str, resume: bool) -> Path:
     if name == "auto":
         name = (_newest(runs) if resume else None) or _unused(runs, time.strftime("%Y%m%d-%H%M%S"))
     folder = runs / name
-    if not resume and any(folder.glob("checkpoints/*")):
-        raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to go on with it, or another run.name")
     try:
+        if not resume and any(folder.glob("checkpoints/*")):
+            raise UserError(
+                f"run.name: {folder} holds a run; use run.resume=auto to go on with it, or another run.name"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
         (folder / ".writable").unlink()

@@ -19,7 +19,7 @@ from .rows import Field
 
 BLOCK_BYTES = 2 << 20  # of a contiguous dataset; random 2 MiB pieces read as fast as a cold disk can
 SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
-COLUMN_BYTES = 64 << 20  # a field beside the largest one is held in memory up to this size
+COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
 IOV_MAX = 1024  # Linux: destinations of one preadv
 
 
@@ -96,6 +96,8 @@ class _Part:
 
     def __init__(self, key: str, path: str, group: str, fields: Mapping[str, str]):
         self.name = path if group == "/" else f"{path}::{group}"
+        if Path(path).is_dir():
+            raise UserError(f"{key}: {path} is a folder; name the files in it: {path}/*.h5")
         try:
             with h5py.File(path, "r") as file:
                 self._layouts = self._read_metadata(key, file, path, group, fields)

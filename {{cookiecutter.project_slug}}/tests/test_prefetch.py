@@ -1,0 +1,155 @@
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from conftest import numbers_of
+
+from fastgpu.order import BlockSampler, PoolPlan
+from fastgpu.prefetch import Prefetcher
+from fastgpu.store import Store, open_store
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def store(write) -> Store:
+    return open_store("data.train", write(120, chunk=5), {"images": "images", "labels": "labels"})
+
+
+def order_of(store: Store, pool_batches: int = 2) -> BlockSampler:
+    return BlockSampler(store.block_rows, 8, pool_batches=pool_batches)
+
+
+def prefetcher(store: Store, read=None, readers: int = 2, slots: int = 2, device: torch.device = CPU) -> Prefetcher:
+    return Prefetcher(read or store.read, store.fields, 16, device, readers, slots)
+
+
+def threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith(("prefetch", "reader"))}
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5])
+@pytest.mark.parametrize("readers", [1, 4])
+def test_rows_arrive_in_the_order_of_the_plan(store, readers, slots):
+    order, got = order_of(store), []
+    feed = prefetcher(store, readers=readers, slots=slots)
+    for epoch in range(3):
+        feed.start(order.pools(epoch))
+        got += [n for plan, rows in feed for n in numbers_of(rows["images"])]
+    expected = []
+    for epoch in range(3):
+        order.set_epoch(epoch)
+        expected += list(order)
+    assert got == expected
+    assert not threads()
+
+
+def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store):
+    order = order_of(store)
+    feed = prefetcher(store, slots=2)
+    feed.start(order.pools(0))
+    for plan, rows in feed:
+        time.sleep(0.02)  # the readers fill every slot that is not this one
+        assert numbers_of(rows["images"]) == order.row_numbers(plan).tolist()
+    feed.close()
+
+
+def test_never_more_pools_ahead_than_slots(store):
+    asked: list[int] = []
+
+    def plans() -> Iterator[PoolPlan]:
+        for plan in order_of(store).pools(0):
+            asked.append(plan.number)
+            yield plan
+
+    feed = prefetcher(store, slots=3)
+    feed.start(plans())
+    iterator = iter(feed)
+    for taken in range(1, 6):
+        next(iterator)
+        time.sleep(0.02)
+        assert len(asked) <= taken + 2  # the one in use, and two ahead
+    feed.close()
+
+
+def test_memory_is_allocated_once(store):
+    feed, where = prefetcher(store), set()
+    for epoch in range(4):
+        feed.start(order_of(store).pools(epoch))
+        where |= {rows["images"].data_ptr() for _, rows in feed}
+    assert len(where) == 2
+
+
+def test_an_error_in_a_reader_reaches_the_loop_with_its_traceback(store):
+    def read(block, first, places, out):
+        if block == 3:
+            raise EOFError("cut while in use")
+        store.read(block, first, places, out)
+
+    feed = prefetcher(store, read)
+    feed.start(order_of(store).pools(0))
+    with pytest.raises(EOFError, match="cut while in use") as error:
+        list(feed)
+    assert any(entry.name == "read" for entry in error.traceback)
+    assert not threads()
+    with pytest.raises(EOFError):  # asked again, it does not hang
+        list(feed)
+
+
+def test_an_error_in_the_plan_reaches_the_loop(store):
+    def plans() -> Iterator[PoolPlan]:
+        yield from list(order_of(store).pools(0))[:1]
+        raise RuntimeError("no more")
+
+    feed = prefetcher(store)
+    feed.start(plans())
+    with pytest.raises(RuntimeError, match="no more"):
+        list(feed)
+
+
+def test_leaving_early_and_closing_ends_every_thread(store):
+    for _ in range(5):
+        feed = prefetcher(store)
+        feed.start(order_of(store).pools(0))
+        next(iter(feed))
+        assert threads()
+        feed.close()
+        feed.close()
+        assert not threads()
+
+
+def test_starting_again_drops_what_was_prepared(store):
+    feed, order = prefetcher(store), order_of(store)
+    feed.start(order.pools(0))
+    next(iter(feed))
+    feed.start(order.pools(1))
+    order.set_epoch(1)
+    assert [n for _, rows in feed for n in numbers_of(rows["images"])] == list(order)
+    feed.close()
+
+
+def test_a_plan_without_pools_ends_at_once(store):
+    feed = prefetcher(store)
+    feed.start(iter(()))
+    assert not list(feed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel(store):
+    device, order = torch.device("cuda", 0), order_of(store)
+    feed, kept, expected = prefetcher(store, slots=2, device=device), [], []
+    busy = torch.randn(2048, 2048, device=device)
+    for epoch in range(5):
+        feed.start(order.pools(epoch))
+        for plan, rows in feed:
+            for _ in range(20):
+                busy = busy @ busy / 2048  # the copy below runs on the device long after the host has moved on
+            kept.append(rows["images"].clone())
+            expected.append(order.row_numbers(plan))
+    feed.close()
+    for images, numbers in zip(kept, expected, strict=True):
+        assert numbers_of(images.cpu()) == np.asarray(numbers).tolist()

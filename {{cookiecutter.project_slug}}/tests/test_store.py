@@ -1,0 +1,243 @@
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from conftest import numbered, numbers_of
+
+from fastgpu import store as store_module
+from fastgpu.launch import UserError
+from fastgpu.store import Store, open_store
+
+FIELDS = {"images": "images", "labels": "labels"}
+BIG = (1, 96, 96)  # rows past SCATTER_BYTES
+
+
+def read_all(store: Store, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Every block, in pieces, scattered to shuffled places; then brought back to file order."""
+    rng = np.random.default_rng(seed)
+    places = rng.permutation(len(store))
+    out = {name: np.zeros((len(store), *f.shape), f.dtype) for name, f in store.fields.items()}
+    at = 0
+    for block, rows in enumerate(store.block_rows.tolist()):
+        cut = int(rng.integers(0, rows + 1))
+        for first, stop in ((0, cut), (cut, rows)):
+            store.read(block, first, places[at + first : at + stop], out)
+        at += rows
+    return out["images"][places], out["labels"][places]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk": 8},
+        {"chunk": 1},
+        {"chunk": 100},
+        {"chunk": None},
+        {"chunk": 8, "compression": "gzip"},
+        {"chunk": 8, "compression": "lzf", "shuffle": True},
+        {"chunk": 8, "fletcher32": True},
+    ],
+)
+def test_every_layout_gives_the_rows(write, shape, options):
+    store = open_store("data.train", write(100, shape, **options), FIELDS)
+    images, labels = read_all(store)
+    assert numbers_of(images) == list(range(100))
+    assert labels.tolist() == [n % 4 for n in range(100)]
+
+
+def test_plain_layouts_do_not_go_through_the_hdf5_library(write, monkeypatch):
+    stores = [open_store("data.train", write(100, BIG, c, name=f"{c}.h5"), FIELDS) for c in (8, None)]
+    monkeypatch.setattr(store_module._OpenFile, "read_h5", lambda *_: pytest.fail("read through h5py"))
+    for store in stores:
+        read_all(store)
+
+
+def test_chunks_that_split_rows_and_foreign_byte_order(tmp_path):
+    wide = np.arange(20 * 6, dtype=">i4").reshape(20, 6)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", data=wide, chunks=(3, 2))
+        file.create_dataset("labels", data=np.arange(20.0, dtype=">f8"))
+    store = open_store("data.train", str(tmp_path / "x.h5"), FIELDS)
+    images, labels = read_all(store)
+    assert images.dtype.isnative
+    np.testing.assert_array_equal(images, wide)
+    np.testing.assert_array_equal(labels, np.arange(20.0))
+
+
+def test_two_large_fields_with_different_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "COLUMN_BYTES", 0)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", data=numbered(50, BIG), chunks=(8, *BIG))
+        file.create_dataset("labels", data=np.arange(50), chunks=(3,))
+    images, labels = read_all(open_store("data.train", str(tmp_path / "x.h5"), FIELDS))
+    assert numbers_of(images) == labels.tolist() == list(range(50))
+
+
+def test_several_files_are_one(write, tmp_path):
+    for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
+        write(rows, name=f"part-{number}.h5", start=start)
+    paths = [str(tmp_path / f"part-{number}.h5") for number in range(3)]
+    for what in (paths, str(tmp_path / "part-*.h5")):
+        store = open_store("data.train", what, FIELDS)
+        assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
+        assert numbers_of(read_all(store)[0]) == list(range(40))
+        assert store.column("labels").tolist() == [n % 4 for n in range(40)]
+
+
+def test_a_group_of_a_file_and_its_attributes(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        group = file.create_group("train")
+        group["images"], group["labels"] = numbered(5), np.arange(5)
+        group.attrs["class_names"] = ["a", "b"]
+        group.attrs["mean"] = np.array([1.5])
+        group.attrs["fastgpu_format"] = np.int64(1)
+    store = open_store("data.train", f"{tmp_path}/x.h5::/train", FIELDS)
+    assert len(store) == 5
+    assert store.attributes == {"class_names": ["a", "b"], "mean": [1.5], "fastgpu_format": 1}
+
+
+def test_fields_may_have_other_names_in_the_file(write):
+    store = open_store("data.train", write(10), {"pixels": "/images"})
+    assert store.fields["pixels"].shape == (1, 4, 2)
+
+
+def test_short_reads_are_continued(write, monkeypatch):
+    store = open_store("data.train", write(40, BIG), FIELDS)
+    real, calls = os.preadv, []
+
+    def short(fd, buffers, offset):
+        calls.append(offset)
+        first = buffers[0][: max(1, len(buffers[0]) // 3)]
+        return real(fd, [first], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert numbers_of(read_all(store)[0]) == list(range(40))
+    assert len(calls) > 40
+
+
+def test_more_rows_in_a_block_than_one_system_call_takes(write, monkeypatch):
+    monkeypatch.setattr(store_module, "IOV_MAX", 3)
+    store = open_store("data.train", write(40, BIG, 10), FIELDS)
+    assert numbers_of(read_all(store)[0]) == list(range(40))
+
+
+def test_a_file_cut_while_in_use_is_an_error(write):
+    path = write(40, BIG)
+    store = open_store("data.train", path, FIELDS)
+    os.truncate(path, os.path.getsize(path) // 2)  # noqa: PTH202
+    with pytest.raises(EOFError, match="was cut while in use"):
+        read_all(store)
+
+
+def test_pickles_and_works_in_the_copy(write):
+    for options in ({}, {"compression": "gzip"}):
+        store = open_store("data.train", write(20, **options), FIELDS)
+        read_all(store)
+        copy = pickle.loads(pickle.dumps(store))
+        assert numbers_of(read_all(copy)[0]) == list(range(20))
+
+
+def _read_in_child(store: Store) -> list[int]:
+    return numbers_of(read_all(store)[0])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_works_in_child_processes(write, method, compression):
+    store = open_store("data.train", write(20, compression=compression), FIELDS)
+    read_all(store)
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(_read_in_child, [store, store]) == [list(range(20))] * 2
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+def _file(tmp_path, **datasets):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name, value in datasets.items():
+            file[name] = value
+    return str(tmp_path / "x.h5")
+
+
+def refused(what, message, fields=FIELDS):
+    with pytest.raises(UserError, match=message):
+        open_store("data.train", what, fields)
+
+
+def test_missing_files_and_globs_without_a_match():
+    refused("nowhere.h5", "data.train: nowhere.h5 does not exist")
+    refused("nowhere-*.h5", r"data.train: no file matches nowhere-\*.h5")
+    refused(["nowhere.h5"], "does not exist")
+
+
+def test_not_hdf5_and_truncated(write, tmp_path):
+    (tmp_path / "text.h5").write_text("no")
+    refused(str(tmp_path / "text.h5"), "is not an HDF5 file")
+    refused(str(tmp_path), "is a folder; name the files in it")
+    path = write(100, BIG)
+    os.truncate(path, 20_000)
+    refused(path, "is truncated: copy or write it again")
+
+
+def test_locked(write):
+    path = write()
+    code = f"import h5py, sys; f = h5py.File({path!r}, 'r+'); print('open', flush=True); sys.stdin.read()"
+    writer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout
+    assert writer.stdout.readline() == "open\n"
+    try:
+        refused(path, "is locked by a process that writes it")
+    finally:
+        writer.communicate()
+
+
+def test_missing_dataset_group_and_fields_of_unequal_length(tmp_path):
+    path = _file(tmp_path, images=numbered(5), other=np.arange(4))
+    refused(path, "images, other|labels has no dataset")
+    refused(path, "has no dataset labels; it has images, other")
+    refused(f"{path}::/train", "has no group /train; it has images, other")
+    refused(path, r"fields of unequal length \{'images': 5, 'labels': 4\}", {"images": "images", "labels": "other"})
+
+
+def test_no_rows_scalars_and_types_without_numbers(tmp_path):
+    refused(_file(tmp_path, images=numbered(0), labels=np.arange(0)), "has no rows")
+    refused(_file(tmp_path, images=3, labels=3), "is a single value")
+    refused(_file(tmp_path, images=numbered(2), labels=["a", "b"]), "is of type object; allowed are bool, integers and")
+
+
+def test_never_written_chunks(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("images", (40, 2), "u1", chunks=(10, 2))
+        data[:10] = 1
+        file["labels"] = np.arange(40)
+    refused(str(tmp_path / "x.h5"), "3 of 4 chunks were never written")
+
+
+def test_bytes_of_other_files_are_not_followed(write, tmp_path):
+    source = write(10, name="source.h5")
+    with h5py.File(tmp_path / "link.h5", "w") as file:
+        file["images"], file["labels"] = h5py.ExternalLink(source, "images"), np.arange(10)
+    refused(str(tmp_path / "link.h5"), "takes its bytes from other files")
+    layout = h5py.VirtualLayout((10, 1, 4, 2), "u1")
+    layout[:] = h5py.VirtualSource(source, "images", (10, 1, 4, 2))
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("images", layout)
+        file["labels"] = np.arange(10)
+    refused(str(tmp_path / "virtual.h5"), "takes its bytes from other files")
+    with h5py.File(tmp_path / "external.h5", "w") as file:
+        file.create_dataset("images", (10, 8), "u1", external=[(tmp_path / "raw", 0, 80)])
+        file["labels"] = np.arange(10)
+    refused(str(tmp_path / "external.h5"), "takes its bytes from other files")
+
+
+def test_shards_must_agree(write, tmp_path):
+    write(10, name="a.h5")
+    write(10, (1, 2, 4), name="b.h5")
+    refused(str(tmp_path / "?.h5"), r"b.h5 holds images as uint8 \(N, 1, 2, 4\).*shards must agree")

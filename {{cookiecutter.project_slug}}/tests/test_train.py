@@ -1,0 +1,201 @@
+"""The whole program, as a person starts it."""
+
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ROOT, numbered, run_ranks, run_train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastgpu.config import Config
+
+TAGS = {
+    "train/loss", "train/lr", "train/trained_rows_per_s", "data/fresh_rows_per_s", "data/wait_pct",
+    "val/loss", "val/top1_pct", "val/top5_pct",
+}  # fmt: skip
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (last,) = folder.glob("checkpoints/last-*")
+    return torch.load(last / "model.pt", weights_only=True)
+
+
+def short(tmp_path: Path, name: str, *arguments: str) -> list[str]:
+    """A run of 3 epochs of 5 pools of 4 steps."""
+    small = ("train.epochs=3", "data.pool_batches=4", "log.every_steps=5", "model.width=8")
+    return [f"run.folder={tmp_path}", f"run.name={name}", *small, *arguments]
+
+
+def test_the_shipped_config_reaches_its_accuracy_and_leaves_a_record(tmp_path):
+    done = run_train(f"run.folder={tmp_path}", "run.name=digits")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "digits"
+    final = lines(folder)[-1]
+    assert final["val/top1_pct"] >= 98
+    assert final["step"] == 440  # 20 epochs of 22 whole batches
+    assert set().union(*lines(folder)) == TAGS | {"step", "time_s"}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == TAGS
+    assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    assert len(list(folder.glob("checkpoints/best-*"))) == len(list(folder.glob("checkpoints/last-*"))) == 1
+    assert "1 CPU process" in done.stdout
+    assert "on the device tier" in done.stdout
+    assert "tensorboard --logdir" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("echo", ["1", "2.5"])
+def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, ranks, echo):
+    options = (f"data.echo={echo}", "run.checkpoint_every_steps=1", "data.tier=disk")
+    assert run_train(*short(tmp_path, "whole", *options), ranks=ranks).returncode == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "train.py", *short(tmp_path, "killed", *options)]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as running:
+        wait_for_step(tmp_path / "killed", 30)  # inside the second epoch
+        os.killpg(running.pid, signal.SIGKILL)
+    steps = [int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("last-*")]
+    done = run_train(*short(tmp_path, "killed", *options), "run.resume=auto", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert f"from step {max(steps)}" in done.stdout
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert [x["val/loss"] for x in lines(tmp_path / "whole") if "val/loss" in x][-1] == lines(tmp_path / "killed")[-1][
+        "val/loss"
+    ]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not any(int(path.name[5:]) >= step for path in folder.glob("checkpoints/last-*")):
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.01)
+
+
+def test_two_ranks_train_stop_and_resume_under_torchrun(tmp_path):
+    first = run_train(*short(tmp_path, "two", "train.epochs=1"), ranks=2)
+    assert first.returncode == 0, first.stderr
+    assert "2 CPU processes over gloo" in first.stdout
+    assert first.stdout.count("epoch 1/1") == 1  # one rank speaks
+    second = run_train(*short(tmp_path, "auto", "train.epochs=2", "run.resume=auto"), ranks=2)
+    assert second.returncode == 0, second.stderr
+    assert f"{tmp_path / 'two'}: 2 CPU processes" in second.stdout  # the newest run is found by itself
+    assert [line["step"] for line in lines(tmp_path / "two") if "val/loss" in line] == [22, 44]
+    third = run_train(*short(tmp_path, "two", "train.epochs=2", "run.resume=auto"), ranks=2)
+    assert third.returncode == 0
+    assert "the run has all its 2 epochs" in third.stdout
+
+
+def test_a_killed_rank_is_restarted_by_torchrun(tmp_path):
+    arguments = short(tmp_path, "restart", "run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=6")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    with subprocess.Popen([*launcher, "train.py", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL) as running:
+        wait_for_step(tmp_path / "restart", 30)
+        ranks = [child for child in psutil.Process(running.pid).children() if "train.py" in child.cmdline()]
+        ranks[-1].kill()
+        assert running.wait(120) == 0
+    assert lines(tmp_path / "restart")[-1]["step"] == 6 * 22
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_every_tier_trains_the_same_weights(tmp_path, tier):
+    for name in ("device", tier):
+        run_train(*short(tmp_path, name, f"data.tier={name}", "run.resume=auto", "data.readers=3"))
+    expected, got = weights(tmp_path / "device"), weights(tmp_path / tier)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_validation_counts_each_row_once_whatever_the_ranks(tmp_path):
+    """359 rows do not divide by 2 ranks, nor by the batch; the model is the same, so the metrics must be."""
+    run_train(*short(tmp_path, "a", "train.epochs=1"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name, ranks in (("a", 1), ("b", 2)):
+        # a second epoch at a learning rate of nothing leaves the weights as they are
+        frozen = ("train.epochs=2", "run.resume=auto", "optim.lr=1e-30", "data.batch_rows=48")
+        assert run_train(*short(tmp_path, name, *frozen), ranks=ranks).returncode == 0
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert torch.equal(a["1.0.weight"], b["1.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("data.train=nowhere.h5", "error: data.train: nowhere.h5 does not exist"),
+        ("data.batch_rows=63", r"error: data.batch_rows is 63; it should be a multiple of 2 (2 ranks"),
+        ("data.batch_rows=2000", "error: data.batch_rows is 2000, but data/digits.h5::/train has 1,442 rows"),
+        ("dist.device=cuda", "error: dist.device is cuda, but torch"),
+        ("dist.strategy=dp", "error: dist.strategy is dp, which drives all GPUs from one process, but there are 2"),
+        ("run.folder=/proc/nowhere", "error: run.folder: cannot write to /proc/nowhere"),
+        ("workload=tables", "error: workload is tables, but workloads/tables.py does not exist; there are: images"),
+        ("optim.lr=1e30", "error: the loss is nan at step"),
+        ("data.bach_rows=3", "error: command line: unknown key data.bach_rows (did you mean data.batch_rows?)"),
+    ],
+)
+def test_bad_input_is_one_line_and_the_same_exit_code_on_every_rank(tmp_path, argument, message):
+    if torch.cuda.is_available() and argument == "dist.device=cuda":
+        pytest.skip("there is a GPU")
+    done = run_ranks(*short(tmp_path, "bad"), argument, ranks=2)
+    assert [each.returncode for each in done] == [2, 2]
+    errors = [line for each in done for line in each.stderr.splitlines() if not line.startswith("[W")]
+    assert len(errors) == 1, errors
+    assert errors[0].startswith(message)
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+def test_more_ranks_than_blocks(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"], file["labels"] = numbered(40, (1, 8, 8)), np.arange(40) % 3
+    data = f"{tmp_path}/x.h5"
+    done = run_ranks(*short(tmp_path, "bad"), f"data.train={data}", f"data.val={data}", "data.batch_rows=8", ranks=2)
+    assert [each.returncode for each in done] == [2, 2]
+    assert "2 ranks are more than the 1 blocks (chunks)" in done[0].stderr
+    assert done[1].stderr == ""
+
+
+def test_a_file_cut_during_training_stops_with_its_name(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", data=numbered(4000, (3, 64, 64)), chunks=(20, 3, 64, 64))
+        file["labels"] = np.arange(4000) % 3
+    path = tmp_path / "x.h5"
+    command = [
+        sys.executable,
+        "train.py",
+        *short(tmp_path, "cut", f"data.train={path}", "data.tier=disk", "log.every_steps=1"),
+    ]
+    with subprocess.Popen(
+        [*command, "data.val=" + str(path), "data.pool_batches=1"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as run:
+        while not (tmp_path / "cut" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+            assert run.poll() is None
+        os.truncate(path, path.stat().st_size // 4)
+        _, error = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "x.h5 ends at byte" in error
+
+
+def test_every_config_field_is_read_by_the_script():
+    read = {
+        f"{node.value.attr}.{node.attr}"
+        for node in ast.walk(ast.parse((ROOT / "train.py").read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
+    }
+    for section, field in Config.model_fields.items():
+        whole = f"{section}.model_dump" in read  # handed on, name by name
+        for key in getattr(field.annotation, "model_fields", {}):
+            assert whole or f"{section}.{key}" in read, f"{section}.{key} is read by nobody"
