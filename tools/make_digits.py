@@ -1,9 +1,10 @@
-"""Write {{cookiecutter.project_slug}}/data/digits.h5: scikit-learn's copy of the UCI digits, in the file format of convert.py.
+"""Write data/digits.h5 of the generated project from scikit-learn's copy of the UCI digits.
 
     pip install scikit-learn && python tools/make_digits.py
 
-1,797 handwritten digits, 8x8 pixels of 17 grey levels (Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak,
-CC BY 4.0), a fifth of each class for validation. Both splits lie in seeded random order, so the file is the same each time.
+1,797 handwritten digits, 8x8 pixels of 17 grey levels (Optical Recognition of Handwritten Digits, E. Alpaydin and
+C. Kaynak, CC BY 4.0), a fifth of each class for validation. Both splits lie in seeded random order, so the file is the
+same each time.
 """
 
 from pathlib import Path

@@ -82,9 +82,7 @@ def train(cfg: Config, world: World) -> None:
         world.say("data.prefetch_pools has no effect on the device tier")
     planned_rows = cfg.train.epochs * order.total_size
     log = Log(folder if world.is_first else None, planned_rows, at.epoch * order.total_size + at.consumed)
-    clock = Clock(world.device)
-    losses: list[torch.Tensor] = []
-    metrics: dict[str, float] = {}
+    clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()
 
     def report(fresh: float, lr: float) -> Lap:
         """Log the steps since the last report: the only place of the loop where the host waits for the device."""

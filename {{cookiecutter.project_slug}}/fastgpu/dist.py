@@ -111,11 +111,13 @@ def join(launch: Launch, device: Literal["auto", "cuda", "cpu"], timeout_s: int)
         yield world
         return
     # torchrun's store outlives a restart and still holds the dead ranks' addresses: 18 of 30 restarts failed without
-    # this prefix, none of 24 with it and the orderly end below
+    # this prefix, none of 24 with it and the orderly end below. Several nodes may count restarts differently; there
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart a store of its own (launch/ sets it).
+    prefix = f"attempt{launch.attempt}" if launch.local_size == launch.size else "attempt"
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"attempt{launch.attempt}", store),
+        store=dist.PrefixStore(prefix, store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),

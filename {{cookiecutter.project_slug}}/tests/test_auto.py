@@ -59,7 +59,8 @@ def test_tier(monkeypatch):
     assert auto.tier("auto", 6 * gib, gpu, 2, "x.h5")[0] == "host"
     assert auto.tier("auto", 17 * gib, gpu, 2, "x.h5") == (
         "disk",
-        "x.h5: 17.0 GiB with validation, on the disk tier (free for each rank: 10.0 GiB on the device, 32.0 GiB in RAM)",
+        "x.h5: 17.0 GiB with validation, on the disk tier "
+        "(free for each rank: 10.0 GiB on the device, 32.0 GiB in RAM)",
     )
     assert auto.tier("auto", 17 * gib, CPU, 1, "x.h5")[0] == "device"
     assert auto.tier("disk", 1, gpu, 1, "x.h5")[0] == "disk"

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,8 @@ def test_killed_at_any_point_of_saving_the_one_before_is_there(tmp_path, monkeyp
         patch.setattr(Path, "rename", deadly(Path.rename))
         patch.setattr(os, "fsync", deadly(os.fsync))
         patch.setattr(shutil, "rmtree", deadly(shutil.rmtree))
-        try:
+        with suppress(Killed):
             save(tmp_path, "last", Progress(step=2), parts(2.0), ORDER)
-        except Killed:
-            pass
     fresh = parts()
     progress = resume(tmp_path, fresh, ORDER, CPU)
     assert (progress.step, value_of(fresh)) in ((1, 1.0), (2, 2.0))

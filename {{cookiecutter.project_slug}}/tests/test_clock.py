@@ -71,8 +71,7 @@ def test_on_a_gpu_work_still_queued_is_no_wait():
     x = torch.randn(4096, 4096, device="cuda")
 
     def pools():
-        for pool in range(4):
-            yield pool  # at once: the host runs ahead, the device never waits
+        yield from range(4)  # at once: the host runs ahead, the device never waits
 
     for _ in clock.waits(pools()):
         for _ in range(20):

@@ -35,7 +35,7 @@ def test_the_big_batch_recipe():
 
 def test_every_pass_trains_each_row_once_in_another_order():
     batches = [batch["x"].tolist() for batch in echo(rows(12), 4, 4, rng())]
-    passes = [sum(batches[i : i + 3], []) for i in range(0, 12, 3)]
+    passes = [[row for batch in batches[i : i + 3] for row in batch] for i in range(0, 12, 3)]
     assert all(sorted(each) == list(range(12)) for each in passes)
     assert len({tuple(each) for each in passes}) == 4
 

@@ -8,7 +8,7 @@ from fastgpu.launch import UserError
 
 
 def load(name: str) -> Any:
-    """The class `Workload` of workloads/<name>.py; see images.py for what it must have. Raises UserError if there is none."""
+    """The class `Workload` of workloads/<name>.py, such as images.py has. Raises UserError if there is no such file."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name not in names:
         raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; there are: {', '.join(names)}")

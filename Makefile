@@ -1,0 +1,48 @@
+# make demo     bake the template and train what comes out, on every GPU or on two CPU processes
+# make test     all tests: of the template, of the project in place, of a baked project
+# make check    the gate: format, lint, types, fast tests; changes no file
+# make fix      format, and mend what the linter can
+# make gpu      the tests that need a CUDA device; a skipped one is a failure
+
+PROJECT := {{cookiecutter.project_slug}}
+PYTHON  ?= python3
+BIN     := $(CURDIR)/.venv/bin
+# Caches of a run in place must not be baked into a project: none is written inside $(PROJECT).
+export PYTHONDONTWRITEBYTECODE := 1
+export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
+export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
+IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
+
+.PHONY: demo test check fix gpu clean
+.DELETE_ON_ERROR:
+
+.venv/installed: requirements.txt $(PROJECT)/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is %d.%d; install Python >= 3.11 or use make PYTHON=python3.x" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	"$(BIN)/pip" install -q --disable-pip-version-check -r "$(PROJECT)/constraints.txt" -r requirements.txt
+	@touch $@
+
+demo: .venv/installed
+	"$(BIN)/python" tools/demo.py
+
+test: .venv/installed
+	$(IN_PLACE) pytest -p no:cacheprovider
+	"$(BIN)/python" -m pytest
+
+check: .venv/installed
+	"$(BIN)/ruff" format --check
+	"$(BIN)/ruff" check
+	$(IN_PLACE) mypy
+	$(IN_PLACE) pytest -p no:cacheprovider -m "not slow"
+	"$(BIN)/python" -m pytest -m "not slow"
+
+fix: .venv/installed
+	"$(BIN)/ruff" check --fix
+	"$(BIN)/ruff" format
+
+gpu: .venv/installed
+	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
+	$(IN_PLACE) pytest -p no:cacheprovider -m gpu
+
+clean:
+	rm -rf .venv .cache build

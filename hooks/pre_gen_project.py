@@ -1,0 +1,41 @@
+"""Refuse answers that would make a broken project: all of them at once, each with its cure. Standard library only."""
+
+import json
+import keyword
+import re
+import sys
+
+answers = json.loads(r"""{{ cookiecutter | tojson }}""")
+
+# Importable beside train.py, or a device on Windows: a folder of that name would shadow it, or could not be made.
+TAKEN = {
+    "torch", "numpy", "h5py", "yaml", "pydantic", "tensorboard", "tqdm", "psutil", "pynvml", "fastgpu", "workloads",
+    "train", "tests", "con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+}  # fmt: skip
+
+
+def mistakes() -> list[str]:
+    found = []
+    slug = answers["project_slug"]
+    cure = 'use lower-case letters, digits and "_", such as "cat_finder"'
+    if not re.fullmatch(r"[a-z]([a-z0-9_]{0,48}[a-z0-9])?", slug):
+        found.append(f"project_slug is {slug!r}: {cure}, at most 50 characters, a letter first, no _ last")
+    elif keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
+        found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
+    elif slug in TAKEN or slug in sys.stdlib_module_names:
+        found.append(
+            f"project_slug is {slug!r}, the name of a module that it would hide: add a word, such as {slug}_project"
+        )
+    for name in ("project_name", "description", "author"):
+        answer = answers[name]
+        if not answer.strip():
+            found.append(f"{name} is empty: write a word or two")
+        elif not answer.isprintable():
+            found.append(f"{name} is {answer!r}: write one line without control characters")
+    return found
+
+
+if errors := mistakes():
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(1)

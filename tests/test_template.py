@@ -1,0 +1,281 @@
+"""What the template bakes, and what it refuses."""
+
+import ast
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import h5py
+import pytest
+import yaml
+from conftest import FOLDER, ROOT, tracked
+
+DEFAULT = "my_training_project"
+OPTIONAL = {"launch/": "cluster_launch_files", ".github/": "ci_workflow"}
+LICENSES = {
+    "MIT": "MIT License",
+    "BSD-3-Clause": "BSD 3-Clause License",
+    "Apache-2.0": "Apache License",
+    "proprietary": "All rights reserved",
+}
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def expected(**wanted: bool) -> set[str]:
+    names = {name.removeprefix(f"{FOLDER}/") for name in tracked() if name.startswith(f"{FOLDER}/")}
+    off = tuple(folder for folder, question in OPTIONAL.items() if not wanted[question])
+    return {name for name in names if not name.startswith(off)} if off else names
+
+
+def parses(project: Path) -> dict:
+    """Every file is what it should be, and nothing of the template's language is left; returns pyproject.toml."""
+    for name in files(project):
+        path = project / name
+        if path.suffix == ".py":
+            ast.parse(path.read_text())
+            assert path.read_bytes() == (ROOT / FOLDER / name).read_bytes(), f"{name} is not its source"
+        elif path.suffix in (".yaml", ".yml"):
+            assert list(yaml.safe_load_all(path.read_text()))
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        if name in ("README.md", "LICENSE", "pyproject.toml"):
+            assert "cookiecutter" not in path.read_text()
+    return tomllib.loads((project / "pyproject.toml").read_text())
+
+
+# ---------------------------------------------------------------------------------------------- questions
+
+
+def test_questions_are_few_and_human():
+    questions = json.loads((ROOT / "cookiecutter.json").read_text())
+    public = [name for name in questions if not name.startswith("_")]
+    assert len(public) <= 8
+    assert set(questions["__prompts__"]) == set(public)
+    assert set(questions["license"]) == set(questions["__prompts__"]["license"]) - {"__prompt__"}
+    assert all(isinstance(questions[name], str | bool | list) for name in public)
+
+
+@pytest.mark.parametrize("accept_hooks", ["yes", "no"])
+def test_default_answers(bake, tmp_path, accept_hooks):
+    done = bake(f"--accept-hooks={accept_hooks}")
+    assert done.returncode == 0, done.stderr
+    project = tmp_path / "out" / DEFAULT
+    meta = parses(project)
+    assert meta["project"]["name"] == "my-training-project"
+    if accept_hooks == "yes":
+        assert files(project) == expected(cluster_launch_files=False, ci_workflow=True)
+        assert "cd my_training_project" in done.stdout
+        assert sum(line.startswith("  ") for line in done.stdout.splitlines()) == 3  # the next three commands
+    else:
+        assert files(project) == expected(cluster_launch_files=True, ci_workflow=True)
+
+
+@pytest.mark.parametrize(
+    ("license", "launch", "ci"),
+    [
+        *itertools.product(["MIT"], [True, False], [True, False]),
+        ("BSD-3-Clause", True, False),
+        ("Apache-2.0", False, True),
+        ("proprietary", True, True),
+    ],
+)
+def test_every_option(bake, tmp_path, license, launch, ci):
+    done = bake(project_slug="cats", license=license, cluster_launch_files=launch, ci_workflow=ci, author="Ada Ω")
+    assert done.returncode == 0, done.stderr
+    project = tmp_path / "out" / "cats"
+    assert files(project) == expected(cluster_launch_files=launch, ci_workflow=ci)
+    assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())  # no empty folder is left
+    spdx = parses(project)["project"]["license"]
+    assert spdx == ("LicenseRef-Proprietary" if license == "proprietary" else license)
+    text = (project / "LICENSE").read_text()
+    assert LICENSES[license] in text
+    assert "Ada Ω" in text
+    assert sum(name in text for name in LICENSES.values()) == 1
+    assert ("On a cluster" in (project / "README.md").read_text()) == launch
+
+
+def test_leftovers_of_a_run_in_place_are_not_baked(bake, template, tmp_path):
+    dirty = tmp_path / "dirty"
+    shutil.copytree(template, dirty)
+    leftovers = (
+        "fastgpu/__pycache__/x.pyc", "tests/__pycache__/y.pyc", "stray.pyc", ".pytest_cache/README.md",
+        ".mypy_cache/x.json", ".ruff_cache/x", ".hypothesis/x", "runs/a/metrics.jsonl", "build/lib/x.py",
+        "x.egg-info/PKG-INFO", ".venv/lib/jinja/{{ broken }}.py", ".venv/template.html", "data/.DS_Store", ".coverage",
+    )  # fmt: skip
+    for name in leftovers:
+        path = dirty / FOLDER / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{% broken {{")
+    (dirty / FOLDER / ".venv/lib/jinja/{{ broken }}.py").unlink()
+    done = bake(source=dirty)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "out" / DEFAULT) == expected(cluster_launch_files=False, ci_workflow=True)
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'quotes " and \' and """',
+        "back\\slash \\n \\",
+        "Ünïcödé 日本語 😀",
+        "{{ cookiecutter.project_slug }} {% if x %}",
+        "-leading dash",
+        "# hash : colon, [bracket] {brace} & amp; <b>",
+        "${HOME} $(touch hacked) `touch hacked`",
+        "'''; import os; os.mkdir('hacked'); '''",
+    ],
+)
+def test_odd_answers_still_make_a_project(bake, tmp_path, text):
+    done = bake(project_name=text, project_slug="odd", description=text, author=text)
+    assert done.returncode == 0, done.stderr
+    project = tmp_path / "out" / "odd"
+    meta = {  # and are kept as they were given
+        "description": parses_as_toml(project)["project"]["description"],
+        "author": parses_as_toml(project)["project"]["authors"][0]["name"],
+    }
+    assert set(meta.values()) == {" ".join(text.split())}
+    assert (project / "README.md").read_text().startswith(f"# {text}\n\n{text}\n")
+    assert text in (project / "LICENSE").read_text()
+    assert not list(tmp_path.rglob("hacked"))
+
+
+def parses_as_toml(project: Path) -> dict:
+    return tomllib.loads((project / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("name", ["project_name", "description", "author"])
+@pytest.mark.parametrize("text", ["two\nlines", "tab\there", "\x1b[31mred", "", "   "])
+def test_answers_that_are_no_line_of_text_are_refused(bake, tmp_path, name, text):
+    done = bake(project_slug="cats", **{name: text})
+    assert done.returncode != 0
+    assert f"error: {name} is " in done.stderr
+    assert not files(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("slug", "reason"),
+    [
+        ("my-project", 'use lower-case letters, digits and "_"'),
+        ("1st", "a letter first"),
+        ("Cats", "lower-case"),
+        ("café", "lower-case"),
+        ("cats_", "no _ last"),
+        ("a" * 51, "at most 50"),
+        ("class", "a word of the Python language"),
+        ("match", "a word of the Python language"),
+        ("torch", "the name of a module that it would hide: add a word, such as torch_project"),
+        ("h5py", "would hide"),
+        ("numpy", "would hide"),
+        ("random", "would hide"),
+        ("fastgpu", "would hide"),
+        ("nul", "would hide"),
+        ("../evil", "lower-case"),
+        ("-rf", "a letter first"),
+        ("a b", "lower-case"),
+    ],
+)
+def test_names_that_break_are_refused(bake, tmp_path, slug, reason):
+    done = bake(project_slug=slug)
+    assert done.returncode != 0
+    assert f"error: project_slug is {slug!r}" in done.stderr
+    assert reason in done.stderr
+    assert not list((tmp_path / "out").iterdir())
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_all_mistakes_are_told_at_once(bake):
+    done = bake(project_slug="class", description="", author="a\nb")
+    assert done.stderr.count("error: ") >= 3
+    assert all(f"error: {name}" in done.stderr for name in ("project_slug", "description", "author"))
+
+
+@pytest.mark.parametrize("name", ["Cat Finder 2", "Müller's “x”", "  spaces  ", "O'Neil/Ω"])
+def test_the_suggested_slug_is_valid(bake, tmp_path, name):
+    done = bake(project_name=name)
+    assert done.returncode == 0, done.stderr
+    (project,) = (tmp_path / "out").iterdir()
+    assert re.fullmatch("[a-z][a-z0-9_]+", project.name)
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def test_no_template_language_in_python():
+    for name in tracked():
+        if name.endswith(".py") and name.startswith(FOLDER):
+            assert not re.search(r"{{ *cookiecutter|{%", (ROOT / name).read_text()), name
+
+
+def test_paths_can_be_checked_out_everywhere():
+    reserved = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
+    for name in tracked():
+        baked = name.replace(FOLDER, "a" * 50)
+        assert len(baked) < 150, name
+        for part in name.split("/"):
+            assert not re.search(r'[<>:"\\|?*\x00-\x1f]', part), name
+            assert not part.endswith((".", " ")), name
+            assert part.split(".")[0].lower() not in reserved, name
+
+
+def test_only_line_feeds():
+    for name in tracked():
+        if Path(name).suffix not in (".h5", ".png"):
+            assert b"\r" not in (ROOT / name).read_bytes(), name
+
+
+def test_hooks_need_nothing_but_python():
+    for name in ("pre_gen_project.py", "post_gen_project.py"):
+        tree = ast.parse((ROOT / "hooks" / name).read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert imported <= {"json", "keyword", "re", "sys", "shutil", "pathlib"}
+
+
+def test_the_tree_in_the_readme_is_that_of_the_project():
+    text = (ROOT / FOLDER / "README.md").read_text()
+    named = set(re.findall(r"(\w+\.py)", text.split("```")[3]))
+    assert named == {"train.py", "images.py", *(path.name for path in (ROOT / FOLDER / "fastgpu").glob("[a-z]*.py"))}
+
+
+def test_the_digits_file_is_the_one_that_the_script_makes():
+    with h5py.File(ROOT / FOLDER / "data" / "digits.h5") as file:
+        assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797
+        assert all(file[split].attrs["fastgpu_format"] == 1 for split in ("train", "val"))
+        assert "CC BY 4.0" in file.attrs["source"]
+
+
+# ---------------------------------------------------------------------------------------------- a baked project
+
+
+@pytest.mark.slow
+def test_a_baked_project_is_clean_and_passes_its_own_tests(bake, tmp_path):
+    assert bake(project_slug="cats", license="MIT").returncode == 0
+    project = tmp_path / "out" / "cats"
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest", "-m", "not slow"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=project, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+def test_a_baked_project_installs_and_trains(bake, tmp_path):
+    """As its README says, but for the download: what is installed here already satisfies it."""
+    assert bake(project_slug="cats", license="MIT").returncode == 0
+    project = tmp_path / "out" / "cats"
+    install = ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev]"]
+    for command in (install, ["train.py", "train.epochs=2"]):
+        done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "epoch 2/2" in done.stdout
