@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -66,9 +65,10 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, ranks, echo)
     assert run_train(*short(tmp_path, "whole", *options), ranks=ranks).returncode == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, "train.py", *short(tmp_path, "killed", *options)]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as running:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
         wait_for_step(tmp_path / "killed", 30)  # inside the second epoch
-        os.killpg(running.pid, signal.SIGKILL)
+        for process in (*psutil.Process(running.pid).children(recursive=True), running):
+            process.kill()
     steps = [int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("last-*")]
     done = run_train(*short(tmp_path, "killed", *options), "run.resume=auto", ranks=ranks)
     assert done.returncode == 0, done.stderr
