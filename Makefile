@@ -1,7 +1,7 @@
 # make demo     bake the template and train what comes out, on every GPU or on two CPU processes
 # make test     all tests: of the template, of the project in place, of a baked project
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, and mend what the linter can
+# make fix      format, mend what the linter can, make the schema and docs/config.md again
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 
 PROJECT := {{cookiecutter.project_slug}}
@@ -39,6 +39,8 @@ check: .venv/installed
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
 	"$(BIN)/ruff" format
+	cd "$(PROJECT)" && "$(BIN)/python" -m fastgpu.config > config.schema.json
+	"$(BIN)/python" tools/config_page.py > docs/config.md
 
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'

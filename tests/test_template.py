@@ -248,6 +248,21 @@ def test_the_tree_in_the_readme_is_that_of_the_project():
     assert named == {"train.py", "images.py", *(path.name for path in (ROOT / FOLDER / "fastgpu").glob("[a-z]*.py"))}
 
 
+def test_the_page_of_keys_is_that_of_the_models():
+    page = subprocess.run([sys.executable, ROOT / "tools/config_page.py"], capture_output=True, text=True, check=True)
+    assert page.stdout == (ROOT / "docs/config.md").read_text()
+
+
+def test_commands_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    targets = set(re.findall(r"\bmake ([a-z]+)", text)) - {"sure"}
+    assert {"demo", "test", "check", "fix"} <= targets
+    assert all(f"\n{target}:" in makefile for target in targets)
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        assert (ROOT / link).exists(), link
+
+
 def test_the_digits_file_is_the_one_that_the_script_makes():
     with h5py.File(ROOT / FOLDER / "data" / "digits.h5") as file:
         assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797

@@ -68,10 +68,10 @@ def train(cfg: Config, world: World) -> None:
     with world.together():
         found = runs.open_run(Path(cfg.run.folder), cfg.run.name, resume) if world.is_first else None
     folder: Path = world.from_first(found)
-    checkpoints, at = folder / "checkpoints", checkpoint.Progress()
-    if resume:
-        with world.together():
-            at = checkpoint.resume(checkpoints, parts, order.identity, world.device)
+    checkpoints = folder / "checkpoints"
+    with world.together():
+        at = checkpoint.resume(checkpoints, parts, order.identity, world.device) if resume else checkpoint.Progress()
+    world.agree(at, f"{checkpoints}: put run.folder on a file system that all nodes share")
     chosen = {"data.tier": tier, "data.lanes": lanes, "data.pool_batches": pool_batches, "data.readers": readers}
     resolved = flat(cfg) | chosen | {"train.precision": precision}
     if world.is_first:

@@ -115,7 +115,7 @@ class Dist(Section):
 
 
 class Log(Section):
-    every_steps: Count = 20
+    every_steps: Count = 50
     """Steps between two points in TensorBoard and metrics.jsonl."""
 
 

@@ -82,6 +82,13 @@ class World:
         if first:
             raise UserError(first)
 
+    def agree(self, value: Any, cure: str) -> None:
+        """Raise UserError on every rank if a rank's value is not rank 0's."""
+        first = self.from_first(value)
+        with self.together():
+            if value != first:
+                raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
+
     def reseed(self, *numbers: int) -> torch.Generator:
         """Seed every generator from the numbers and the rank; returns the device's.
 

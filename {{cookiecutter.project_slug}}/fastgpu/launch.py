@@ -45,3 +45,7 @@ def clear_exit(launch: Launch) -> Iterator[None]:
         if launch.speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if launch.speaks:
+            print("\ninterrupted; run.resume=auto goes on from the last checkpoint", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None

@@ -46,6 +46,18 @@ def test_what_one_rank_meets_every_rank_raises():
     assert in_world(2, _one_rank_fails) == ["disk of rank 1 is full"] * 2
 
 
+def _disagree(world: World):
+    world.agree("the same", "no cure needed")
+    try:
+        world.agree(world.rank, "share the folder")
+    except UserError as error:
+        return str(error)
+
+
+def test_ranks_that_differ_are_told():
+    assert in_world(2, _disagree) == ["rank 1 has 1, rank 0 has 0; share the folder"] * 2
+
+
 def _gradients(world: World, strategy):
     torch.manual_seed(world.rank)  # the wrapper must make the weights equal
     model = nn.Linear(2, 1)
@@ -139,6 +151,13 @@ def test_one_message_a_machine_and_the_same_exit_code_on_every_rank(capsys):
             raise UserError("too many")
         assert stop.value.code == 2
         assert capsys.readouterr().err == said
+
+
+def test_an_interruption_needs_no_traceback(capsys):
+    with pytest.raises(SystemExit) as stop, clear_exit(Launch()):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
+    assert "run.resume=auto" in capsys.readouterr().err
 
 
 def test_our_own_mistakes_keep_their_traceback():
