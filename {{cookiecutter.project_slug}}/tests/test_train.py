@@ -58,6 +58,7 @@ def test_the_shipped_config_reaches_its_accuracy_and_leaves_a_record(tmp_path):
     assert "tensorboard --logdir" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("echo", ["1", "2.5"])
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, ranks, echo):
@@ -87,6 +88,7 @@ def wait_for_step(folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_stop_and_resume_under_torchrun(tmp_path):
     first = run_train(*short(tmp_path, "two", "train.epochs=1"), ranks=2)
     assert first.returncode == 0, first.stderr
@@ -101,6 +103,7 @@ def test_two_ranks_train_stop_and_resume_under_torchrun(tmp_path):
     assert "the run has all its 2 epochs" in third.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_by_torchrun(tmp_path):
     arguments = short(tmp_path, "restart", "run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=6")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -112,7 +115,8 @@ def test_a_killed_rank_is_restarted_by_torchrun(tmp_path):
     assert lines(tmp_path / "restart")[-1]["step"] == 6 * 22
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_every_tier_trains_the_same_weights(tmp_path, tier):
     for name in ("device", tier):
         run_train(*short(tmp_path, name, f"data.tier={name}", "run.resume=auto", "data.readers=3"))
@@ -120,6 +124,7 @@ def test_every_tier_trains_the_same_weights(tmp_path, tier):
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_validation_counts_each_row_once_whatever_the_ranks(tmp_path):
     """359 rows do not divide by 2 ranks, nor by the batch; the model is the same, so the metrics must be."""
     run_train(*short(tmp_path, "a", "train.epochs=1"))
