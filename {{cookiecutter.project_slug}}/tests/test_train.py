@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -122,19 +121,6 @@ def test_every_tier_trains_the_same_weights(tmp_path, tier):
         run_train(*short(tmp_path, name, f"data.tier={name}", "run.resume=auto", "data.readers=3"))
     expected, got = weights(tmp_path / "device"), weights(tmp_path / tier)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
-@pytest.mark.slow
-def test_validation_counts_each_row_once_whatever_the_ranks(tmp_path):
-    """359 rows do not divide by 2 ranks, nor by the batch; the model is the same, so the metrics must be."""
-    run_train(*short(tmp_path, "a", "train.epochs=1"))
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    for name, ranks in (("a", 1), ("b", 2)):
-        # a second epoch at a learning rate of nothing leaves the weights as they are
-        frozen = ("train.epochs=2", "run.resume=auto", "optim.lr=1e-30", "data.batch_rows=48")
-        assert run_train(*short(tmp_path, name, *frozen), ranks=ranks).returncode == 0
-    a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
-    assert torch.equal(a["1.0.weight"], b["1.0.weight"])
 
 
 @pytest.mark.parametrize(
