@@ -38,8 +38,7 @@ def train(cfg: Config, world: World) -> None:
     with world.together():
         store = open_store("data.train", cfg.data.train, cfg.data.fields)
         val_store = open_store("data.val", cfg.data.val, cfg.data.fields)
-        settings = cfg.model.model_dump() | cfg.augment.model_dump()
-        workload = workloads.load(cfg.workload)(store, val_store, **settings)
+        workload = workloads.load(cfg.workload)(store, val_store, **cfg.model.model_dump(), **cfg.augment.model_dump())
         batch_rows = auto.rank_batch(cfg.data.batch_rows, world.size, cfg.optim.accumulation, len(store), store.name)
         lanes = auto.lanes(cfg.data.lanes, cfg.data.batch_rows, world.size, len(store.block_rows), store.name)
         pool_batches = auto.pool_batches(cfg.data.pool_batches, cfg.data.batch_rows, store.row_bytes, len(store))
@@ -68,10 +67,9 @@ def train(cfg: Config, world: World) -> None:
     with world.together():
         found = runs.open_run(Path(cfg.run.folder), cfg.run.name, resume) if world.is_first else None
     folder: Path = world.from_first(found)
-    checkpoints = folder / "checkpoints"
     with world.together():
-        at = checkpoint.resume(checkpoints, parts, order.identity, world.device) if resume else checkpoint.Progress()
-    world.agree(at, f"{checkpoints}: put run.folder on a file system that all nodes share")
+        at = checkpoint.resume(folder, parts, order.identity, world.device) if resume else checkpoint.Progress()
+    world.agree(at, f"put run.folder ({cfg.run.folder}) on a file system that all nodes share")
     chosen = {"data.tier": tier, "data.lanes": lanes, "data.pool_batches": pool_batches, "data.readers": readers}
     resolved = flat(cfg) | chosen | {"train.precision": precision}
     if world.is_first:
@@ -96,13 +94,12 @@ def train(cfg: Config, world: World) -> None:
         log.progress(fresh, f"epoch {at.epoch + 1}/{cfg.train.epochs} step {at.step} loss {loss:.4f} {lap}")
         return lap
 
-    def save(kind: str) -> None:
+    def save(kind: checkpoint.Kind) -> bool:
         world.average_buffers(model)
-        if world.is_first:
-            checkpoint.save(checkpoints, kind, at, parts, order.identity)
+        return not world.is_first or checkpoint.save(folder, kind, at, parts, order.identity)
 
     # ---------------------------------------------------------------- Loop: epochs > pools > batches
-    saved_step = at.step
+    saved, saved_step = True, at.step
     if at.epoch >= cfg.train.epochs:
         world.say(f"the run has all its {at.epoch} epochs; raise train.epochs to go on")
     while at.epoch < cfg.train.epochs:
@@ -120,17 +117,14 @@ def train(cfg: Config, world: World) -> None:
                     epoch_lap = epoch_lap.plus(report(fresh, lr))
             at.consumed = pool.plan.consumed
             if cfg.run.checkpoint_every_steps and at.step - saved_step >= cfg.run.checkpoint_every_steps:
-                save("last")
-                saved_step = at.step
+                saved, saved_step = save("last"), at.step
         if clock.steps:
             epoch_lap = epoch_lap.plus(report(fresh, lr))
         metrics = evaluate(model, workload, val_feed.pools(at.epoch), batch_rows, step.cast, world)
-        score = metrics[f"val/{workload.best}"]
-        at.epoch, at.consumed, is_best = at.epoch + 1, 0, at.best is None or score > at.best
-        at.best = score if is_best else at.best
-        for kind in ("last", "best") if is_best else ("last",):
-            save(kind)
-        saved_step = at.step
+        is_best = at.end_epoch(metrics[f"val/{workload.best}"])
+        saved, saved_step = save("last"), at.step
+        if is_best:
+            save("best")
         log.scalars(at.step, metrics)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         log.progress(fresh, f"epoch {at.epoch}/{cfg.train.epochs} {shown}, {epoch_lap}", important=True)
@@ -140,6 +134,9 @@ def train(cfg: Config, world: World) -> None:
     log.finish(resolved, metrics)
     feed.close()
     val_feed.close()
+    with world.together():
+        if not saved:
+            raise UserError(f"the run is over, but its last checkpoint is not in {folder}: make room, and resume it")
     world.say(f"done after {at.step} steps; charts: tensorboard --logdir {cfg.run.folder}")
 
 

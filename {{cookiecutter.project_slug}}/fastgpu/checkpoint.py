@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, verified when read, never code (`weights_only=True`).
 
+    <run>/checkpoints/last-000000220/
     <run>/checkpoints/last-000000240/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
     <run>/checkpoints/best-000000200/
 
@@ -15,11 +16,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from .launch import UserError
+
+Kind = Literal["last", "best"]
+KEEP = {"last": 2, "best": 1}  # two, in case the newest turns out to be damaged
 
 
 class Stateful(Protocol):
@@ -41,15 +45,21 @@ class Progress:
     best: float | None = None
     """Highest value of the workload's `best` metric."""
 
+    def end_epoch(self, score: float) -> bool:
+        """Go on to the next epoch; whether `score` is the best so far."""
+        self.epoch, self.consumed = self.epoch + 1, 0
+        is_best = self.best is None or score > self.best
+        self.best = score if is_best else self.best
+        return is_best
 
-def save(
-    folder: Path, kind: str, progress: Progress, parts: Mapping[str, Stateful], order: Mapping[str, int], keep: int = 1
-) -> bool:
-    """Write `<folder>/<kind>-<step>`, then remove all but the newest `keep` of that kind; False if the disk refused.
+
+def save(run: Path, kind: Kind, progress: Progress, parts: Mapping[str, Stateful], order: Mapping[str, int]) -> bool:
+    """Write `<run>/checkpoints/<kind>-<step>`, then remove older ones of that kind; False if the disk refused.
 
     parts: what to save the state of, by name. order: numbers that the order of rows depends on. A refusal is printed;
     the checkpoints from before are then still there, and training can go on.
     """
+    folder = run / "checkpoints"
     target, partial = folder / f"{kind}-{progress.step:09d}", folder / f".{kind}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it saved
@@ -67,19 +77,20 @@ def save(
         _flush(folder)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
-        print(f"warning: checkpoint {target} was not written ({error}); the ones before are kept", flush=True)
+        print(f"warning: {target} was not written ({error}); is the disk full? Training goes on", flush=True)
         return False
-    for old in _saved(folder, kind)[keep:]:
+    for old in _saved(folder, kind)[KEEP[kind] :]:
         shutil.rmtree(old, ignore_errors=True)
     return True
 
 
-def resume(folder: Path, parts: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device) -> Progress:
+def resume(run: Path, parts: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device) -> Progress:
     """Load the newest whole checkpoint of kind "last" into `parts`; a fresh Progress if there is none.
 
     Raises UserError if it belongs to another model or optimizer, or was saved inside an epoch of another order of rows,
     or if all are damaged.
     """
+    folder = run / "checkpoints"
     for path in _saved(folder, "last"):
         try:
             state = json.loads((path / "state.json").read_text())

@@ -27,7 +27,7 @@ def value_of(some: dict) -> float:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_comes_back(tmp_path):
@@ -38,6 +38,12 @@ def test_comes_back(tmp_path):
     assert value_of(fresh) == 1.5
 
 
+def test_the_end_of_an_epoch():
+    progress = Progress(epoch=3, consumed=640, step=9)
+    assert [progress.end_epoch(score) for score in (1.0, 1.0, 2.0, float("nan"))] == [True, False, True, False]
+    assert progress == Progress(epoch=7, consumed=0, step=9, best=2.0)
+
+
 def test_nothing_to_resume_is_a_fresh_start(tmp_path):
     assert resume(tmp_path / "none", parts(), ORDER, CPU) == Progress()
 
@@ -46,7 +52,8 @@ def test_only_the_newest_of_a_kind_stay(tmp_path):
     for step in (9, 10, 999_999_999, 1_000_000_000):
         save(tmp_path, "last", Progress(step=step), parts(step), ORDER)
     save(tmp_path, "best", Progress(step=9), parts(), ORDER)
-    assert names(tmp_path) == ["best-000000009", "last-1000000000"]
+    save(tmp_path, "best", Progress(step=12), parts(), ORDER)
+    assert names(tmp_path) == ["best-000000012", "last-1000000000", "last-999999999"]
     assert resume(tmp_path, parts(), ORDER, CPU).step == 1_000_000_000  # by number, not by name
 
 
@@ -89,7 +96,8 @@ def test_killed_at_any_point_of_saving_the_one_before_is_there(tmp_path, monkeyp
     progress = resume(tmp_path, fresh, ORDER, CPU)
     assert (progress.step, value_of(fresh)) in ((1, 1.0), (2, 2.0))
     assert save(tmp_path, "last", Progress(step=3), parts(3.0), ORDER)  # and the next save works
-    assert names(tmp_path) == ["last-000000003"]
+    assert names(tmp_path)[-1] == "last-000000003"
+    assert len(names(tmp_path)) <= 2
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 704 vs 598")])
@@ -110,9 +118,9 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, monkeypatch, capsys, error):
 @pytest.mark.parametrize("file", ["model.pt", "step.pt", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
 def test_damage_is_found_and_the_one_before_is_taken(tmp_path, capsys, file, damage):
-    save(tmp_path, "last", Progress(step=1), parts(1.0), ORDER, keep=2)
-    save(tmp_path, "last", Progress(step=2), parts(2.0), ORDER, keep=2)
-    path = tmp_path / "last-000000002" / file
+    save(tmp_path, "last", Progress(step=1), parts(1.0), ORDER)
+    save(tmp_path, "last", Progress(step=2), parts(2.0), ORDER)
+    path = tmp_path / "checkpoints" / "last-000000002" / file
     content = bytearray(path.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 255
@@ -131,7 +139,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
             return (Path.touch, (tmp_path / "ran",))
 
     save(tmp_path, "last", Progress(step=1), parts(), ORDER)
-    folder = tmp_path / "last-000000001"
+    folder = tmp_path / "checkpoints" / "last-000000001"
     torch.save({"weight": Attack()}, folder / "model.pt")
     state = json.loads((folder / "state.json").read_text())
     state["sha256"]["model"] = checkpoint._sha256(folder / "model.pt")
