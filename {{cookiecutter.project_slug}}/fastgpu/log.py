@@ -48,9 +48,10 @@ class Log:
         """Move the bar; where there is no terminal print a line now and then, and what is important always."""
         if not self._bar.disable:
             self._bar.update(round(fresh_rows) - self._bar.n)
-            self._bar.set_postfix_str(text)
             if important:
                 self._bar.write(text)
+            else:
+                self._bar.set_postfix_str(text)
         elif self._folder and (important or time.monotonic() - self._printed_s >= PLAIN_EVERY_S):
             print(text, flush=True)
             self._printed_s = time.monotonic()
