@@ -59,7 +59,8 @@ def readers(readers: int | Auto, local_ranks: int) -> int:
     """`auto`: the CPUs this process may use, shared by the ranks of this machine, at most 8."""
     if readers != "auto":
         return readers
-    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    return max(1, min(8, cpus // local_ranks))
 
 
 def tier(tier: Tier | Auto, need_bytes: int, device: torch.device, local_ranks: int, name: str) -> tuple[Tier, str]:
