@@ -123,7 +123,7 @@ class _Part:
     ) -> "dict[str, _Layout]":
         root = _open_group(key, file, group)
         self.attributes = {name: _plain(value) for name, value in root.attrs.items()}
-        datasets = {name: _open_dataset(key, root, self.name, source) for name, source in names.items()}
+        datasets = {name: _open_dataset(key, file, root, self.name, source) for name, source in names.items()}
         lengths = {name: len(data) for name, data in datasets.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{key}: {self.name} has fields of unequal length {lengths}; give each as many rows")
@@ -245,12 +245,12 @@ def _open_group(key: str, file: h5py.File, group: str) -> h5py.Group:
     return found
 
 
-def _open_dataset(key: str, root: h5py.Group, name: str, source: str) -> h5py.Dataset:
+def _open_dataset(key: str, file: h5py.File, root: h5py.Group, name: str, source: str) -> h5py.Dataset:
     data = root.get(source)
     if not isinstance(data, h5py.Dataset):
         raise UserError(f"{key}: {name} has no dataset {source}; it has {_contents(root)} (see data.fields)")
     where = f"{key}: {name}: {source}"
-    if data.is_virtual or data.external or isinstance(root.get(source, getlink=True), h5py.ExternalLink):
+    if data.is_virtual or data.external or data.file.filename != file.filename:  # the last: an external link on the way
         raise UserError(f"{where} takes its bytes from other files; write them into one file")
     if data.ndim == 0:
         raise UserError(f"{where} is a single value; a field needs a first dimension of rows")

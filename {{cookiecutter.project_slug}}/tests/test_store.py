@@ -225,6 +225,9 @@ def test_bytes_of_other_files_are_not_followed(write, tmp_path):
     with h5py.File(tmp_path / "link.h5", "w") as file:
         file["images"], file["labels"] = h5py.ExternalLink(source, "images"), np.arange(10)
     refused(str(tmp_path / "link.h5"), "takes its bytes from other files")
+    with h5py.File(tmp_path / "group.h5", "w") as file:
+        file["train"] = h5py.ExternalLink(source, "/")
+    refused(f"{tmp_path}/group.h5::/train", "takes its bytes from other files")
     layout = h5py.VirtualLayout((10, 1, 4, 2), "u1")
     layout[:] = h5py.VirtualSource(source, "images", (10, 1, 4, 2))
     with h5py.File(tmp_path / "virtual.h5", "w") as file:
