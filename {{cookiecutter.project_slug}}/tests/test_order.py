@@ -1,10 +1,12 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from fastgpu.order import BlockSampler
+from fastgpu.order import BlockSampler, _Line
 
 blocks = st.lists(st.integers(1, 9), min_size=1, max_size=20).map(np.array)
 small = st.integers(1, 4)
@@ -112,6 +114,29 @@ def test_is_a_distributed_sampler_for_a_plain_dataloader():
 def test_numbers_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         BlockSampler(np.full(8, 4), 4, **options)
+
+
+def test_a_line_finds_every_row():
+    rows = np.random.default_rng(0).integers(1, 4, 3000).astype(np.int32)  # more blocks than a line keeps starts of
+    for blocks in (None, np.random.default_rng(1).permutation(3000)):
+        line = _Line(rows, blocks)
+        slots = np.repeat(np.arange(3000), rows if blocks is None else rows[blocks])
+        assert [line.slot(row) for row in range(len(slots))] == slots.tolist()
+        assert [line.start(slot) for slot in range(3000)] == np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
+
+
+def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
+    block_rows = np.full(10**7, 100, np.int32)
+    tracemalloc.start()
+    order = BlockSampler(block_rows, 64, rank=1023, world_size=1024, pool_batches=32)
+    plans = order.pools(epoch=3, consumed=order.total_size // 2 // order.global_rows * order.global_rows)
+    plan = next(plans)
+    rows = order.row_numbers(plan)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200e6
+    assert plan.rows == len(np.unique(rows)) == 64 * 32
+    assert rows.max() < 10**9
 
 
 def test_resuming_inside_a_batch_is_refused():
