@@ -14,6 +14,10 @@ class UserError(ValueError):
     """What a person can fix. The message holds the key or path, the value, what is allowed, and the cure."""
 
 
+class RankError(UserError):
+    """The same, met by one rank alone while it trains: told by that rank, whichever it is."""
+
+
 class Launch(NamedTuple):
     """One process among those that `torchrun` started; the defaults are a plain `python train.py`."""
 
@@ -42,7 +46,7 @@ def clear_exit(launch: Launch) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if launch.speaks:
+        if launch.speaks or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

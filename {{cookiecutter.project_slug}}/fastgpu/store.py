@@ -2,11 +2,10 @@
 
 h5py is used for the metadata, once: dtype, shape and where each chunk lies. The bytes come by `preadv`, because the
 HDF5 library holds one lock over all its reads: two threads read as fast as one through h5py, 1.8x through `preadv`.
-Layouts that are not plain bytes (filters, foreign byte order, chunks that split rows) go through h5py, under that lock.
+layout.py has the ways to read a dataset; this module has files, shards and groups, and what they must not be.
 """
 
 import glob
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ import h5py
 import numpy as np
 
 from .launch import UserError
+from .layout import Layout, Options
 from .rows import Field
 
-BLOCK_BYTES = 2 << 20  # of a contiguous dataset; random 2 MiB pieces read as fast as a cold disk can
-SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
 COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
-IOV_MAX = 1024  # Linux: destinations of one preadv
 
 
 class Store:
@@ -64,13 +61,24 @@ class Store:
         return np.concatenate([part.columns[name] for part in self._parts])
 
 
-def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str]) -> Store:
+def open_store(
+    key: str,
+    paths: str | Sequence[str],
+    fields: Mapping[str, str],
+    *,
+    verify: bool = False,
+    trust_links: bool = False,
+    chunk_cache: Mapping[str, float] | None = None,
+) -> Store:
     """Open files, lists and globs of `file.h5` or `file.h5::/group`; `fields` maps names to datasets.
 
-    key: the config key that named them, for messages. Raises UserError for whatever a person can mend.
+    key: the config key that named them, for messages. verify: check each block's SHA-256 whenever it is read.
+    trust_links: follow a file to bytes that lie in others. chunk_cache: rdcc_nbytes, rdcc_nslots and rdcc_w0 of
+    h5py.File, for what h5py must read. Raises UserError for whatever a person can mend.
     """
+    options = Options(verify, trust_links, dict(chunk_cache or {}))
     files = [found for path in ([paths] if isinstance(paths, str) else paths) for found in _expand(key, path)]
-    parts = [_Part(key, path, group, fields) for path, group in files]
+    parts = [_Part(key, path, group, fields, options) for path, group in files]
     for part in parts[1:]:
         for name, field in part.fields.items():
             if field != parts[0].fields[name]:
@@ -94,13 +102,13 @@ def _say(field: Field) -> str:
 class _Part:
     """One file: where the rows of each field lie."""
 
-    def __init__(self, key: str, path: str, group: str, fields: Mapping[str, str]):
+    def __init__(self, key: str, path: str, group: str, fields: Mapping[str, str], options: Options):
         self.name = path if group == "/" else f"{path}::{group}"
         if Path(path).is_dir():
             raise UserError(f"{key}: {path} is a folder; name the files in it: {path}/*.h5")
         try:
             with h5py.File(path, "r") as file:
-                self._layouts = self._read_metadata(key, file, path, group, fields)
+                self._layouts = self._read_metadata(key, file, group, fields, options)
         except FileNotFoundError:
             raise UserError(f"{key}: {path} does not exist (looked in {Path.cwd()})") from None
         except BlockingIOError:
@@ -119,25 +127,25 @@ class _Part:
             raise UserError(f"{key}: {path} {cure}") from None
 
     def _read_metadata(
-        self, key: str, file: h5py.File, path: str, group: str, names: Mapping[str, str]
-    ) -> "dict[str, _Layout]":
-        root = _open_group(key, file, group)
+        self, key: str, file: h5py.File, group: str, names: Mapping[str, str], options: Options
+    ) -> "dict[str, Layout]":
+        root = _open_group(key, file, group, options.trust_links)
         self.attributes = {name: _plain(value) for name, value in root.attrs.items()}
-        datasets = {name: _open_dataset(key, file, root, self.name, source) for name, source in names.items()}
+        datasets = {name: _open_dataset(key, root, self.name, source, options) for name, source in names.items()}
         lengths = {name: len(data) for name, data in datasets.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{key}: {self.name} has fields of unequal length {lengths}; give each as many rows")
         (rows,) = set(lengths.values())
         if not rows:
             raise UserError(f"{key}: {self.name} has no rows")
-        layouts = {name: _Layout(key, data, path) for name, data in datasets.items()}
+        layouts = {name: Layout(f"{key}: {self.name}: {names[name]}", data, options) for name, data in datasets.items()}
         self.fields = {name: layout.field for name, layout in layouts.items()}
         widest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
-        self.columns = {
-            name: data[:].astype(self.fields[name].dtype, copy=False)
-            for name, data in datasets.items()
-            if name != widest and rows * self.fields[name].row_bytes <= COLUMN_BYTES
-        }
+        self.columns: dict[str, np.ndarray] = {}
+        for name, field in self.fields.items():
+            if name != widest and rows * field.row_bytes <= COLUMN_BYTES:
+                self.columns[name] = np.empty((rows, *field.shape), field.dtype)
+                layouts[name].read(0, np.arange(rows), self.columns[name])
         self.block_start = np.arange(0, rows, layouts[widest].chunk_rows)
         self.block_rows = np.diff(self.block_start, append=rows)
         return layouts
@@ -150,108 +158,33 @@ class _Part:
                 layout.read(start, places, out[name])
 
 
-class _Layout:
-    """Where the rows of one dataset lie in the file: chunk after chunk, or unknown to us and left to h5py."""
-
-    def __init__(self, key: str, data: h5py.Dataset, path: str):
-        self.path, self.dataset = path, data.name
-        self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
-        self._file = _OpenFile(path)
-        row_bytes = self.field.row_bytes
-        self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, row_bytes))
-        plain = data.dtype.isnative and row_bytes and not data.id.get_create_plist().get_nfilters()
-        starts = np.arange(0, len(data), self.chunk_rows)
-        self._offsets: np.ndarray | None = None  # (chunks,) int64: first byte of each; None: read through h5py
-        if plain and data.chunks and data.chunks[1:] == data.shape[1:]:
-            self._offsets = np.full(len(starts), -1)
-            offsets, chunk_rows = self._offsets, self.chunk_rows
-            data.id.chunk_iter(lambda c: offsets.__setitem__(c.chunk_offset[0] // chunk_rows, c.byte_offset))
-            missing = int((offsets < 0).sum())
-            if missing:
-                raise UserError(f"{key}: {path}{data.name}: {missing} of {len(starts)} chunks were never written")
-        elif plain and not data.chunks:
-            offset = data.id.get_offset()
-            if offset is None:
-                raise UserError(f"{key}: {path}{data.name} was never written")
-            self._offsets = offset + starts * row_bytes
-        if self._offsets is not None:
-            last = self._offsets + np.minimum(self.chunk_rows, len(data) - starts) * row_bytes
-            if int(last.max()) > Path(path).stat().st_size:
-                raise UserError(f"{key}: {path} is truncated: copy or write it again")
-
-    def read(self, start: int, places: np.ndarray, out: np.ndarray) -> None:
-        """Rows start, start + 1, ... -> out[places]."""
-        if self._offsets is None:
-            scratch = np.empty((len(places), *self.field.shape), self.field.dtype)
-            self._file.read_h5(self.dataset, start, scratch)
-            out[places] = scratch
-            return
-        while len(places):
-            chunk, row = divmod(start, self.chunk_rows)
-            count = min(len(places), self.chunk_rows - row)
-            self._read_bytes(int(self._offsets[chunk]) + row * self.field.row_bytes, places[:count], out)
-            start, places = start + count, places[count:]
-
-    def _read_bytes(self, offset: int, places: np.ndarray, out: np.ndarray) -> None:
-        size = self.field.row_bytes
-        if size < SCATTER_BYTES:
-            scratch = np.empty((len(places), *self.field.shape), self.field.dtype)
-            self._file.preadv([scratch.reshape(-1).view(np.uint8).data], offset)
-            out[places] = scratch
-            return
-        flat = out.reshape(-1).view(np.uint8).data
-        targets = [flat[place : place + size] for place in (places * size).tolist()]
-        for i in range(0, len(targets), IOV_MAX):
-            self._file.preadv(targets[i : i + IOV_MAX], offset + i * size)
-
-
-class _OpenFile:
-    """A file open for reading: by descriptor, which fork may share since preadv has no position, and by h5py."""
-
-    def __init__(self, path: str):
-        self.path = path
-        self._raw = Path(path).open("rb", buffering=0)  # noqa: SIM115
-        self._h5: h5py.File | None = None
-        self._h5_pid = 0
-
-    def __getstate__(self) -> str:
-        return self.path
-
-    def __setstate__(self, path: str) -> None:
-        self.__init__(path)  # type: ignore[misc]
-
-    def preadv(self, targets: list[memoryview], offset: int) -> None:
-        """Fill the targets, one after the other, with the bytes from `offset` on."""
-        left = sum(target.nbytes for target in targets)
-        while (n := os.preadv(self._raw.fileno(), targets, offset)) < left:
-            if n == 0:
-                raise EOFError(f"{self.path} ends at byte {offset}: it was cut while in use")
-            offset, left = offset + n, left - n
-            while n >= targets[0].nbytes:  # a short read: a signal, or more than 2 GiB
-                n -= targets.pop(0).nbytes
-            targets[0] = targets[0][n:]
-
-    def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
-        """Rows from `start` on through the HDF5 library, which converts and decodes them under its lock."""
-        if self._h5 is None or self._h5_pid != os.getpid():
-            self._h5, self._h5_pid = h5py.File(self.path, "r"), os.getpid()
-        self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
-
-
-def _open_group(key: str, file: h5py.File, group: str) -> h5py.Group:
+def _open_group(key: str, file: h5py.File, group: str, trust_links: bool) -> h5py.Group:
     found = file.get(group)
     if not isinstance(found, h5py.Group):
         raise UserError(f"{key}: {file.filename} has no group {group}; it has {_contents(file)}")
+    if found.file.filename != file.filename and not trust_links:
+        raise UserError(f"{key}: {file.filename}: {group} {ELSEWHERE}")
     return found
 
 
-def _open_dataset(key: str, file: h5py.File, root: h5py.Group, name: str, source: str) -> h5py.Dataset:
+ELSEWHERE = "takes its bytes from other files; write them into one file, or set data.trust_links=true if you trust them"
+
+
+def _open_dataset(key: str, root: h5py.Group, name: str, source: str, options: Options) -> h5py.Dataset:
     data = root.get(source)
+    where = f"{key}: {name}: {source}"
+    if data is None and isinstance(link := root.get(source, getlink=True), h5py.ExternalLink):
+        raise UserError(f"{where} links to {link.filename}, which is not there")
     if not isinstance(data, h5py.Dataset):
         raise UserError(f"{key}: {name} has no dataset {source}; it has {_contents(root)} (see data.fields)")
-    where = f"{key}: {name}: {source}"
-    if data.is_virtual or data.external or data.file.filename != file.filename:  # the last: an external link on the way
-        raise UserError(f"{where} takes its bytes from other files; write them into one file")
+    if data.is_virtual or data.external or data.file.filename != root.file.filename:
+        if not options.trust_links:
+            raise UserError(f"{where} {ELSEWHERE}")
+        folder = Path(data.file.filename).parent  # HDF5 itself gives zeros for a virtual source that is missing
+        needed = [each.file_name for each in data.virtual_sources()] if data.is_virtual else []
+        for path in needed + [each[0] for each in data.external or []]:
+            if path != "." and not (folder / path).exists():
+                raise UserError(f"{where} takes its bytes from {path}, which is not there")
     if data.ndim == 0:
         raise UserError(f"{where} is a single value; a field needs a first dimension of rows")
     if data.dtype.kind not in "buif":

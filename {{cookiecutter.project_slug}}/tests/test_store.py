@@ -1,3 +1,4 @@
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -5,12 +6,14 @@ import subprocess
 import sys
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 from conftest import numbered, numbers_of
 
+from fastgpu import layout as layout_module
 from fastgpu import store as store_module
-from fastgpu.launch import UserError
+from fastgpu.launch import RankError, UserError
 from fastgpu.store import Store, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -53,7 +56,7 @@ def test_every_layout_gives_the_rows(write, shape, options):
 
 def test_plain_layouts_do_not_go_through_the_hdf5_library(write, monkeypatch):
     stores = [open_store("data.train", write(100, BIG, c, name=f"{c}.h5"), FIELDS) for c in (8, None)]
-    monkeypatch.setattr(store_module._OpenFile, "read_h5", lambda *_: pytest.fail("read through h5py"))
+    monkeypatch.setattr(layout_module.OpenFile, "read_h5", lambda *_: pytest.fail("read through h5py"))
     for store in stores:
         read_all(store)
 
@@ -122,7 +125,7 @@ def test_short_reads_are_continued(write, monkeypatch):
 
 
 def test_more_rows_in_a_block_than_one_system_call_takes(write, monkeypatch):
-    monkeypatch.setattr(store_module, "IOV_MAX", 3)
+    monkeypatch.setattr(layout_module, "IOV_MAX", 3)
     store = open_store("data.train", write(40, BIG, 10), FIELDS)
     assert numbers_of(read_all(store)[0]) == list(range(40))
 
@@ -131,7 +134,26 @@ def test_a_file_cut_while_in_use_is_an_error(write):
     path = write(40, BIG)
     store = open_store("data.train", path, FIELDS)
     os.truncate(path, os.path.getsize(path) // 2)  # noqa: PTH202
-    with pytest.raises(EOFError, match="was cut while in use"):
+    with pytest.raises(RankError, match=r"rows.h5 (was changed|.*was cut) while in use; restore the file"):
+        read_all(store)
+
+
+@pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"chunk": 8, "compression": "gzip"}])
+@pytest.mark.parametrize("change", ["grow", "write", "replace"])
+def test_a_file_changed_while_in_use_is_an_error(write, options, change):
+    path = write(40, BIG, **options)
+    store = open_store("data.train", path, FIELDS)
+    read_all(store)
+    copy = pickle.dumps(store)
+    if change == "replace":
+        os.replace(write(40, BIG, **options, name="other.h5"), path)  # noqa: PTH105
+        assert numbers_of(read_all(store)[0]) == list(range(40))  # the open file is still the old one
+        store = pickle.loads(copy)
+    else:
+        with open(path, "r+b") as file:  # noqa: PTH123
+            file.seek(0, os.SEEK_END if change == "grow" else os.SEEK_SET)
+            file.write(b"x")
+    with pytest.raises(RankError, match="was changed while in use"):
         read_all(store)
 
 
@@ -154,6 +176,42 @@ def test_works_in_child_processes(write, method, compression):
     read_all(store)
     with multiprocessing.get_context(method).Pool(2) as pool:
         assert pool.map(_read_in_child, [store, store]) == [list(range(20))] * 2
+
+
+# ---------------------------------------------------------------------------------------------- checksums
+
+
+def _digests(path: str, chunk: int, rows: int) -> None:
+    with h5py.File(path, "r+") as file:
+        for name, size in (("images", chunk), ("labels", rows)):
+            parts = [file[name][i : i + size] for i in range(0, rows, size)]
+            found = np.array([list(hashlib.sha256(part.tobytes()).digest()) for part in parts], np.uint8)
+            file.create_group(layout_module.DIGESTS, track_order=True) if name == "images" else None
+            file[f"{layout_module.DIGESTS}/{name}"] = found
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_verify_notices_a_flipped_bit(write, shape, compression):
+    path = write(40, shape, 7, compression=compression)
+    _digests(path, 7, 40)
+    good = open_store("data.train", path, FIELDS, verify=True)
+    assert numbers_of(read_all(good)[0]) == list(range(40))
+    with h5py.File(path) as file:
+        where = file["images"].id.get_chunk_info(3)
+    with open(path, "r+b") as raw:  # noqa: PTH123
+        raw.seek(where.byte_offset + where.size // 2)
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 16]))
+    bad = open_store("data.train", path, FIELDS, verify=True)
+    with pytest.raises(RankError, match="images: block 3 is damaged"):
+        read_all(bad)
+
+
+def test_verify_needs_checksums(write):
+    with pytest.raises(UserError, match="images has no checksums for data.verify; `python convert.py repack`"):
+        open_store("data.train", write(10), FIELDS, verify=True)
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -237,7 +295,51 @@ def test_bytes_of_other_files_are_not_followed(write, tmp_path):
     with h5py.File(tmp_path / "external.h5", "w") as file:
         file.create_dataset("images", (10, 8), "u1", external=[(tmp_path / "raw", 0, 80)])
         file["labels"] = np.arange(10)
-    refused(str(tmp_path / "external.h5"), "takes its bytes from other files")
+    refused(str(tmp_path / "external.h5"), "takes its bytes from other files; .* data.trust_links=true")
+
+
+def test_trusted_links_are_followed(write, tmp_path):
+    source = write(10, name="source.h5")
+    (tmp_path / "raw").write_bytes(numbered(10).tobytes())
+    layout = h5py.VirtualLayout((10, 1, 4, 2), "u1")
+    layout[:] = h5py.VirtualSource(source, "images", (10, 1, 4, 2))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["link"], file["labels"] = h5py.ExternalLink(source, "images"), np.arange(10)
+        file["group"] = h5py.ExternalLink(source, "/")
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", (10, 1, 4, 2), "u1", external=[(tmp_path / "raw", 0, 80)])
+    for group, name in (("", "link"), ("", "virtual"), ("", "external"), ("::/group", "images")):
+        fields = {"images": name, "labels": "labels"}
+        store = open_store("data.train", f"{tmp_path}/x.h5{group}", fields, trust_links=True)
+        assert numbers_of(read_all(pickle.loads(pickle.dumps(store)))[0]) == list(range(10))
+
+
+@pytest.mark.parametrize("name", ["link", "virtual", "external"])
+def test_a_trusted_link_must_lead_somewhere(write, tmp_path, name):
+    layout = h5py.VirtualLayout((10, 1, 4, 2), "u1")
+    layout[:] = h5py.VirtualSource("gone.h5", "images", (10, 1, 4, 2))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["link"], file["labels"] = h5py.ExternalLink("gone.h5", "images"), np.arange(10)
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", (10, 1, 4, 2), "u1", external=[("gone.h5", 0, 80)])
+    with pytest.raises(UserError, match="gone.h5, which is not there"):
+        open_store("data.train", f"{tmp_path}/x.h5", {"images": name, "labels": "labels"}, trust_links=True)
+
+
+def test_a_filter_that_nothing_here_can_undo(write, monkeypatch):
+    path = write(40, compression=hdf5plugin.Bitshuffle())
+    assert numbers_of(read_all(open_store("data.train", path, FIELDS))[0]) == list(range(40))  # through h5py
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
+    refused(path, "compressed by bitshuffle, which is not installed; pip install hdf5plugin")
+
+
+def test_the_chunk_cache_is_given_to_h5py(write, monkeypatch):
+    cache = {"rdcc_nbytes": 1 << 22, "rdcc_nslots": 101, "rdcc_w0": 0.5}
+    store = open_store("data.train", write(40, fletcher32=True), FIELDS, chunk_cache=cache)
+    seen, real = [], h5py.File
+    monkeypatch.setattr(h5py, "File", lambda *args, **options: seen.append(options) or real(*args, **options))
+    read_all(store)
+    assert seen == [cache]
 
 
 def test_shards_must_agree(write, tmp_path):

@@ -1,0 +1,205 @@
+"""Where the rows of one HDF5 dataset lie in its file, and the ways to read them.
+
+plain bytes, rows of 8 KiB and more    one preadv a block scatters its rows to their places: a byte is touched once
+plain bytes, smaller rows              one preadv into scratch memory, one indexed copy
+filters with a codec, checksums        the same, decoded and checked in between, in the reader's own thread
+the rest                               through h5py, under the HDF5 library's one lock
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from . import codecs
+from .launch import RankError, UserError
+from .rows import Field
+
+BLOCK_BYTES = 2 << 20  # of a contiguous dataset; random 2 MiB pieces read as fast as a cold disk can
+SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
+IOV_MAX = 1024  # Linux: destinations of one preadv
+DIGESTS = "fastgpu_sha256"  # group beside the datasets: (blocks, 32) uint8 for each, of the rows' bytes as stored
+RESTORE = "restore the file, then go on with run.resume=auto"
+
+
+class Options(NamedTuple):
+    """How to read; see `store.open_store`."""
+
+    verify: bool = False
+    trust_links: bool = False
+    chunk_cache: Mapping[str, float] = {}
+
+
+class Layout:
+    """Where the rows of one dataset lie in its file: chunk after chunk, or left to h5py."""
+
+    def __init__(self, what: str, data: h5py.Dataset, options: Options):
+        """what: names the dataset in messages."""
+        self._what, self.dataset = what, data.name
+        self._dtype = data.dtype
+        self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
+        self._file = OpenFile(data.file.filename, options.chunk_cache)  # the file that a trusted link leads to
+        self._rows, row_bytes = len(data), self.field.row_bytes
+        self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, row_bytes))
+        plan = data.id.get_create_plist()
+        filters = [plan.get_filter(i) for i in range(plan.get_nfilters())]
+        self._filters = [(code, values) for code, _, values, _ in filters]
+        self._offsets: np.ndarray | None = None  # (chunks,) int64: first byte of each; None: read through h5py
+        if data.is_virtual or data.external:
+            pass
+        elif data.chunks:
+            self._find_chunks(data)
+        elif (offset := data.id.get_offset()) is None:
+            raise UserError(f"{what} was never written")
+        else:
+            self._offsets = offset + np.arange(0, self._rows, self.chunk_rows) * row_bytes
+            self._sizes = self._chunk_counts() * row_bytes
+        if self._offsets is not None and int((self._offsets + self._sizes).max()) > self._file.size:
+            raise UserError(f"{what}: the file is truncated: copy or write it again")
+        if self._offsets is None:
+            for code, _ in self._filters:
+                if not h5py.h5z.filter_avail(code):
+                    name = codecs.NAMES.get(code, f"HDF5 filter {code}")
+                    raise UserError(f"{what} is compressed by {name}, which is not installed; pip install hdf5plugin")
+        self._digests: np.ndarray | None = None
+        if options.verify:
+            found = data.parent.get(f"{DIGESTS}/{self.dataset.rpartition('/')[2]}")
+            if not isinstance(found, h5py.Dataset) or found.shape != (-(-self._rows // self.chunk_rows), 32):
+                raise UserError(f"{what} has no checksums for data.verify; `python convert.py repack` writes them")
+            self._digests = found[:]
+
+    def _find_chunks(self, data: h5py.Dataset) -> None:
+        """The table of chunks, unless they split rows or cannot be decoded here."""
+        wanted = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))
+        missing = wanted - data.id.get_num_chunks()
+        if missing:
+            raise UserError(f"{self._what}: {missing} of {wanted} chunks were never written")
+        if data.chunks[1:] != data.shape[1:] or not codecs.can_decode(self._filters) or not self.field.row_bytes:
+            return
+        table = np.empty((3, wanted), np.int64)
+        offsets, self._sizes, self._skipped = table
+
+        def note(chunk: h5py.h5d.StoreInfo) -> None:
+            table[:, chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
+
+        data.id.chunk_iter(note)
+        self._offsets = offsets
+        if not self._filters:  # the rows behind the last one are there, but not wanted
+            self._sizes = self._chunk_counts() * self.field.row_bytes
+
+    def _chunk_counts(self) -> np.ndarray:
+        """(chunks,) rows of each."""
+        return np.diff(np.arange(0, self._rows, self.chunk_rows), append=self._rows)
+
+    def read(self, start: int, places: np.ndarray, out: np.ndarray) -> None:
+        """Rows start, start + 1, ... -> out[places]."""
+        size = self.field.row_bytes
+        while len(places):
+            chunk, row = divmod(start, self.chunk_rows)
+            count = min(len(places), self.chunk_rows - row)
+            some = places[:count]
+            if self._offsets is None or self._filters or self._digests is not None:
+                out[some] = self._whole_chunk(chunk)[row : row + count]
+            elif size < SCATTER_BYTES or not self._dtype.isnative:
+                scratch = _scratch(count * size)
+                self._file.preadv([scratch.data], int(self._offsets[chunk]) + row * size)
+                out[some] = self._rows_of(scratch)
+            else:
+                flat = out.reshape(-1).view(np.uint8).data
+                targets = [flat[place : place + size] for place in (some * size).tolist()]
+                for i in range(0, count, IOV_MAX):
+                    self._file.preadv(targets[i : i + IOV_MAX], int(self._offsets[chunk]) + (row + i) * size)
+            start, places = start + count, places[count:]
+
+    def _whole_chunk(self, chunk: int) -> np.ndarray:
+        """The rows of a chunk, read, decoded and checked as far as the file and the options want it."""
+        count = min(self.chunk_rows, self._rows - chunk * self.chunk_rows)
+        if self._offsets is None:
+            rows = np.empty((count, *self.field.shape), self._dtype)
+            self._file.read_h5(self.dataset, chunk * self.chunk_rows, rows)
+        else:
+            data = _scratch(int(self._sizes[chunk]))
+            self._file.preadv([data.data], int(self._offsets[chunk]))
+            if self._filters:
+                data = self._decode(chunk, data)[: count * self.field.row_bytes]
+            rows = self._rows_of(data)
+        if self._digests is not None and hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
+            raise RankError(f"{self._what}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
+        return rows
+
+    def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
+        try:
+            size = self.chunk_rows * self.field.row_bytes
+            return np.frombuffer(codecs.decode(data.data, self._filters, int(self._skipped[chunk]), size), np.uint8)
+        except ValueError as error:
+            raise RankError(f"{self._what}: block {chunk} is damaged: it {error}; {RESTORE}") from None
+
+    def _rows_of(self, data: np.ndarray) -> np.ndarray:
+        return data.view(self._dtype).reshape(-1, *self.field.shape)
+
+
+_of_thread = threading.local()
+
+
+def _scratch(size: int) -> np.ndarray:
+    """This thread's own `size` bytes, valid until it asks again: no allocation in the steady loop."""
+    if getattr(_of_thread, "scratch", None) is None or len(_of_thread.scratch) < size:
+        _of_thread.scratch = np.empty(size, np.uint8)
+    return _of_thread.scratch[:size]
+
+
+class OpenFile:
+    """A file open for reading: by descriptor, which fork may share since preadv has no position, and by h5py."""
+
+    def __init__(self, path: str, chunk_cache: Mapping[str, float]):
+        self.path, self._chunk_cache = path, chunk_cache
+        self._open()
+        self._stamp = self._stamp_now()
+
+    def _open(self) -> None:
+        self._raw = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
+        self._h5: h5py.File | None = None
+        self._h5_pid = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_raw": None, "_h5": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        self._open()
+
+    @property
+    def size(self) -> int:
+        return self._stamp[0]
+
+    def _stamp_now(self) -> tuple[int, int]:
+        status = os.fstat(self._raw.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        if self._stamp_now() != self._stamp:
+            raise RankError(f"{self.path} was changed while in use; {RESTORE}")
+
+    def preadv(self, targets: list[memoryview], offset: int) -> None:
+        """Fill the targets, one after the other, with the bytes from `offset` on."""
+        left = sum(target.nbytes for target in targets)
+        while (n := os.preadv(self._raw.fileno(), targets, offset)) < left:
+            if n == 0:
+                raise RankError(f"{self.path} ends at byte {offset}: it was cut while in use; {RESTORE}")
+            offset, left = offset + n, left - n
+            while n >= targets[0].nbytes:  # a short read: a signal, or more than 2 GiB
+                n -= targets.pop(0).nbytes
+            targets[0] = targets[0][n:]
+        self._check_unchanged()
+
+    def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
+        """Rows from `start` on through the HDF5 library, which decodes them under its lock."""
+        if self._h5 is None or self._h5_pid != os.getpid():
+            self._h5, self._h5_pid = h5py.File(self.path, "r", **self._chunk_cache), os.getpid()
+        self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
+        self._check_unchanged()
