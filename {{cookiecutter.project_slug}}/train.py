@@ -7,6 +7,7 @@ python train.py data.batch_rows=512 train.epochs=3          any key of config.ya
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import workloads
 from fastgpu import auto, checkpoint, runs
 from fastgpu.clock import Clock, Lap
+from fastgpu.dataset import LoaderOptions, open_dataset
 from fastgpu.dist import World, hint, join, wrap
 from fastgpu.echo import echo, times_of_pool
 from fastgpu.evaluate import evaluate
@@ -36,20 +38,23 @@ from fastgpu.store import open_store
 def train(cfg: Config, world: World) -> None:
     # ---------------------------------------------------------------- Rows: from the file to pools on the device
     with world.together():
-        store = open_store("data.train", cfg.data.train, cfg.data.fields)
-        val_store = open_store("data.val", cfg.data.val, cfg.data.fields)
+        open_rows: Any = partial(open_store, verify=cfg.data.verify, trust_links=cfg.data.trust_links,
+                                 chunk_cache=cfg.hdf5.model_dump())  # fmt: skip
+        if cfg.data.dataset != "none":
+            options = LoaderOptions(cfg.loader.prefetch_factor, cfg.loader.persistent_workers, cfg.loader.timeout_s)
+            open_rows = partial(open_dataset, factory=cfg.data.dataset, options=options)
+        store = open_rows("data.train", cfg.data.train, cfg.data.fields)
+        val_store = open_rows("data.val", cfg.data.val, cfg.data.fields)
         workload = workloads.load(cfg.workload)(store, val_store, **cfg.model.model_dump(), **cfg.augment.model_dump())
-        batch_rows = auto.rank_batch(cfg.data.batch_rows, world.size, cfg.optim.accumulation, len(store), store.name)
-        lanes = auto.lanes(cfg.data.lanes, cfg.data.batch_rows, world.size, len(store.block_rows), store.name)
-        pool_batches = auto.pool_batches(cfg.data.pool_batches, cfg.data.batch_rows, store.row_bytes, len(store))
-        readers = auto.readers(cfg.data.readers, world.local_size)
-        need_bytes = store.nbytes + val_store.nbytes
-        tier, tier_text = auto.tier(cfg.data.tier, need_bytes, world.device, world.local_size, store.name)
-        ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": pool_batches}
-        order = BlockSampler(store.block_rows, batch_rows, lanes=lanes, seed=cfg.run.seed, **ranks)
-        val_order = BlockSampler(val_store.block_rows, batch_rows, shuffle=False, drop_last=False, **ranks)
-    feed = make_feed(store, order, tier, world.device, readers, cfg.data.prefetch_pools)
-    val_feed = make_feed(val_store, val_order, tier, world.device, readers, cfg.data.prefetch_pools)
+        sizes = auto.sizes(
+            store, val_store, world.size, world.local_size, world.device, cfg.optim.accumulation, cfg.data.tier,
+            cfg.data.batch_rows, cfg.data.lanes, cfg.data.pool_batches, cfg.data.readers, cfg.loader.workers,
+            cfg.loader.prefetch_factor)  # fmt: skip
+        ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": sizes.pool_batches}
+        order = BlockSampler(store.block_rows, sizes.batch_rows, lanes=sizes.lanes, seed=cfg.run.seed, **ranks)
+        val_order = BlockSampler(val_store.block_rows, sizes.batch_rows, shuffle=False, drop_last=False, **ranks)
+        where = (sizes.tier, world.device, sizes.readers, cfg.data.prefetch_pools, cfg.data.pin_memory)
+        feed, val_feed = make_feed(store, order, *where), make_feed(val_store, val_order, *where)
 
     # ---------------------------------------------------------------- Model: on the device
     torch.manual_seed(cfg.run.seed)
@@ -70,13 +75,11 @@ def train(cfg: Config, world: World) -> None:
     with world.together():
         at = checkpoint.resume(folder, parts, order.identity, world.device) if resume else checkpoint.Progress()
     world.agree(at, f"put run.folder ({cfg.run.folder}) on a file system that all nodes share")
-    chosen = {"data.tier": tier, "data.lanes": lanes, "data.pool_batches": pool_batches, "data.readers": readers}
-    resolved = flat(cfg) | chosen | {"train.precision": precision}
+    resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision}
     if world.is_first:
         runs.describe_run(folder, resolved)
-    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{tier_text}")
-    world.say(f"a step: {cfg.data.batch_rows} rows, {batch_rows} a rank; a pool: {pool_batches} steps; {lanes} lanes")
-    if tier == "device" and cfg.data.prefetch_pools != 2:
+    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}")
+    if sizes.tier == "device" and cfg.data.prefetch_pools != 2:
         world.say("data.prefetch_pools has no effect on the device tier")
     planned_rows = cfg.train.epochs * order.total_size
     log = Log(folder if world.is_first else None, planned_rows, at.epoch * order.total_size + at.consumed)
@@ -108,7 +111,7 @@ def train(cfg: Config, world: World) -> None:
             rng = world.reseed(cfg.run.seed, at.epoch, pool.plan.number)
             times = times_of_pool(cfg.data.echo, at.epoch * order.pools_an_epoch + pool.plan.number)
             fresh, step_rows = float(at.epoch * order.total_size + at.consumed), cfg.data.batch_rows / times
-            for batch in echo(pool.rows, batch_rows, times, rng):
+            for batch in echo(pool.rows, sizes.batch_rows, times, rng):
                 lr = cfg.optim.lr * schedule((fresh + step_rows / 2) / planned_rows, cfg.optim.warmup)
                 losses.append(step(workload.transform(batch, rng), lr))
                 at.step, fresh = at.step + 1, fresh + step_rows
@@ -120,7 +123,7 @@ def train(cfg: Config, world: World) -> None:
                 saved, saved_step = save("last"), at.step
         if clock.steps:
             epoch_lap = epoch_lap.plus(report(fresh, lr))
-        metrics = evaluate(model, workload, val_feed.pools(at.epoch), batch_rows, step.cast, world)
+        metrics = evaluate(model, workload, val_feed.pools(at.epoch), sizes.batch_rows, step.cast, world)
         is_best = at.end_epoch(metrics[f"val/{workload.best}"])
         saved, saved_step = save("last"), at.step
         if is_best:

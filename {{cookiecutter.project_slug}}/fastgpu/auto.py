@@ -4,21 +4,76 @@ Every function raises UserError with the key, the value, what is allowed and the
 """
 
 import os
+import shutil
 from math import lcm
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
 
 from .launch import UserError
+from .rows import Source
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 POOL_BYTES = 256 << 20  # 128 blocks of 2 MiB: with so many, a pool of a file in class order still looks shuffled
 
 
-def rank_batch(batch_rows: int, ranks: int, accumulation: int, rows: int, name: str) -> int:
+class Sizes(NamedTuple):
+    """Every number that says how rows move, resolved."""
+
+    batch_rows: int
+    """Of a rank, a step."""
+    lanes: int
+    pool_batches: int
+    readers: int
+    """Threads, or worker processes of a Dataset."""
+    tier: Tier
+    text: str
+    """What a person is told of it."""
+
+
+def sizes(
+    train: Source,
+    val: Source,
+    ranks: int,
+    local_ranks: int,
+    device: torch.device,
+    accumulation: int,
+    tier: Tier | Auto,
+    batch_rows: int,
+    lanes: int | Auto,
+    pool_batches: int | Auto,
+    readers: int | Auto,
+    workers: int | Auto,
+    prefetch_factor: int,
+) -> Sizes:
+    """What the config asks for on this machine, all checked."""
+    a_rank = choose_rank_batch(batch_rows, ranks, accumulation, len(train), train.name)
+    lanes = choose_lanes(lanes, batch_rows, ranks, len(train.block_rows), train.name)
+    pool_batches = choose_pool_batches(pool_batches, batch_rows, train.row_bytes, len(train))
+    need_bytes = len(train) * train.row_bytes + len(val) * val.row_bytes
+    tier, text = choose_tier(tier, need_bytes, device, local_ranks, train.name, train.in_workers)
+    if train.in_workers:
+        readers = choose_workers(workers, prefetch_factor, a_rank * train.row_bytes, local_ranks)
+    else:
+        readers = choose_readers(readers, local_ranks)
+    who = "worker processes" if train.in_workers else "reader threads"
+    text += (
+        f"\na step: {batch_rows} rows, {a_rank} a rank; a pool: {pool_batches} steps; {lanes} lanes; {readers} {who}"
+    )
+    return Sizes(a_rank, lanes, pool_batches, readers, tier, text)
+
+
+def resolved(sizes: Sizes, in_workers: bool) -> dict[str, Any]:
+    """The keys of the config that they answer."""
+    found = {"lanes": sizes.lanes, "pool_batches": sizes.pool_batches, "tier": sizes.tier}
+    readers = {"loader.workers": sizes.readers} if in_workers else {"data.readers": sizes.readers}
+    return {f"data.{name}": value for name, value in found.items()} | readers
+
+
+def choose_rank_batch(batch_rows: int, ranks: int, accumulation: int, rows: int, name: str) -> int:
     """Rows of one optimizer step on one rank."""
     if batch_rows % (ranks * accumulation):
         raise UserError(
@@ -30,7 +85,7 @@ def rank_batch(batch_rows: int, ranks: int, accumulation: int, rows: int, name: 
     return batch_rows // ranks
 
 
-def lanes(lanes: int | Auto, batch_rows: int, ranks: int, blocks: int, name: str) -> int:
+def choose_lanes(lanes: int | Auto, batch_rows: int, ranks: int, blocks: int, name: str) -> int:
     """`auto`: a multiple of 8 where it divides the global batch, so that 1, 2, 4 and 8 ranks see the same batches."""
     if blocks < ranks:
         raise UserError(
@@ -48,31 +103,60 @@ def lanes(lanes: int | Auto, batch_rows: int, ranks: int, blocks: int, name: str
     return lanes
 
 
-def pool_batches(pool_batches: int | Auto, batch_rows: int, row_bytes: int, rows: int) -> int:
+def choose_pool_batches(pool_batches: int | Auto, batch_rows: int, row_bytes: int, rows: int) -> int:
     """`auto`: 256 MiB over all ranks, so that the order does not depend on their number; at most all rows."""
     if pool_batches != "auto":
         return pool_batches
     return max(1, min(rows, POOL_BYTES // row_bytes) // batch_rows)
 
 
-def readers(readers: int | Auto, local_ranks: int) -> int:
+def choose_readers(readers: int | Auto, local_ranks: int) -> int:
     """`auto`: the CPUs this process may use, shared by the ranks of this machine, at most 8."""
-    if readers != "auto":
-        return readers
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
-    return max(1, min(8, cpus // local_ranks))
+    return max(1, min(8, cpus() // local_ranks)) if readers == "auto" else readers
 
 
-def tier(tier: Tier | Auto, need_bytes: int, device: torch.device, local_ranks: int, name: str) -> tuple[Tier, str]:
+def choose_workers(
+    workers: int | Auto, prefetch_factor: int, batch_bytes: int, local_ranks: int, shm: str = "/dev/shm"
+) -> int:
+    """Worker processes of a Dataset. `auto`: the CPUs this process may use, shared by the ranks of this machine.
+
+    Their batches travel through shared memory, which a container has little of: raises UserError if they do not fit.
+    """
+    chosen = max(1, cpus() // local_ranks) if workers == "auto" else workers
+    need = 2 * chosen * prefetch_factor * batch_bytes * local_ranks  # of training and validation
+    free = shutil.disk_usage(shm).free if Path(shm).exists() else need
+    if need > free:
+        raise UserError(
+            f"loader.workers is {chosen}, loader.prefetch_factor {prefetch_factor}: their batches take {_size(need)} "
+            f"of {shm}, where {_size(free)} are free; lower one of them or data.batch_rows, or enlarge it (docker run "
+            "--shm-size=16g; in Kubernetes an emptyDir with medium: Memory)"
+        )
+    return chosen
+
+
+def cpus() -> int:
+    """CPUs that this process may use: its affinity, or its cgroup's quota where that is less."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return found
+    return found if quota == "max" else max(1, min(found, int(quota) // int(period)))
+
+
+def choose_tier(
+    tier: Tier | Auto, need_bytes: int, device: torch.device, local_ranks: int, name: str, drawn_anew: bool = False
+) -> tuple[Tier, str]:
     """The tier, and a sentence with the numbers. `auto`: the nearest one that the rows fill at most by half.
 
     The other half is for the model, its gradients and the optimizer. All tiers give the same batches: ranks need not
-    agree.
+    agree. drawn_anew: the rows may differ from epoch to epoch (a Dataset that augments), so `auto` keeps none of them.
     """
     host = free_host_bytes() // local_ranks
     free = {"device": torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, "host": host}
     if tier == "auto":
-        tier = next((near for near in ("device", "host") if need_bytes <= free[near] / 2), "disk")
+        near: tuple[Tier, ...] = () if drawn_anew else ("device", "host")
+        tier = next((each for each in near if need_bytes <= free[each] / 2), "disk")
     elif tier != "disk" and need_bytes > free[tier]:
         raise UserError(
             f"data.tier is {tier}, but {name} needs {_size(need_bytes)} a rank and {_size(free[tier])} are free; "

@@ -61,6 +61,34 @@ class Data(Section):
     """Pools prepared ahead of the one in use, each with its own staging memory (disk and host tier)."""
     echo: Annotated[float, Field(ge=1)] = 1
     """Train on each pool so many times, reshuffled; 2.5 means 2, 3, 2, 3 ... (use when reading is the limit)."""
+    pin_memory: bool = True
+    """Page-locked staging memory, so that copies to a GPU overlap with its work."""
+    verify: bool = False
+    """Check the SHA-256 of each block whenever it is read (files that convert.py wrote)."""
+    trust_links: bool = False
+    """Follow external and virtual datasets, and links, into other files: only in files you trust."""
+    dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
+    """Your own map-style Dataset, `package.module:Class`, called with data.train or data.val; none: HDF5 files."""
+
+
+class Loader(Section):
+    workers: CountOrZero | Auto = "auto"
+    """Worker processes a rank that read data.dataset; auto: this rank's share of the CPUs; 0: none, to debug."""
+    prefetch_factor: Count = 2
+    """Batches that each worker prepares ahead."""
+    persistent_workers: bool = True
+    """Keep the workers from epoch to epoch; false: new ones each epoch, for a Dataset that must begin anew."""
+    timeout_s: Count = 300
+    """Stop when no worker has sent a batch for so long."""
+
+
+class Hdf5(Section):
+    rdcc_nbytes: CountOrZero = 8 << 20
+    """Chunk cache of what the HDF5 library itself must read, in bytes (see h5py.File)."""
+    rdcc_nslots: Count = 8191
+    """Slots of that cache: a prime, about 100 times the chunks that fit."""
+    rdcc_w0: Share = 0.75
+    """How much fully read chunks are preferred for eviction."""
 
 
 class Model(Section):
@@ -124,6 +152,8 @@ class Config(Section):
     """The module of workloads/ that holds model, transform, loss and metrics."""
     run: Run = Run()
     data: Data = Data()
+    loader: Loader = Loader()
+    hdf5: Hdf5 = Hdf5()
     model: Model = Model()
     augment: Augment = Augment()
     optim: Optim = Optim()

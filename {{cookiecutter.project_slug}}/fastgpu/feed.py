@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from .dataset import DatasetRows, Loading
 from .order import BlockSampler, PoolPlan
 from .prefetch import Prefetcher
-from .rows import Dense
+from .rows import Dense, Field
 from .store import Store
 
 Tier = Literal["device", "host", "disk"]
@@ -34,22 +35,32 @@ class Feed(Protocol):
 
 
 def make_feed(
-    store: Store, order: BlockSampler, tier: Tier, device: torch.device, readers: int, prefetch_pools: int
+    rows: Store | DatasetRows,
+    order: BlockSampler,
+    tier: Tier,
+    device: torch.device,
+    readers: int,
+    prefetch_pools: int = 2,
+    pin_memory: bool = True,
 ) -> Feed:
-    """The rows of `store` in the order of `order`, living on `tier`, as pools on `device`."""
+    """The rows in the order of `order`, living on `tier`, as pools on `device`.
+
+    readers: threads for the rows of files, worker processes (0: none) for those of a Dataset. pin_memory: page-lock the
+    staging memory, without which copies to a GPU do not overlap with its work.
+    """
     if tier == "device":
-        return ResidentFeed(store, order, device, readers)
-    read = store.read if tier == "disk" else _RowsInMemory(store, readers).read
-    pool_rows = min(order.pool_batches * order.batch_rows, len(order))
-    prefetcher = Prefetcher(read, store.fields, pool_rows, device, readers, prefetch_pools + 1)
-    return StreamedFeed(order, prefetcher)
+        return ResidentFeed(_read_all(rows, device, readers, pin_memory), order, device)
+    source: Store | DatasetRows | _RowsInMemory = rows
+    if tier == "host":
+        source, readers = _RowsInMemory(rows, readers), max(1, readers)
+    return _stream(source, rows.fields, order, device, readers, prefetch_pools + 1, pin_memory)
 
 
 class ResidentFeed:
     """All rows live on the device; a pool is one gather there. An epoch touches neither disk nor host."""
 
-    def __init__(self, store: Store, order: BlockSampler, device: torch.device, readers: int):
-        self._order, self._device, self._rows = order, device, _read_all(store, device, readers)
+    def __init__(self, rows: Dense, order: BlockSampler, device: torch.device):
+        self._order, self._device, self._rows = order, device, rows
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         for plan in self._order.pools(epoch, consumed):
@@ -63,7 +74,7 @@ class ResidentFeed:
 class StreamedFeed:
     """Pools read ahead of the loop; the next epoch's first ones are read while this epoch ends."""
 
-    def __init__(self, order: BlockSampler, prefetcher: Prefetcher):
+    def __init__(self, order: BlockSampler | Loading, prefetcher: Prefetcher):
         self._order, self._prefetcher = order, prefetcher
         self._next: tuple[int, int] | None = None  # (epoch, consumed) of what is being read now
         self._pools: Iterator[tuple[PoolPlan, Dense]] = iter(())
@@ -88,14 +99,32 @@ class StreamedFeed:
 
     def close(self) -> None:
         self._prefetcher.close()
+        if isinstance(self._order, Loading):
+            self._order.close()
+
+
+def _stream(
+    source: "Store | DatasetRows | _RowsInMemory",
+    fields: Mapping[str, Field],
+    order: BlockSampler,
+    device: torch.device,
+    readers: int,
+    slots: int,
+    pin_memory: bool,
+) -> StreamedFeed:
+    pool_rows = min(order.pool_batches * order.batch_rows, len(order))
+    if isinstance(source, DatasetRows):
+        loading = Loading(source, order, readers)
+        return StreamedFeed(loading, Prefetcher(loading.read, fields, pool_rows, device, 1, slots, pin_memory))
+    return StreamedFeed(order, Prefetcher(source.read, fields, pool_rows, device, readers, slots, pin_memory))
 
 
 class _RowsInMemory:
     """A store whose rows have been read: the host tier."""
 
-    def __init__(self, store: Store, readers: int):
-        self._arrays = _read_all(store, torch.device("cpu"), readers).numpy()
-        self._block_first = np.cumsum(store.block_rows) - store.block_rows
+    def __init__(self, rows: Store | DatasetRows, readers: int):
+        self._arrays = _read_all(rows, torch.device("cpu"), readers, pin_memory=False).numpy()
+        self._block_first = np.cumsum(rows.block_rows, dtype=np.int64) - rows.block_rows
 
     def read(self, block: int, first: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         start = self._block_first[block] + first
@@ -103,14 +132,14 @@ class _RowsInMemory:
             out[name][places] = array[start : start + len(places)]
 
 
-def _read_all(store: Store, device: torch.device, readers: int) -> Dense:
+def _read_all(source: Store | DatasetRows, device: torch.device, readers: int, pin_memory: bool) -> Dense:
     """Every row in file order, through the same readers and copy stream: the host holds 128 MiB at most."""
-    order = BlockSampler(store.block_rows, max(1, LOAD_BYTES // store.row_bytes), shuffle=False, drop_last=False)
-    prefetcher = Prefetcher(store.read, store.fields, min(order.batch_rows, len(store)), device, readers, slots=2)
-    rows, start = Dense.empty(store.fields, len(store), device), 0
-    prefetcher.start(order.pools(0))
-    for plan, part in prefetcher:
-        rows.slice(start, start + plan.rows).copy_(part)
-        start += plan.rows
-    prefetcher.close()
+    batch_rows = min(len(source), max(1, LOAD_BYTES // source.row_bytes))
+    order = BlockSampler(source.block_rows, batch_rows, shuffle=False, drop_last=False)
+    feed = _stream(source, source.fields, order, device, readers, 2, pin_memory)
+    rows, start = Dense.empty(source.fields, len(source), device), 0
+    for plan, part in feed.pools(0):
+        rows.slice(start, start + plan.real_rows).copy_(part.slice(0, plan.real_rows))
+        start += plan.real_rows
+    feed.close()
     return rows

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .order import PoolPlan
+from .order import PoolPlan, Read
 from .rows import Dense, Field
 
+JOB_BYTES = 1 << 20  # that a reader fetches before it asks for more work
 ReadInto = Callable[[int, int, np.ndarray, Mapping[str, np.ndarray]], None]  # Store.read
 
 
@@ -49,16 +50,18 @@ class Prefetcher:
         device: torch.device,
         readers: int,
         slots: int,
+        pin_memory: bool = True,
     ):
         self._read, self._readers, self._device = read, readers, device
+        self._rows_a_job = max(1, JOB_BYTES // max(1, sum(field.row_bytes for field in fields.values())))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slots = [self._make_slot(fields, pool_rows) for _ in range(slots)]
+        self._slots = [self._make_slot(fields, pool_rows, pin_memory) for _ in range(slots)]
         if self._stream:  # the slots' memory may have had an owner whose kernels still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread: threading.Thread | None = None
 
-    def _make_slot(self, fields: Mapping[str, Field], rows: int) -> _Slot:
-        host = Dense.empty(fields, rows, torch.device("cpu"), pinned=self._stream is not None)
+    def _make_slot(self, fields: Mapping[str, Field], rows: int, pin_memory: bool) -> _Slot:
+        host = Dense.empty(fields, rows, torch.device("cpu"), pinned=pin_memory and self._stream is not None)
         if self._stream is None:
             return _Slot(host, host, None, None)
         return _Slot(host, Dense.empty(fields, rows, self._device), torch.cuda.Event(), torch.cuda.Event())
@@ -123,7 +126,7 @@ class Prefetcher:
                     if slot.copied:
                         slot.copied.synchronize()  # the readers may overwrite the staging memory now
                     out = slot.host.numpy()
-                    filling.append((plan, slot, [pool.submit(self._read, *read, out) for read in plan.reads]))
+                    filling.append((plan, slot, [pool.submit(self._fill, job, out) for job in self._jobs(plan.reads)]))
                 elif slot:
                     more = False
                 else:
@@ -132,6 +135,21 @@ class Prefetcher:
             end = error  # the loop raises it, with this thread's traceback
         pool.shutdown(cancel_futures=True)
         self._ready.put(end)
+
+    def _jobs(self, reads: list[Read]) -> Iterator[list[Read]]:
+        """Reads in portions worth a thread's while: a block may be a single row."""
+        start = rows = 0
+        for stop, read in enumerate(reads, 1):
+            rows += len(read.places)
+            if rows >= self._rows_a_job or stop == len(reads):
+                yield reads[start:stop]
+                start, rows = stop, 0
+
+    def _fill(self, reads: list[Read], out: Mapping[str, np.ndarray]) -> None:
+        for read in reads:
+            if self._closing.is_set():
+                return
+            self._read(*read, out)
 
     def _hand_over(self, plan: PoolPlan, slot: _Slot, reads: list[Future[None]]) -> None:
         for read in reads:

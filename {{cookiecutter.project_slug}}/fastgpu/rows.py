@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,26 @@ class Field(NamedTuple):
     @property
     def row_bytes(self) -> int:
         return self.dtype.itemsize * int(np.prod(self.shape))
+
+
+class Source(Protocol):
+    """Rows to be read in blocks: a `Store` of files, or `DatasetRows`."""
+
+    name: str
+    fields: Mapping[str, Field]
+    attributes: Mapping[str, Any]
+    block_rows: np.ndarray
+    in_workers: bool
+    """Whether worker processes read them, one row a block, maybe drawn anew in each epoch."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all fields."""
+
+    def column(self, name: str) -> np.ndarray:
+        """One small field of all rows, (rows, *shape); raises KeyError if it is not at hand."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class Store:
     file or group. Picklable; holds no h5py object and no file that a fork would share.
     """
 
+    in_workers = False
+
     def __init__(self, parts: Sequence["_Part"]):
         self._parts = parts
         self.fields: dict[str, Field] = parts[0].fields
@@ -41,10 +43,6 @@ class Store:
     @property
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields.values())
-
-    @property
-    def nbytes(self) -> int:
-        return len(self) * self.row_bytes
 
     def read(self, block: int, first: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         """Rows first, first + 1, ... of a block -> out[field][places]. Thread-safe.

@@ -31,7 +31,7 @@ def test_the_shipped_file_names_every_key_with_its_default():
 def test_the_shipped_file_is_short_and_points_to_its_schema():
     lines = (ROOT / "config.yaml").read_text().splitlines()
     assert lines[0] == "# yaml-language-server: $schema=config.schema.json"
-    assert len(lines) <= 50
+    assert len(lines) <= 66
 
 
 def test_schema_file_is_that_of_the_models():
@@ -69,7 +69,7 @@ def test_config_is_frozen():
     [
         ("data:\n  batch_row: 5", r"0\.yaml:2: unknown key data.batch_row \(did you mean data.batch_rows\?\)"),
         ("batch_rows: 5", r"0\.yaml:1: unknown key batch_rows \(did you mean data.batch_rows\?\)"),
-        ("data:\n  zzz: 5", r"0\.yaml:2: unknown key data.zzz \(allowed are: data.train, .*data.echo\)"),
+        ("data:\n  zzz: 5", r"0\.yaml:2: unknown key data.zzz \(allowed are: data.train, .*data.echo.*\)"),
         ("model: {lr: 1}", "unknown key model.lr .did you mean optim.lr"),
         ("data: {batch_rows: 0}", "data.batch_rows is 0; it should be greater than or equal to 1"),
         ("data: {batch_rows: abc}", 'data.batch_rows is "abc"; it should be a valid integer'),

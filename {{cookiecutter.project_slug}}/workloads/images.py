@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgpu.launch import UserError
-from fastgpu.rows import Dense
-from fastgpu.store import Store
+from fastgpu.rows import Dense, Source
 
 SMALLEST_SIDE = 4  # stages halve the image down to this
 
@@ -28,16 +27,16 @@ class Workload:
     metrics = ("loss", "top1_pct", "top5_pct")
     best = "top1_pct"  # its highest value makes the best checkpoint
 
-    def __init__(self, train: Store, val: Store, *, width: int, blocks: int, flip: bool, crop_pad: int):
+    def __init__(self, train: Source, val: Source, *, width: int, blocks: int, flip: bool, crop_pad: int):
         for store in (train, val):
             _check(store)
         if val.fields["images"] != train.fields["images"]:
             raise UserError(f"{val.name}: images are {val.fields['images'].shape}, those of {train.name} are "
                             f"{train.fields['images'].shape}")  # fmt: skip
         names = train.attributes.get("class_names")
-        self.classes = len(names) if names else int(train.column("labels").max()) + 1
+        self.classes = len(names) if names else _label_range(train)[1] + 1
         for store in (train, val):
-            low, high = int(store.column("labels").min()), int(store.column("labels").max())
+            low, high = _label_range(store) if not store.in_workers else (0, 0)
             if low < 0 or high >= self.classes:
                 raise UserError(f"{store.name}: labels run from {low} to {high}; allowed are 0 to {self.classes - 1}")
         self.shape_CHW = train.fields["images"].shape
@@ -68,7 +67,15 @@ class Workload:
         return [F.cross_entropy(logits_BK, labels_B, reduction="sum"), 100 * hits_B5[:, 0].sum(), 100 * hits_B5.sum()]
 
 
-def _check(store: Store) -> None:
+def _label_range(store: Source) -> tuple[int, int]:
+    try:
+        labels = store.column("labels")
+    except KeyError:
+        raise UserError(f"{store.name}: give the Dataset `class_names`, or its `labels` as an array") from None
+    return int(labels.min()), int(labels.max())
+
+
+def _check(store: Source) -> None:
     images, labels = store.fields.get("images"), store.fields.get("labels")
     if images is None or labels is None:
         raise UserError(f"data.fields has {', '.join(store.fields)}; the images workload needs images and labels")
