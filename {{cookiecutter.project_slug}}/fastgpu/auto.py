@@ -9,6 +9,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 
@@ -63,6 +64,7 @@ def sizes(
     text += (
         f"\na step: {batch_rows} rows, {a_rank} a rank; a pool: {pool_batches} steps; {lanes} lanes; {readers} {who}"
     )
+    text += warn_of_class_order(train, pool_batches * batch_rows)
     return Sizes(a_rank, lanes, pool_batches, readers, tier, text)
 
 
@@ -164,6 +166,30 @@ def choose_tier(
         )
     room = f"free for each rank: {_size(free['device'])} on the device, {_size(host)} in RAM"
     return tier, f"{name}: {_size(need_bytes)} with validation, on the {tier} tier ({room})"  # type: ignore[return-value]
+
+
+def warn_of_class_order(rows: Source, pool_rows: int) -> str:
+    """A warning if neighbours in the file share their label far more often than chance has it and pools do not mix the
+    whole file: the labels of a batch then scatter more than a random sample's."""
+    if rows.in_workers or pool_rows >= len(rows) or "labels" not in rows.fields:
+        return ""
+    try:
+        labels = rows.column("labels")
+    except KeyError:  # too many to be held
+        return ""
+    if labels.ndim != 1 or labels.dtype.kind not in "bui":
+        return ""
+    sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
+    _, counts = np.unique(labels[sample], return_counts=True)
+    by_chance = float(np.square(counts / len(sample)).sum())
+    shared = float((labels[sample] == labels[sample + 1]).mean())
+    if shared <= (1 + by_chance) / 2:
+        return ""
+    return (
+        f"\nwarning: {rows.name} is sorted by class: {100 * shared:.0f} % of neighbours share a label, by chance it "
+        f"would be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(rows):,} rows cannot mix that: write "
+        "the rows in random order"
+    )
 
 
 def free_host_bytes() -> int:

@@ -1,8 +1,11 @@
+import h5py
+import numpy as np
 import pytest
 import torch
 
 from fastgpu import auto
 from fastgpu.launch import UserError
+from fastgpu.store import open_store
 
 CPU = torch.device("cpu")
 
@@ -93,3 +96,19 @@ def test_cpus_follow_affinity_and_the_quota_of_the_cgroup(monkeypatch):
     for text, cpus in (("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 32)):
         quota["text"] = text
         assert auto.cpus() == cpus
+
+
+def test_a_file_sorted_by_class_is_told(tmp_path):
+    def warning(labels: np.ndarray, pool_rows: int) -> str:
+        with h5py.File(tmp_path / "x.h5", "w") as file:
+            file["images"], file["labels"] = np.zeros((len(labels), 16), np.uint8), labels
+        store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "images", "labels": "labels"})
+        return auto.warn_of_class_order(store, pool_rows)
+
+    classes = np.arange(1000) // 100
+    assert "x.h5 is sorted by class: 99 % of neighbours share a label, by chance it would be 10 %" in warning(
+        classes, 200
+    )
+    assert not warning(classes, 1000)  # one pool mixes all rows
+    assert not warning(np.random.default_rng(0).permutation(classes), 200)
+    assert not warning(np.zeros(1000, int), 200)  # there is only one
