@@ -1,3 +1,7 @@
+import gc
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -5,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import numbers_of
+from conftest import ROOT, numbers_of
 
 from fastgpu.order import BlockSampler, PoolPlan
 from fastgpu.prefetch import Prefetcher
@@ -135,6 +139,49 @@ def test_a_plan_without_pools_ends_at_once(store):
     feed = prefetcher(store)
     feed.start(iter(()))
     assert not list(feed)
+
+
+LEAVE = """
+import os, signal, sys, torch
+from fastgpu.feed import make_feed
+from fastgpu.order import BlockSampler
+from fastgpu.store import open_store
+
+store = open_store("x", sys.argv[1], {"images": "images", "labels": "labels"})
+feed = make_feed(store, BlockSampler(store.block_rows, 8), "disk", torch.device("cpu"), 2, 2)
+pools = feed.pools(0)
+next(pools)
+if sys.argv[2] == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in pools:
+        pass
+elif sys.argv[2] == "raise":
+    raise RuntimeError("left")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("interrupt", -signal.SIGINT)])
+def test_no_thread_outlives_a_process_that_leaves_without_closing(store, write, how, code):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVE, write(120, name="y.h5"), how],
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+
+
+def test_memory_stays_flat_over_many_epochs(store):
+    feed, sizes = prefetcher(store), []
+    for epoch in range(60):
+        feed.start(order_of(store).pools(epoch))
+        for _ in feed:
+            pass
+        if epoch % 20 == 19:
+            gc.collect()
+            sizes.append(len(gc.get_objects()))
+    assert sizes[2] - sizes[1] < 50  # objects that an epoch left behind would be thousands
 
 
 @pytest.mark.gpu
