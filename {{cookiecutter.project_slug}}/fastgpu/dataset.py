@@ -180,13 +180,16 @@ class Loading:
         while True:
             try:
                 return next(self._batches)
-            except RuntimeError as error:
-                if "exited unexpectedly" in str(error):
+            except (RuntimeError, OSError, EOFError) as error:
+                cut_off = not isinstance(error, RuntimeError) and self._workers  # it died while it handed over a batch
+                if "in DataLoader worker process" in str(error):  # the Dataset's own error, with the worker's traceback
+                    raise
+                if cut_off or "exited unexpectedly" in str(error):
                     raise RankError(
                         f"one of the loader.workers ({self._workers}) was killed or crashed while it read "
                         f"{self._rows.name}; if memory ran out use fewer of them; loader.workers=0 shows its error"
                     ) from None
-                if "timed out" not in str(error):  # the Dataset's own error, with the worker's traceback
+                if "timed out" not in str(error):
                     raise
                 waited_s += POLL_S
             if waited_s >= self._rows.options.timeout_s:

@@ -12,7 +12,7 @@ import torch
 from conftest import numbered, numbers_of, run_train
 from torch.utils.data import Dataset, IterableDataset
 
-from fastgpu.dataset import DatasetRows, LoaderOptions, open_dataset
+from fastgpu.dataset import DatasetRows, LoaderOptions, Loading, open_dataset
 from fastgpu.feed import Feed, make_feed
 from fastgpu.launch import RankError, UserError
 from fastgpu.order import BlockSampler
@@ -145,6 +145,21 @@ def test_a_dead_worker_is_one_clear_error():
     ):
         epoch_of(feed, 0)
     feed.close()
+
+
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_the_same_error():
+    loading = Loading(rows_of(), BlockSampler(np.ones(150, np.int32), 8), 2)
+    for error in (ConnectionResetError(), EOFError(), FileNotFoundError()):
+        loading._batches = (_ for _ in map(_raise, [error]))
+        with pytest.raises(RankError, match="was killed or crashed"):
+            loading._next()
+    loading._batches = (_ for _ in map(_raise, [OSError("Caught OSError in DataLoader worker process 0.")]))
+    with pytest.raises(OSError, match="Caught OSError"):  # the Dataset's own
+        loading._next()
+
+
+def _raise(error: BaseException):
+    raise error
 
 
 def test_a_hung_worker_is_one_clear_error():
