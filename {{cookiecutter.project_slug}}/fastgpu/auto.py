@@ -187,8 +187,8 @@ def warn_of_class_order(rows: Source, pool_rows: int) -> str:
         return ""
     return (
         f"\nwarning: {rows.name} is sorted by class: {100 * shared:.0f} % of neighbours share a label, by chance it "
-        f"would be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(rows):,} rows cannot mix that: write "
-        "the rows in random order"
+        f"would be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(rows):,} rows cannot mix that: "
+        "`python convert.py repack` writes them in random order"
     )
 
 

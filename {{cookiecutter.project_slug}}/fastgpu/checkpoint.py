@@ -11,7 +11,6 @@ derives it.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from .durable import put_in_place
 from .launch import UserError
 
 Kind = Literal["last", "best"]
@@ -70,11 +70,7 @@ def save(run: Path, kind: Kind, progress: Progress, parts: Mapping[str, Stateful
             sha256[name] = _sha256(partial / f"{name}.pt")
         state = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
         (partial / "state.json").write_text(json.dumps(state, indent=2))
-        for path in (*partial.iterdir(), partial):
-            _flush(path)
-        shutil.rmtree(target, ignore_errors=True)  # the same step again, after a resume
-        partial.rename(target)
-        _flush(folder)
+        put_in_place(partial, target)  # which exists if a resumed run comes to the same step again
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         print(f"warning: {target} was not written ({error}); is the disk full? Training goes on", flush=True)
@@ -126,12 +122,3 @@ def _saved(folder: Path, kind: str) -> list[Path]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """To the disk; for a folder, the names in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

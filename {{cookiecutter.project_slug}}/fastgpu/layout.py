@@ -20,7 +20,8 @@ from . import codecs
 from .launch import RankError, UserError
 from .rows import Field
 
-BLOCK_BYTES = 2 << 20  # of a contiguous dataset; random 2 MiB pieces read as fast as a cold disk can
+BLOCK_BYTES = 2 << 20  # random pieces of 2 MiB read as fast as a cold disk can
+COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
 SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
 IOV_MAX = 1024  # Linux: destinations of one preadv
 DIGESTS = "fastgpu_sha256"  # group beside the datasets: (blocks, 32) uint8 for each, of the rows' bytes as stored
@@ -47,8 +48,7 @@ class Layout:
         self._rows, row_bytes = len(data), self.field.row_bytes
         self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, row_bytes))
         plan = data.id.get_create_plist()
-        filters = [plan.get_filter(i) for i in range(plan.get_nfilters())]
-        self._filters = [(code, values) for code, _, values, _ in filters]
+        self._filters = codecs.filters_of(plan)
         self._offsets: np.ndarray | None = None  # (chunks,) int64: first byte of each; None: read through h5py
         if data.is_virtual or data.external:
             pass

@@ -152,7 +152,7 @@ class BlockSampler(DistributedSampler):
         line = self._file
         if self.shuffle:
             blocks = np.arange(len(self._block_rows), dtype=np.int32)
-            np.random.default_rng((self.seed, epoch)).shuffle(blocks)
+            self._rng(epoch).shuffle(blocks)
             line = _Line(self._block_rows, blocks)
         start_batch = consumed // self.global_rows
         for number in range(start_batch // self.pool_batches, self.pools_an_epoch):
@@ -174,7 +174,7 @@ class BlockSampler(DistributedSampler):
         for slot, (lane, lo, hi) in enumerate(spans):
             turn = np.arange(hi - lo)  # when in its lane each row comes
             if self.shuffle:
-                turn = np.random.default_rng((self.seed, epoch, lane, number)).permutation(turn)
+                turn = self._rng(epoch, lane, number).permutation(turn)
             places = turn // share * self.batch_rows + slot * share + turn % share
             last = turn >= full
             places[last] = tail + turn[last] - full
@@ -186,6 +186,11 @@ class BlockSampler(DistributedSampler):
         done = min((first_batch + self.pool_batches) * self.global_rows, self.total_size)
         skip = max(0, start_batch - first_batch) * self.batch_rows
         return PoolPlan(epoch, number, rows, real_rows, skip, done, stop == self._lane_rows, reads)
+
+    def _rng(self, epoch: int, *part: int) -> np.random.Generator:
+        """Of its own for the epoch's blocks and for each part: bare tuples would not do, (0, 0) and (0, 0, 0, 0) are
+        one seed to NumPy, and blocks of one row were put back into file order by the pool's permutation."""
+        return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
     def _reads(self, start: int, places: np.ndarray, line: _Line) -> Iterator[Read]:
         """Cut the line's rows start, start + 1, ... at the borders of the blocks."""

@@ -14,16 +14,14 @@ import h5py
 import numpy as np
 
 from .launch import UserError
-from .layout import Layout, Options
+from .layout import COLUMN_BYTES, Layout, Options
 from .rows import Field
-
-COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
 
 
 class Store:
     """The rows of one or more HDF5 files, one after the other, as blocks that are cheap to read whole.
 
-    block_rows: (blocks,) int64, rows of each block; fields: dtype and shape of a row; attributes: those of the first
+    block_rows: (blocks,) int32, rows of each block; fields: dtype and shape of a row; attributes: those of the first
     file or group. Picklable; holds no h5py object and no file that a fork would share.
     """
 
@@ -145,7 +143,7 @@ class _Part:
                 self.columns[name] = np.empty((rows, *field.shape), field.dtype)
                 layouts[name].read(0, np.arange(rows), self.columns[name])
         self.block_start = np.arange(0, rows, layouts[widest].chunk_rows)
-        self.block_rows = np.diff(self.block_start, append=rows)
+        self.block_rows = np.diff(self.block_start, append=rows).astype(np.int32)
         return layouts
 
     def read(self, start: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:

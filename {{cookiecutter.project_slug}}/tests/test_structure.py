@@ -10,12 +10,12 @@ import pytest
 from conftest import ROOT
 
 MODULES = sorted((ROOT / "fastgpu").glob("*.py"))
-SOURCES = [ROOT / "train.py", *MODULES, *sorted((ROOT / "workloads").glob("*.py"))]
+SOURCES = [ROOT / "train.py", ROOT / "convert.py", *MODULES, *sorted((ROOT / "workloads").glob("*.py"))]
 
 FLOORS = [  # a module imports only from floors below its own
-    {"launch", "rows", "order", "clock", "log", "codecs"},
+    {"launch", "rows", "order", "clock", "log", "codecs", "durable"},
     {"config", "dist", "layout", "auto", "checkpoint", "runs", "optim", "echo"},
-    {"store", "prefetch", "dataset"},
+    {"store", "prefetch", "dataset", "writer", "survey"},
     {"feed"},
     {"evaluate"},
 ]

@@ -1,0 +1,310 @@
+"""Rows -> HDF5 file(s) that are read fastest: blocks of whole rows, aligned, checksummed; whole or absent.
+
+    images (N, C, H, W), labels (N,)     datasets of equal length; a block is an HDF5 chunk of about 2 MiB of whole rows
+    fastgpu_sha256/images (blocks, 32)   SHA-256 of each block's rows as they are before compression
+    attributes                           fastgpu_format = 1, and what the caller knows of the rows
+
+Any HDF5 tool reads them. Blocks of 64 KiB and more begin at a multiple of 4 KiB. They are hashed and compressed by
+threads, and written in order past the library's own chunk cache.
+"""
+
+import hashlib
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import h5py
+import numpy as np
+
+from . import codecs
+from .durable import put_in_place
+from .launch import UserError
+from .layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS
+from .rows import Field
+
+FORMAT = 1
+LEAST_BLOCKS = 256  # of a small file: enough to shuffle, and to share among ranks
+STATISTICS_ROWS = 10_000  # at most so many give `mean` and `std`: their error is below 1 % of the pixels' spread
+Compression = Literal["none", "gzip", "lz4", "zstd"]
+
+
+class Block(NamedTuple):
+    """What a thread made of one block."""
+
+    data: codecs.Bytes
+    digest: bytes
+
+
+class Writer:
+    """Takes rows in their final order; a context manager that leaves every file whole, or none at all.
+
+        with Writer(Path("train.h5"), rows=1000, fields=fields) as writer:
+            writer.append({"images": images, "labels": labels})
+
+    target: with `shards` > 1, train.h5 becomes train-00000-of-00008.h5 and so on. rows: how many will come; fewer or
+    more raise ValueError at the end. attributes: of the rows (class_names, mean, std, source); `mean` and `std` (a
+    channel) are added for uint8 images that have none. replace: overwrite what is there. Raises UserError for a target
+    that exists, a codec that is not installed, or too small a disk.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        rows: int,
+        fields: Mapping[str, Field],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        shards: int = 1,
+        compression: Compression = "none",
+        threads: int = 2,
+        replace: bool = False,
+    ):
+        self.targets = shard_names(target, shards)
+        if not 1 <= shards <= rows:
+            raise UserError(f"{shards} shards of {rows:,} rows: use 1 to {rows}")
+        if not replace and (found := next((path for path in self.targets if path.exists()), None)):
+            raise UserError(f"{found} exists; choose another name, or --force")
+        others = set(target.parent.glob(f"{target.stem}-?????-of-?????{target.suffix}")) - set(self.targets)
+        if shards > 1 and others:
+            raise UserError(f"{min(others)} is a shard of another writing; remove it, or choose another name")
+        need, free = rows * sum(field.row_bytes for field in fields.values()), _free_bytes(target.parent)
+        if compression == "none" and need > free:
+            raise UserError(
+                f"{target} needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {target.parent.absolute()}; "
+                "make room, or write it elsewhere"
+            )
+        filters = _filters(compression)
+        self._rows, self._fields = rows, fields
+        self._borders = [number * rows // shards for number in range(shards + 1)]  # first row of each shard
+        self._attributes, self._filters = dict(attributes or {}), filters
+        self._statistics = _Statistics(fields, rows) if "mean" not in self._attributes else None
+        self._done = 0
+        self._shards: list[_Shard] = []
+        self._threads = ThreadPoolExecutor(threads, "writer")
+
+    def append(self, rows: Mapping[str, np.ndarray]) -> None:
+        """The next rows, {field: (n, *shape)}, n the same for all; the arrays are free again when it returns."""
+        count = len(next(iter(rows.values())))
+        if self._done + count > self._rows:
+            raise ValueError(f"{self._done + count} rows came where {self._rows} were announced")
+        if self._statistics:
+            self._statistics.add(rows, self._done)
+        start = 0
+        while start < count:
+            if self._done == self._borders[len(self._shards)]:
+                self._open_next()
+            border = self._borders[len(self._shards)]
+            stop = min(count, start + border - self._done)
+            self._shards[-1].append({name: array[start:stop] for name, array in rows.items()})
+            self._done += stop - start
+            start = stop
+            if self._done == border:
+                self._shards[-1].finish()
+
+    def _open_next(self) -> None:
+        number = len(self._shards)
+        rows = self._borders[number + 1] - self._borders[number]
+        self._shards.append(_Shard(self.targets[number]))  # known before there is a file, or an interrupt leaves one
+        self._shards[-1].open(rows, self._fields, self._filters, self._threads)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._done != self._rows:
+                raise ValueError(f"{self._done} rows came where {self._rows} were announced")
+            if kind is None:
+                found = self._statistics.found() if self._statistics else {}
+                for shard in self._shards:
+                    shard.publish(self._attributes | found | {"fastgpu_format": FORMAT})
+        finally:
+            self._threads.shutdown(cancel_futures=True)
+            for shard in self._shards:
+                shard.abandon()
+
+
+def shard_names(target: Path, shards: int) -> list[Path]:
+    """train.h5 -> [train.h5], or [train-00000-of-00002.h5, train-00001-of-00002.h5]."""
+    if shards == 1:
+        return [target]
+    return [target.with_name(f"{target.stem}-{i:05d}-of-{shards:05d}{target.suffix}") for i in range(shards)]
+
+
+def block_rows_of(rows: int, fields: Mapping[str, Field]) -> dict[str, int]:
+    """{field: rows of a block}: about 2 MiB of whole rows.
+
+    A field that readers hold in memory has blocks of its own; the others share those of the largest. They are smaller
+    where a file would have few: a run needs a block for each of its ranks, and many to shuffle.
+    """
+    widest = max(fields.values(), key=lambda field: field.row_bytes)
+    shared = max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), rows // LEAST_BLOCKS))
+    held = {name for name, field in fields.items() if field is not widest and rows * field.row_bytes <= COLUMN_BYTES}
+    return {
+        name: max(1, min(rows, BLOCK_BYTES // max(1, field.row_bytes))) if name in held else shared
+        for name, field in fields.items()
+    }
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except FileNotFoundError:
+        raise UserError(f"{folder} does not exist; make it first") from None
+
+
+def _filters(compression: Compression) -> dict[str, Any]:
+    """Arguments of h5py's create_dataset; shuffling bytes of equal weight together helps numbers, and not bytes."""
+    if compression == "none":
+        return {}
+    if compression == "gzip":
+        return {"compression": "gzip", "compression_opts": 1}
+    if not (codecs.imagecodecs and find_spec("hdf5plugin")):
+        raise UserError(f'compression {compression} needs: pip install ".[codecs]"; or use gzip')
+    plugin = import_module("hdf5plugin")
+    return dict(plugin.LZ4() if compression == "lz4" else plugin.Zstd(clevel=1))
+
+
+class _Shard:
+    """One file, under a temporary name."""
+
+    def __init__(self, target: Path):
+        self.target, self.partial = target, target.with_name(f".{target.name}.partial")
+        self._file: h5py.File | None = None
+
+    def open(
+        self, rows: int, fields: Mapping[str, Field], filters: Mapping[str, Any], threads: ThreadPoolExecutor
+    ) -> None:
+        self._file = h5py.File(self.partial, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
+        block_rows = block_rows_of(rows, fields)
+        self._columns = {
+            name: _Column(self._file, name, field, rows, block_rows[name], filters, threads)
+            for name, field in fields.items()
+        }
+
+    def append(self, rows: Mapping[str, np.ndarray]) -> None:
+        for name, column in self._columns.items():
+            column.append(rows[name])
+
+    def finish(self) -> None:
+        assert self._file
+        for name, column in self._columns.items():
+            column.finish()
+            self._file.create_dataset(f"{DIGESTS}/{name}", data=column.digests)
+        self._file.close()
+
+    def publish(self, attributes: Mapping[str, Any]) -> None:
+        with h5py.File(self.partial, "r+", libver="latest") as file:
+            file.attrs.update(attributes)
+        put_in_place(self.partial, self.target)
+
+    def abandon(self) -> None:
+        """Remove what has not got its name yet."""
+        if self._file:
+            with suppress(OSError, RuntimeError):  # of a full disk once more
+                self._file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+class _Column:
+    """One dataset: whole blocks go out in order, the rest waits for more rows."""
+
+    def __init__(
+        self,
+        file: h5py.File,
+        name: str,
+        field: Field,
+        rows: int,
+        block_rows: int,
+        filters: Mapping[str, Any],
+        threads: ThreadPoolExecutor,
+    ):
+        self._data = file.create_dataset(
+            name,
+            (rows, *field.shape),
+            field.dtype,
+            chunks=(block_rows, *field.shape),
+            fill_time="never",
+            shuffle=bool(filters) and field.dtype.itemsize > 1,
+            **filters,
+        )
+        plan = self._data.id.get_create_plist()
+        self._filters = codecs.filters_of(plan)
+        self._threads = threads
+        self._block = np.zeros((block_rows, *field.shape), field.dtype)
+        self._held = 0  # rows of it that are filled
+        self._written = 0
+        self.digests = np.zeros((-(-rows // block_rows), 32), np.uint8)
+
+    def append(self, rows: np.ndarray) -> None:
+        making = deque[Future[Block]]()
+        for block in self._blocks(np.ascontiguousarray(rows, self._block.dtype)):
+            making.append(self._threads.submit(self._make, block, len(block)))
+            if len(making) > 8:
+                self._write(making.popleft().result())
+        for made in making:
+            self._write(made.result())
+
+    def _blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Views of `rows` where a whole block lies in them."""
+        size = len(self._block)
+        while len(rows):
+            if self._held == 0 and len(rows) >= size:
+                yield rows[:size]
+                rows = rows[size:]
+            else:
+                count = min(len(rows), size - self._held)
+                self._block[self._held : self._held + count] = rows[:count]
+                self._held, rows = (self._held + count) % size, rows[count:]
+                if self._held == 0:
+                    yield self._block.copy()
+
+    def finish(self) -> None:
+        """The last block, which may be short: HDF5 stores it in full length, the checksum is of the rows alone."""
+        if self._held:
+            self._block[self._held :] = 0
+            self._write(self._make(self._block, self._held))
+
+    def _make(self, block: np.ndarray, rows: int) -> Block:
+        data = codecs.encode(block.reshape(-1).view(np.uint8).data, self._filters)
+        return Block(data, hashlib.sha256(block[:rows].data).digest())
+
+    def _write(self, block: Block) -> None:
+        start = self._written * len(self._block)
+        self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), block.data)
+        self.digests[self._written] = np.frombuffer(block.digest, np.uint8)
+        self._written += 1
+
+
+class _Statistics:
+    """Mean and standard deviation of each channel of uint8 images (C, H, W), from rows spread over the whole."""
+
+    def __init__(self, fields: Mapping[str, Field], rows: int):
+        self._names = [n for n, f in fields.items() if f.dtype == np.uint8 and len(f.shape) == 3][:1]
+        self._step = -(-rows // STATISTICS_ROWS)
+        self._sums: list[np.ndarray] = []  # (3, C) of a row: pixels, their sum, the sum of their squares
+
+    def add(self, rows: Mapping[str, np.ndarray], start: int) -> None:
+        """rows: the ones from number `start` on."""
+        for name in self._names:
+            for row in rows[name][-start % self._step :: self._step]:
+                pixels = row.reshape(len(row), -1).astype(np.float32)
+                squares = np.einsum("cp,cp->c", pixels, pixels)
+                self._sums.append(np.stack([np.full(len(row), pixels.shape[1]), pixels.sum(1), squares]))
+
+    def found(self) -> dict[str, list[float]]:
+        if not self._sums:
+            return {}
+        pixels, total, squares = np.stack(self._sums).sum(0, dtype=np.float64)
+        mean = total / pixels
+        std = np.sqrt(np.maximum(squares / pixels - mean**2, 0))
+        return {"mean": mean.round(4).tolist(), "std": np.maximum(std, 1e-3).round(4).tolist()}

@@ -1,0 +1,196 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import ROOT, numbered, numbers_of
+
+from fastgpu import survey
+from fastgpu.layout import DIGESTS
+
+SCRIPT = str(ROOT / "convert.py")
+
+
+def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def rows_of(path: Path) -> tuple[list[int], list[int]]:
+    with h5py.File(path) as file:
+        return numbers_of(file["images"][:]), file["labels"][:].tolist()
+
+
+def test_repack_writes_every_row_once_in_an_order_that_the_seed_decides(write, tmp_path):
+    source = write(500, classes=500)
+    orders = []
+    for number, seed in enumerate((1, 1, 2)):
+        result = convert("repack", source, tmp_path / f"{number}.h5", "--seed", str(seed))
+        assert result.returncode == 0, result.stderr
+        assert f"500 rows, order random, seed {seed}, in" in result.stdout
+        numbers, labels = rows_of(tmp_path / f"{number}.h5")
+        assert numbers == labels
+        assert sorted(numbers) == list(range(500))
+        orders.append(numbers)
+    assert orders[0] == orders[1] != orders[2]
+    assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
+    with h5py.File(tmp_path / "0.h5") as file:
+        assert file.attrs["row_order"] == "random, seed 1"
+        assert file.attrs["source"] == source
+        assert file.attrs["fastgpu_format"] == 1
+
+
+def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(tmp_path):
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        group = file.create_group("photos")
+        group["x"], group["y"] = numbered(40), np.arange(40)
+        group["names"] = np.array(["a"] * 40, dtype=object)
+        group.attrs.update(class_names=["cat", "dog"], mean=[3.0], std=[4.0], source="a camera")
+    source = f"{tmp_path / 'old.h5'}::/photos"
+    result = convert(
+        "repack", source, tmp_path / "new.h5", "--keep-order", "--shards", "2", "--compression", "gzip",
+        "--fields", "images=x", "labels=y")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    first, second = (rows_of(tmp_path / f"new-0000{i}-of-00002.h5") for i in range(2))
+    assert first == (list(range(20)), list(range(20)))
+    assert second == (list(range(20, 40)), list(range(20, 40)))
+    with h5py.File(tmp_path / "new-00001-of-00002.h5") as file:
+        assert list(file.attrs["class_names"]) == ["cat", "dog"]
+        assert (file.attrs["mean"], file.attrs["std"]) == (3, 4)
+        assert (file.attrs["source"], file.attrs["row_order"]) == ("a camera", "as in the source")
+        assert file["images"].compression == "gzip"
+
+
+def test_repack_reads_a_dataset_of_the_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "from torch.utils.data import Dataset\n"
+        "class Photos(Dataset):\n"
+        "    def __init__(self, path): self.rows = int(path)\n"
+        "    def __len__(self): return self.rows\n"
+        "    def __getitem__(self, i): return np.full((3, 8, 8), i, np.uint8), i\n"
+    )
+    result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    with h5py.File(tmp_path / "new.h5") as file:
+        labels = file["labels"][:]
+        assert sorted(labels.tolist()) == list(range(60))
+        assert labels.tolist() != list(range(60))
+        np.testing.assert_array_equal(file["images"][:, 0, 0, 0], labels)
+
+
+def test_what_was_repacked_is_verified_on_the_way(write, tmp_path):
+    assert convert("repack", write(100), tmp_path / "a.h5").returncode == 0
+    assert convert("verify", tmp_path / "a.h5").stdout == f"{tmp_path / 'a.h5'}: whole\n"
+    damage(tmp_path / "a.h5", rows=(3, 70))
+    result = convert("verify", tmp_path / "a.h5")
+    assert result.returncode == 1
+    assert "rows 3 to 3: " in result.stdout
+    assert "rows 70 to 70: " in result.stdout
+    assert result.stdout.endswith("a.h5: 2 blocks are damaged\n")
+    result = convert("repack", tmp_path / "a.h5", tmp_path / "b.h5")
+    assert result.returncode == 2
+    assert "is damaged: its SHA-256 is not the recorded one" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
+
+
+def damage(path: Path, rows: tuple[int, ...]) -> None:
+    with h5py.File(path) as file:
+        data = file["images"]
+        offsets = [data.id.get_chunk_info(row // data.chunks[0]).byte_offset for row in rows]
+    with path.open("r+b") as raw:
+        for offset in offsets:
+            raw.seek(offset + 5)
+            byte = raw.read(1)
+            raw.seek(offset + 5)
+            raw.write(bytes([byte[0] ^ 1]))
+
+
+def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, tmp_path):
+    path = Path(write(64, (1, 32, 32), 8, compression="gzip"))
+    result = convert("verify", path)
+    assert result.returncode == 0
+    assert "/images was read, but has no checksums" in result.stdout
+    with h5py.File(path) as file:
+        chunk = file["images"].id.get_chunk_info(2)
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset + 10)
+        raw.write(b"\xff" * 20)
+    result = convert("verify", path)
+    assert result.returncode == 1
+    assert "rows 16 to 23: " in result.stdout
+
+
+def test_info_shows_the_layout_and_what_to_change(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("train/images", data=np.zeros((40, 3, 64, 64), "f4"), chunks=(8, 1, 64, 64), compression=4)
+        file.create_dataset("val/images", (4000, 3, 64, 64), "u1", chunks=(1, 3, 64, 64))
+        file.create_dataset("test/images", (4000, 3, 64, 64), "u1", chunks=(3000, 3, 64, 64))
+    result = convert("info", tmp_path / "x.h5")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "/train/images  float32 (40, 3, 64, 64)" in result.stdout
+    assert "15 blocks (8, 1, 64, 64) of 0.12 MiB, gzip, no checksums" in result.stdout
+    for part in (
+        "/train/images: chunks split rows",
+        "/train/images: gzip: decoding",
+        "/train/images: images as float32",
+        "/val/images: chunks of 1 rows",
+        "/test/images: blocks of 35 MiB",
+    ):
+        assert any(line.startswith(f"  advice: {part}") for line in lines), part
+
+
+def test_a_file_as_repack_writes_it_needs_no_advice(write, tmp_path):
+    assert convert("repack", write(300), tmp_path / "new.h5").returncode == 0
+    columns = survey.columns_of(str(tmp_path / "new.h5"))
+    assert [column.name for column in columns] == ["images", "labels"]  # and not those of the checksums
+    assert survey.advise(columns) == []
+    with h5py.File(tmp_path / "new.h5") as file:
+        assert set(file[DIGESTS]) == {"images", "labels"}
+
+
+VAL = "data/digits.h5::/val"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("repack", "data/digits.h5", "x.h5"), "data/digits.h5 has no rows in /, but /train, /val; name one"),
+        (("repack", "data/digits.h5::/test", "x.h5"), "data/digits.h5 has no group /test; it has train, val"),
+        (("repack", "absent.h5", "x.h5"), "absent.h5 cannot be read"),
+        (("repack", VAL, "config.yaml"), "config.yaml exists; choose another name, or --force"),
+        (("repack", VAL, "absent/x.h5"), "absent does not exist; make it first"),
+        (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
+        (("info", "config.yaml"), "config.yaml cannot be read"),
+        (("verify", "absent.h5"), "absent.h5 cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_a_person_can_mend_is_one_line(arguments, message):
+    result = convert(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (ROOT / "x.h5").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
+        file["labels"] = np.zeros(100_000, int)
+    command = [sys.executable, SCRIPT, "repack", "old.h5", "new.h5", "--compression", "gzip"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".new.h5.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (130, 143)
+    assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
