@@ -26,7 +26,7 @@ from fastgpu import auto, checkpoint, runs
 from fastgpu.clock import Clock, Lap
 from fastgpu.dataset import LoaderOptions, open_dataset
 from fastgpu.dist import World, hint, join, wrap
-from fastgpu.echo import echo, times_of_pool
+from fastgpu.echo import auto_factor, echo, times_of_pool
 from fastgpu.evaluate import evaluate
 from fastgpu.feed import make_feed
 from fastgpu.log import Log, gpu_state
@@ -49,7 +49,7 @@ def train(cfg: Config, world: World) -> None:
         sizes = auto.sizes(
             store, val_store, world.size, world.local_size, world.device, cfg.optim.accumulation, cfg.data.tier,
             cfg.data.batch_rows, cfg.data.lanes, cfg.data.pool_batches, cfg.data.readers, cfg.loader.workers,
-            cfg.loader.prefetch_factor)  # fmt: skip
+            cfg.loader.prefetch_factor, cfg.data.prefetch_pools)  # fmt: skip
         ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": sizes.pool_batches}
         order = BlockSampler(store.block_rows, sizes.batch_rows, lanes=sizes.lanes, seed=cfg.run.seed, **ranks)
         val_order = BlockSampler(val_store.block_rows, sizes.batch_rows, shuffle=False, drop_last=False, **ranks)
@@ -70,19 +70,17 @@ def train(cfg: Config, world: World) -> None:
     # ---------------------------------------------------------------- Run: its folder, and where it left off
     resume, parts = cfg.run.resume == "auto", {"model": model, "step": step}
     with world.together():
-        found = runs.open_run(Path(cfg.run.folder), cfg.run.name, resume) if world.is_first else None
-    folder: Path = world.from_first(found)
+        mine = runs.open_run(Path(cfg.run.folder), cfg.run.name, resume) if world.is_first else None
+    folder: Path = world.from_first(mine)
     with world.together():
         at = checkpoint.resume(folder, parts, order.identity, world.device) if resume else checkpoint.Progress()
     world.agree(at, f"put run.folder ({cfg.run.folder}) on a file system that all nodes share")
-    resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision}
-    if world.is_first:
-        runs.describe_run(folder, resolved)
+    at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
+    resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision, "data.echo": at.echo}
+    runs.describe_run(mine, resolved)
     world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}")
-    if sizes.tier == "device" and cfg.data.prefetch_pools != 2:
-        world.say("data.prefetch_pools has no effect on the device tier")
     planned_rows = cfg.train.epochs * order.total_size
-    log = Log(folder if world.is_first else None, planned_rows, at.epoch * order.total_size + at.consumed)
+    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed)
     clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()
 
     def report(fresh: float, lr: float) -> Lap:
@@ -106,10 +104,10 @@ def train(cfg: Config, world: World) -> None:
     if at.epoch >= cfg.train.epochs:
         world.say(f"the run has all its {at.epoch} epochs; raise train.epochs to go on")
     while at.epoch < cfg.train.epochs:
-        epoch_lap = Lap()
+        epoch_lap, fresh = Lap(), float(at.epoch * order.total_size + at.consumed)
         for pool in clock.waits(feed.pools(at.epoch, at.consumed)):
             rng = world.reseed(cfg.run.seed, at.epoch, pool.plan.number)
-            times = times_of_pool(cfg.data.echo, at.epoch * order.pools_an_epoch + pool.plan.number)
+            times = times_of_pool(at.echo, at.epoch * order.pools_an_epoch + pool.plan.number)
             fresh, step_rows = float(at.epoch * order.total_size + at.consumed), cfg.data.batch_rows / times
             for batch in echo(pool.rows, sizes.batch_rows, times, rng):
                 lr = cfg.optim.lr * schedule((fresh + step_rows / 2) / planned_rows, cfg.optim.warmup)
@@ -124,6 +122,9 @@ def train(cfg: Config, world: World) -> None:
         if clock.steps:
             epoch_lap = epoch_lap.plus(report(fresh, lr))
         metrics = evaluate(model, workload, val_feed.pools(at.epoch), sizes.batch_rows, step.cast, world)
+        if cfg.data.echo == "auto" and epoch_lap.trained_rows:  # for the next epoch
+            at.echo = auto_factor(world.max(feed.supply_s()), epoch_lap.train_s * world.size, workload.redraws)
+            runs.write_config(mine, resolved | {"data.echo": at.echo})
         is_best = at.end_epoch(metrics[f"val/{workload.best}"])
         saved, saved_step = save("last"), at.step
         if is_best:
@@ -134,7 +135,7 @@ def train(cfg: Config, world: World) -> None:
         clock.restart()
 
     # ---------------------------------------------------------------- Close
-    log.finish(resolved, metrics)
+    log.finish(resolved | {"data.echo": at.echo}, metrics)
     feed.close()
     val_feed.close()
     with world.together():
@@ -145,6 +146,5 @@ def train(cfg: Config, world: World) -> None:
 
 if __name__ == "__main__":
     with clear_exit(launch), join(launch, config.dist.device, config.dist.timeout_s) as world:
-        if advice := hint(world, config.dist.strategy, " ".join(sys.argv)):
-            world.say(advice)
+        world.say(hint(world, config.dist.strategy, " ".join(sys.argv)))
         train(config, world)

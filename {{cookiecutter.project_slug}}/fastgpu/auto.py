@@ -49,6 +49,7 @@ def sizes(
     readers: int | Auto,
     workers: int | Auto,
     prefetch_factor: int,
+    prefetch_pools: int,
 ) -> Sizes:
     """What the config asks for on this machine, all checked."""
     a_rank = choose_rank_batch(batch_rows, ranks, accumulation, len(train), train.name)
@@ -64,6 +65,8 @@ def sizes(
     text += (
         f"\na step: {batch_rows} rows, {a_rank} a rank; a pool: {pool_batches} steps; {lanes} lanes; {readers} {who}"
     )
+    if tier == "device" and prefetch_pools != 2:
+        text += "\ndata.prefetch_pools has no effect on the device tier"
     text += warn_of_class_order(train, pool_batches * batch_rows)
     return Sizes(a_rank, lanes, pool_batches, readers, tier, text)
 

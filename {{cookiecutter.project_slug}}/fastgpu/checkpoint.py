@@ -42,6 +42,8 @@ class Progress:
     """Fresh rows that all ranks together have taken in this epoch."""
     step: int = 0
     """Optimizer steps so far."""
+    echo: float = 1.0
+    """Factor of this epoch where data.echo is auto."""
     best: float | None = None
     """Highest value of the workload's `best` metric."""
 

@@ -25,6 +25,11 @@ class Lap(NamedTuple):
     trained_rows: float = 0.0
     """Stepped on: fresh x echo."""
 
+    @property
+    def train_s(self) -> float:
+        """To train on a row, where none had to be waited for."""
+        return (self.seconds - self.wait_s) / self.trained_rows
+
     def plus(self, other: "Lap") -> "Lap":
         return Lap(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
@@ -34,10 +39,15 @@ class Lap(NamedTuple):
             "train/trained_rows_per_s": self.trained_rows / self.seconds,
             "data/fresh_rows_per_s": self.fresh_rows / self.seconds,
             "data/wait_pct": 100 * self.wait_s / self.seconds,
+            "data/echo": self.trained_rows / self.fresh_rows,
         }
 
     def __str__(self) -> str:
-        return f"{self.fresh_rows / self.seconds:,.0f} fresh rows/s, data wait {100 * self.wait_s / self.seconds:.1f} %"
+        if not self.fresh_rows:
+            return "no rows"
+        text = f"{self.fresh_rows / self.seconds:,.0f} fresh rows/s, data wait {100 * self.wait_s / self.seconds:.1f} %"
+        factor = self.trained_rows / self.fresh_rows
+        return text if factor < 1.005 else f"{text}, echo {factor:.3g}"
 
 
 class Clock:

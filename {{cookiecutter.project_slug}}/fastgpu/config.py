@@ -59,8 +59,9 @@ class Data(Section):
     """Reader threads a rank (disk and host tier); auto: this rank's share of the CPUs, at most 8."""
     prefetch_pools: Count = 2
     """Pools prepared ahead of the one in use, each with its own staging memory (disk and host tier)."""
-    echo: Annotated[float, Field(ge=1)] = 1
-    """Train on each pool so many times, reshuffled; 2.5 means 2, 3, 2, 3 ... (use when reading is the limit)."""
+    echo: Annotated[float, Field(ge=1)] | Auto = 1.0
+    """Train on each pool so many times, reshuffled; 2.5 means 2, 3, 2, 3 ... Worth it where reading is the limit. auto:
+    what costs no time as measured in the epoch before, at most 4 (2 if nothing is augmented); 1 in the first epoch."""
     pin_memory: bool = True
     """Page-locked staging memory, so that copies to a GPU overlap with its work."""
     verify: bool = False

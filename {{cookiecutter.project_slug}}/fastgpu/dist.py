@@ -37,9 +37,9 @@ class World:
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}" + (" over nccl" if self.size > 1 else "")
         return f"{self.size} CPU process" + ("es over gloo" if self.size > 1 else "")
 
-    def say(self, text: str) -> None:
-        """Print once for the whole job."""
-        if self.is_first:
+    def say(self, text: str | None) -> None:
+        """Print once for the whole job, if there is something to say."""
+        if self.is_first and text:
             print(text, flush=True)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ class Feed(Protocol):
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         """The pools of an epoch, from `consumed` rows (over all ranks) on."""
 
+    def supply_s(self) -> float:
+        """Seconds it took to read a row of this rank, in the mean since last asked; 0 where none is read."""
+
     def close(self) -> None:
         """End the threads."""
 
@@ -67,6 +70,9 @@ class ResidentFeed:
             index = torch.from_numpy(self._order.row_numbers(plan)).to(self._device, non_blocking=True)
             yield Pool(plan, self._rows.take(index).slice(plan.skip_rows, plan.rows))
 
+    def supply_s(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         pass
 
@@ -96,6 +102,9 @@ class StreamedFeed:
         yield from self._order.pools(epoch, consumed)
         for later in count(epoch + 1):
             yield from self._order.pools(later)
+
+    def supply_s(self) -> float:
+        return self._prefetcher.supply_s()
 
     def close(self) -> None:
         self._prefetcher.close()

@@ -12,6 +12,7 @@ Everything is allocated once. Nothing in the steady loop allocates, synchronises
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,8 @@ class Prefetcher:
         if self._stream:  # the slots' memory may have had an owner whose kernels still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread: threading.Thread | None = None
+        self._supply = self._asked = (0.0, 0)  # seconds, rows: read so far; of them, when last asked
+        self._handed_t0 = 0.0
 
     def _make_slot(self, fields: Mapping[str, Field], rows: int, pin_memory: bool) -> _Slot:
         host = Dense.empty(fields, rows, torch.device("cpu"), pinned=pin_memory and self._stream is not None)
@@ -93,6 +96,13 @@ class Prefetcher:
             yield plan, slot.device.slice(0, plan.rows)
             self._release(slot)
 
+    def supply_s(self) -> float:
+        """Seconds of reading a row took since last asked: from one pool's last row to the next's, without the time
+        that the readers had no slot to fill. 0 if none was read."""
+        (seconds, rows), (before_s, before) = self._supply, self._asked
+        self._asked = seconds, rows
+        return (seconds - before_s) / max(1, rows - before)
+
     def close(self) -> None:
         """End the threads; safe to call twice, and while a pool is in use."""
         if self._thread:
@@ -110,7 +120,7 @@ class Prefetcher:
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand the filled ones over in order."""
-        filling: deque[tuple[PoolPlan, _Slot, list[Future[None]]]] = deque()
+        filling: deque[tuple[PoolPlan, _Slot, float, list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self._readers, "reader")
         end: BaseException | None = None
         try:
@@ -125,8 +135,9 @@ class Prefetcher:
                 if slot and (plan := next(plans, None)):
                     if slot.copied:
                         slot.copied.synchronize()  # the readers may overwrite the staging memory now
-                    out = slot.host.numpy()
-                    filling.append((plan, slot, [pool.submit(self._fill, job, out) for job in self._jobs(plan.reads)]))
+                    out, t0 = slot.host.numpy(), time.perf_counter()
+                    reads = [pool.submit(self._fill, job, out) for job in self._jobs(plan.reads)]
+                    filling.append((plan, slot, t0, reads))
                 elif slot:
                     more = False
                 else:
@@ -151,9 +162,12 @@ class Prefetcher:
                 return
             self._read(*read, out)
 
-    def _hand_over(self, plan: PoolPlan, slot: _Slot, reads: list[Future[None]]) -> None:
+    def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, reads: list[Future[None]]) -> None:
         for read in reads:
             read.result()
+        now, (seconds, rows) = time.perf_counter(), self._supply
+        self._supply = seconds + now - max(t0, self._handed_t0), rows + plan.rows
+        self._handed_t0 = now
         if self._stream and slot.copied and slot.used:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(slot.used)

@@ -39,22 +39,35 @@ def open_run(runs: Path, name: str, resume: bool) -> Path:
     return folder
 
 
-def describe_run(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the resolved config (a valid --config file) and where it ran: command, versions, GPU, commit.
+def describe_run(folder: Path | None, config: Mapping[str, Any]) -> None:
+    """Write where the run ran (command, versions, GPU, commit) and its resolved config; without a folder, nothing.
 
     A resumed run adds its own pair: run.json, run-2.json, ...
     """
+    if folder:
+        number = 1 + len([*folder.glob("run*.json")])
+        _write(folder / f"run{'' if number == 1 else f'-{number}'}.json", json.dumps(_provenance(), indent=2))
+        write_config(folder, config)
+
+
+def write_config(folder: Path | None, config: Mapping[str, Any]) -> None:
+    """The resolved config, a valid --config file; again when `auto` has found another number."""
+    if not folder:
+        return
     tree: dict[str, Any] = {}
     for key, value in config.items():
         section, _, leaf = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[leaf] = value
-    number = 1 + len([*folder.glob("run*.json")])
-    suffix = "" if number == 1 else f"-{number}"
+    number = len([*folder.glob("run*.json")])
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    _write(folder / f"config{'' if number <= 1 else f'-{number}'}.yaml", text)
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        (folder / f"config{suffix}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-        (folder / f"run{suffix}.json").write_text(json.dumps(_provenance(), indent=2))
+        path.write_text(text)
     except OSError as error:
-        print(f"warning: cannot describe the run in {folder} ({error}); training goes on", flush=True)
+        print(f"warning: cannot write {path} ({error}); training goes on", flush=True)
 
 
 def _newest(runs: Path) -> str | None:

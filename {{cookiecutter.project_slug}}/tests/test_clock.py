@@ -36,9 +36,9 @@ def test_waits_and_rates(time):
     lap = clock.lap()
     assert lap == pytest.approx((3.0, 0.6, 30, 60))
     assert lap.scalars() == pytest.approx(
-        {"train/trained_rows_per_s": 20, "data/fresh_rows_per_s": 10, "data/wait_pct": 20}
+        {"train/trained_rows_per_s": 20, "data/fresh_rows_per_s": 10, "data/wait_pct": 20, "data/echo": 2}
     )
-    assert str(lap) == "10 fresh rows/s, data wait 20.0 %"
+    assert str(lap) == "10 fresh rows/s, data wait 20.0 %, echo 2"
     assert clock.steps == 0
 
 

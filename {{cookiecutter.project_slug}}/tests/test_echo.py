@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fastgpu.echo import echo, times_of_pool
+from fastgpu.echo import auto_factor, echo, times_of_pool
 from fastgpu.rows import Dense
 
 
@@ -59,3 +59,11 @@ def test_the_mean_is_exact(factor):
     times = [times_of_pool(factor, number) for number in range(1000)]
     assert sum(times) == round(1000 * factor)
     assert max(times) - min(times) <= 1
+
+
+@pytest.mark.parametrize(
+    ("supply_s", "redraws", "factor"),
+    [(0.0, True, 1), (0.5, True, 1), (2.5, True, 2.5), (2.5, False, 2), (9.0, True, 4), (1.234, True, 1.23)],
+)
+def test_auto_is_what_costs_no_time(supply_s, redraws, factor):
+    assert auto_factor(3 * supply_s, 3.0, redraws) == factor

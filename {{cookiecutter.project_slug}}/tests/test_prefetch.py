@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, numbers_of
 
+from fastgpu import prefetch
 from fastgpu.order import BlockSampler, PoolPlan
 from fastgpu.prefetch import Prefetcher
 from fastgpu.store import Store, open_store
@@ -49,6 +50,23 @@ def test_rows_arrive_in_the_order_of_the_plan(store, readers, slots):
         expected += list(order)
     assert got == expected
     assert not threads()
+
+
+def test_supply_is_the_time_of_reading_and_not_of_waiting_for_the_loop(store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
+
+    def read(block, first, places, out):
+        now[0] += 0.25 * len(places)
+
+    feed = prefetcher(store, read, readers=1, slots=1)  # reading and training take turns
+    feed.start(order_of(store).pools(0))
+    for number, _ in enumerate(feed):
+        if number == 3:
+            assert feed.supply_s() == 0.25
+        now[0] += 1000
+    assert feed.supply_s() == 0.25  # of the rows since
+    assert feed.supply_s() == 0  # none since
 
 
 def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store):

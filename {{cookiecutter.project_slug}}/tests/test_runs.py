@@ -59,4 +59,5 @@ def test_the_description_can_be_run_again(tmp_path):
 
 def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path, capsys):
     describe_run(tmp_path / "gone", {})
-    assert "warning: cannot describe the run" in capsys.readouterr().out
+    assert "gone/run.json (" in (told := capsys.readouterr().out)
+    assert "gone/config.yaml (" in told

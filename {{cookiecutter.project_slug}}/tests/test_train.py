@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastgpu.config import Config
 
 TAGS = {
-    "train/loss", "train/lr", "train/trained_rows_per_s", "data/fresh_rows_per_s", "data/wait_pct",
+    "train/loss", "train/lr", "train/trained_rows_per_s", "data/fresh_rows_per_s", "data/wait_pct", "data/echo",
     "val/loss", "val/top1_pct", "val/top5_pct",
 }  # fmt: skip
 
@@ -81,11 +81,49 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, ranks, echo)
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("crop_pad", "most"), [(1, 4), (0, 2)])
+def test_echo_auto_trains_again_while_slow_rows_come(tmp_path, crop_pad, most):
+    """A row takes 10 ms to read and far less to train on: the first epoch measures it, the others echo."""
+    (tmp_path / "mine.py").write_text(
+        "import time, numpy as np\n"
+        "from torch.utils.data import Dataset\n"
+        "class Slow(Dataset):\n"
+        "    class_names = ['a', 'b']\n"
+        "    def __init__(self, path): pass\n"
+        "    def __len__(self): return 128\n"
+        "    def __getitem__(self, i): time.sleep(0.01); return np.full((1, 8, 8), i, np.uint8), i % 2\n"
+    )
+    options = ("data.echo=auto", "data.dataset=mine:Slow", "data.batch_rows=16", "data.pool_batches=2", "run.name=a",
+               "loader.workers=1", f"augment.crop_pad={crop_pad}", "log.every_steps=1", "model.width=4")  # fmt: skip
+    config = ["--config", str(ROOT / "config.yaml"), *options]
+    for epochs, factors in ((1, [1]), (3, [1, most, most])):
+        done = run_train(*config, f"train.epochs={epochs}", "run.resume=auto", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        points = [line for line in lines(tmp_path / "runs" / "a") if "data/echo" in line]
+        expected = [factor for factor in factors for _ in range(8 * factor)]
+        assert [point["data/echo"] for point in points] == pytest.approx(expected)
+    assert f"echo {most}" in done.stdout
+    assert f"  echo: {most}.0\n" in (tmp_path / "runs" / "a" / "config-2.yaml").read_text()
+
+
 def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while not any(int(path.name[5:]) >= step for path in folder.glob("checkpoints/last-*")):
         assert time.monotonic() < deadline, "the run did not come so far"
         time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_run_killed_between_the_last_pool_and_validation_goes_on_with_that(tmp_path):
+    assert run_train(*short(tmp_path, "a", "train.epochs=1")).returncode == 0
+    (state,) = tmp_path.glob("a/checkpoints/last-*/state.json")
+    saved = json.loads(state.read_text())
+    saved["progress"] |= {"epoch": 0, "consumed": 22 * 64, "best": None}
+    state.write_text(json.dumps(saved))
+    done = run_train(*short(tmp_path, "a", "train.epochs=2", "run.resume=auto"))
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in lines(tmp_path / "a") if "val/loss" in line] == [22, 22, 44]
 
 
 @pytest.mark.slow

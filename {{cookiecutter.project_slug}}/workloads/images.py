@@ -41,6 +41,7 @@ class Workload:
                 raise UserError(f"{store.name}: labels run from {low} to {high}; allowed are 0 to {self.classes - 1}")
         self.shape_CHW = train.fields["images"].shape
         self._normalize = Normalize(train.attributes, self.shape_CHW[0])
+        self.redraws = flip or crop_pad > 0  # whether `transform` makes a row look different each time
         self._width, self._blocks, self._flip, self._crop_pad = width, blocks, flip, crop_pad
 
     def model(self) -> nn.Module:
