@@ -3,6 +3,8 @@
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the schema and docs/config.md again
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
+# make bench    the loader benchmark, without the peers: bench/results/loader_*.md
+# make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 
 PROJECT := {{cookiecutter.project_slug}}
 PYTHON  ?= python3
@@ -13,7 +15,7 @@ export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test check fix gpu clean
+.PHONY: demo test check fix gpu bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -46,5 +48,20 @@ gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
 	$(IN_PLACE) pytest -p no:cacheprovider -m gpu
 
+bench: .venv/installed
+	"$(BIN)/python" bench/run.py
+
+bench-peers: .venv/installed bench/.venv-peers/installed
+	"$(BIN)/python" bench/run.py --peers
+
+# One by one, in versions that fit together: a peer that does not install is missing from the tables, and no more.
+bench/.venv-peers/installed: bench/requirements-peers.txt
+	@echo "FFCV is compiled: on Debian it needs g++ pkg-config libopencv-dev libturbojpeg0-dev"
+	$(PYTHON) -m venv bench/.venv-peers
+	sed 's/ *#.*//' $< | grep . | while read -r each; do \
+		bench/.venv-peers/bin/pip install -q --disable-pip-version-check -c $< "$$each" \
+		|| echo "warning: $$each does not install; the benchmark goes on without it" >&2; done
+	@touch $@
+
 clean:
-	rm -rf .venv .cache build
+	rm -rf .venv .cache build bench/.venv-peers bench/data

@@ -56,7 +56,7 @@ def _blocks(h5: Path) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.in
             yield images[start : start + rows], labels[start : start + rows].astype(np.int64)
 
 
-def _shape(h5: Path) -> tuple[int, ...]:
+def shape_of(h5: Path) -> tuple[int, ...]:
     """(rows, C, H, W)"""
     with h5py.File(h5) as file:
         return tuple(map(int, file["images"].shape))
@@ -66,12 +66,12 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _arrays(h5: Path, folder: Path) -> Path:
+def npy_arrays(h5: Path, folder: Path) -> Path:
     """A folder with images.npy and labels.npy, for the peers that have no file format of their own."""
 
     def write(target: Path) -> None:
         target.mkdir()
-        shape = _shape(h5)
+        shape = shape_of(h5)
         images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
         labels = np.lib.format.open_memmap(target / "labels.npy", "w+", np.int64, shape[:1])
         done = 0
@@ -84,7 +84,7 @@ def _arrays(h5: Path, folder: Path) -> Path:
     return _convert(folder / "arrays", write)
 
 
-def _permutation(rows: int, batch_rows: int, seed: int, number: int) -> npt.NDArray[np.int64]:
+def permutation(rows: int, batch_rows: int, seed: int, number: int) -> npt.NDArray[np.int64]:
     """The row numbers of one epoch, fully shuffled: one row of the result is a batch."""
     order = np.random.default_rng((seed, number)).permutation(rows)
     return order[: rows // batch_rows * batch_rows].reshape(-1, batch_rows)
@@ -99,7 +99,7 @@ class _H5Rows:
     """(image, label) by row number for FFCV's writer: opened in each of its processes, read in blocks."""
 
     def __init__(self, h5: Path) -> None:
-        self.h5, self.rows, self.start, self.block = h5, _shape(h5)[0], -1, (np.empty(0), np.empty(0))
+        self.h5, self.rows, self.start, self.block = h5, shape_of(h5)[0], -1, (np.empty(0), np.empty(0))
 
     def __len__(self) -> int:
         return self.rows
@@ -128,7 +128,7 @@ class Ffcv:
         from ffcv.writer import DatasetWriter
 
         def write(target: Path) -> None:
-            image = NDArrayField(dtype=np.dtype("uint8"), shape=_shape(h5)[1:])
+            image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(h5)[1:])
             writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=workers)
             writer.from_indexed_dataset(_H5Rows(h5))
 
@@ -182,7 +182,7 @@ class _DaliSource:
         self.order: Iterator[npt.NDArray[np.int64]] = iter(())
 
     def start(self, number: int) -> None:
-        self.order = iter(_permutation(len(self.images), self.batch_rows, self.seed, number))
+        self.order = iter(permutation(len(self.images), self.batch_rows, self.seed, number))
 
     def __call__(self) -> tuple[Any, Any]:
         rows = next(self.order)  # its StopIteration is how DALI learns of the end of the epoch
@@ -210,7 +210,7 @@ class Dali:
         from nvidia.dali import fn
         from nvidia.dali.pipeline import Pipeline
 
-        self.arrays = _arrays(h5, folder)
+        self.arrays = npy_arrays(h5, folder)
         depth = 3
         self.source = _DaliSource(self.arrays, batch_rows, seed, ring=2 * depth + 2)
         self.pipeline = Pipeline(
@@ -263,7 +263,7 @@ class WebDataset:
         import webdataset as wds
         from torch.utils.data import default_collate
 
-        rows, *shape = _shape(h5)
+        rows, *shape = shape_of(h5)
 
         def write(target: Path) -> None:
             target.mkdir()
@@ -341,7 +341,7 @@ class LitData:
 
         _quiet_about_read_only_arrays()
         self.chunks = _convert(folder / "litdata", write)
-        decode = 0 if math.prod(_shape(h5)[1:]) >= LARGE_ROW_BYTES else 256  # row by row, or a block of the shuffle
+        decode = 0 if math.prod(shape_of(h5)[1:]) >= LARGE_ROW_BYTES else 256  # row by row, or a block of the shuffle
         dataset = StreamingDataset(str(self.chunks), shuffle=True, drop_last=True, seed=seed, batch_decode=decode)
         self.loader = StreamingDataLoader(
             dataset, batch_size=batch_rows, num_workers=workers, drop_last=True, persistent_workers=workers > 0
@@ -370,7 +370,7 @@ class MosaicStreaming:
         from streaming.base.util import clean_stale_shared_memory
         from torch.utils.data import DataLoader
 
-        shape = _shape(h5)[1:]
+        shape = shape_of(h5)[1:]
 
         def write(target: Path) -> None:
             columns = {"image": f"ndarray:uint8:{','.join(map(str, shape))}", "label": "int64"}
@@ -408,7 +408,7 @@ class Spdl:
     def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
         from spdl.pipeline import PipelineBuilder
 
-        self.arrays = _arrays(h5, folder)
+        self.arrays = npy_arrays(h5, folder)
         self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(self.arrays / "labels.npy")
         self.batch_rows, self.seed = batch_rows, seed
@@ -445,7 +445,7 @@ class Spdl:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         epoch = object()  # tells the batches of an epoch that was given up from this one's
-        order = _permutation(len(self.images), self.batch_rows, self.seed, number)
+        order = permutation(len(self.images), self.batch_rows, self.seed, number)
         for rows in order:
             self.orders.put((epoch, rows))
         left = len(order)
@@ -483,7 +483,7 @@ class Grain:
     def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
         import grain
 
-        self.arrays = _arrays(h5, folder)
+        self.arrays = npy_arrays(h5, folder)
         self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(self.arrays / "labels.npy")
         self.batch_rows, self.seed = batch_rows, seed
@@ -503,7 +503,7 @@ class Grain:
     def epoch(self, number: int) -> Iterator[Batch]:
         import grain
 
-        order = _permutation(len(self.images), self.batch_rows, self.seed, number)
+        order = permutation(len(self.images), self.batch_rows, self.seed, number)
         dataset = grain.MapDataset.source(_GrainBatches(order)).map(self._gather)
         for images, labels in dataset.to_iter_dataset(self.options):
             yield images, labels

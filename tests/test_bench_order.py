@@ -1,0 +1,174 @@
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import gpu
+import order
+import report
+from fastgpu.order import BlockSampler
+
+SMALL = order.Data("small", 20_000, 131_072, 10)  # 16 rows a block
+TABLE = report.Table("targets", ["what", "measured", "must / aim"], [["a|b", "0.5", "0.9"]], "A note.")
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def test_a_result_is_written_twice_and_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = report.write("loader", [TABLE], {"rates": [1.5, 2]}, "python bench/x.py", tmp_path)
+    assert capsys.readouterr().out == f"{page}\n"
+    content = json.loads(page.with_suffix(".json").read_text())
+    machine = report.machine()
+    assert page.name.startswith("loader_")
+    assert page.stem.endswith(machine["date"][:7].replace("-", ""))
+    assert content["machine"].keys() == machine.keys()
+    assert content["command"] == "python bench/x.py"
+    assert content["data"] == {"rates": [1.5, 2]}
+    assert [report.Table(**table) for table in content["tables"]] == [TABLE]
+    text = page.read_text()
+    for part in ("# loader\n", "`python bench/x.py`", "## targets\n", "| a\\|b | 0.5 | 0.9 |\n", "\nA note.\n"):
+        assert part in text
+    assert all(value in text for value in content["machine"].values())
+
+
+def test_a_machine_is_named_by_its_gpu_or_its_cpu() -> None:
+    names = {
+        ("NVIDIA H200", "any"): "nvidia-h200",
+        ("none", "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz"): "2-core-xeon",
+        ("none", "AMD EPYC"): "2-core-epyc",
+    }
+    for (gpu_name, cpu), expected in names.items():
+        assert report._hardware({"gpu": gpu_name, "cpu": cpu, "cores": "2"}) == expected
+
+
+def test_the_readme_shows_the_newest_result_of_each_kind(tmp_path: Path) -> None:
+    assert report.targets(tmp_path) == ""
+    other = report.Table("other", ["x"], [["hidden"]])
+    results = (("gpu", "2026-01-02", "1"), ("loader", "2026-02-01", "2"), ("loader", "2026-01-31", "3"))
+    for what, date, measured in results:
+        table = TABLE._replace(rows=[[what, measured, "9"]])
+        content = {"machine": {"date": date}, "tables": [table._asdict(), other._asdict()]}
+        (tmp_path / f"{what}_{date}.json").write_text(json.dumps(content))
+    lines = report.targets(tmp_path).splitlines()
+    assert lines[2:] == [
+        "| loader | 2 | 9 | [loader_2026-02-01](bench/results/loader_2026-02-01.md) |",
+        "| gpu | 1 | 9 | [gpu_2026-01-02](bench/results/gpu_2026-01-02.md) |",
+    ]
+
+
+def test_only_what_lies_between_the_markers_is_replaced() -> None:
+    text = f"before\n{report.BEGIN}old\n{report.END}after\n"
+    new = report.insert(text, "new\n")
+    assert new == f"before\n{report.BEGIN}new\n{report.END}after\n"
+    assert report.insert(new, "new\n") == new
+    with pytest.raises(ValueError, match="README.md has no lines"):
+        report.insert("no markers", "new\n")
+
+
+def test_the_readme_is_that_of_the_newest_results() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert report.insert(text, report.targets()) == text, "run python bench/report.py"
+
+
+# ---------------------------------------------------------------------------------------------- order
+
+
+def test_chi2_is_what_its_formula_says() -> None:
+    labels = np.random.default_rng(0).integers(0, 5, 103)
+    slow = []
+    for start in range(0, 100, 20):
+        counts = [int((labels[start : start + 20] == k).sum()) for k in range(5)]
+        slow.append(sum((n - 4) ** 2 / 4 for n in counts) / 4)
+    assert order.chi2_per_df(labels, 20, 5) == pytest.approx(np.mean(slow))
+
+
+def test_meetings_are_counted_pair_by_pair() -> None:
+    random = np.random.default_rng(0)
+    first, second = random.permutation(24)[:20], random.permutation(24)[:20]  # four rows are left out of each epoch
+    group = [{row: at // 5 for at, row in enumerate(rows.tolist())} for rows in (first, second)]
+    pairs = list(combinations(sorted(group[0].keys() & group[1].keys()), 2))
+    met = [{pair for pair in pairs if g[pair[0]] == g[pair[1]]} for g in group]
+    expected = len(met[0] & met[1]) / len(met[0]) / (len(met[1]) / len(pairs))
+    assert order.meet_again(first, second, 5, 24) == pytest.approx(expected)
+
+
+def test_an_epoch_has_every_row_once() -> None:
+    rows = order.epoch_rows(BlockSampler(SMALL.block_rows, 16, lanes=8, pool_batches=4), 3)
+    assert sorted(rows.tolist()) == list(range(SMALL.rows))
+
+
+def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
+    found = list(order.qualities(SMALL, 16, (1, 8, 128)))
+    by_size = {(each.pool_blocks, each.lanes): each for each in found if each.pool_batches}
+    full = found[-1]
+    assert full.pool_batches == 0
+    for each in found:
+        assert each.chi2_random == pytest.approx(1, abs=0.08)
+    for number in (full.chi2_sorted, full.batch_again, full.pool_again):
+        assert number == pytest.approx(1, abs=0.08)
+    sizes = [by_size[blocks, 1].chi2_sorted for blocks in (1, 8, 128)]
+    assert sizes[0] == pytest.approx(16)  # every batch is of one class
+    assert sizes[0] > sizes[1] > sizes[2] > 1
+    assert by_size[1, 1].batch_again > 100 * full.batch_again  # the same batches in each epoch
+    assert [each.pool_batches for each in found if each.is_default] == [128]
+    table = order.quality_table(found)
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert f"{by_size[128, 8].chi2_sorted:.1f} with 128 blocks" in table.note
+
+
+def test_the_start_of_an_epoch_is_measured() -> None:
+    ours, torchs = order.start_blocks(10**6), order.start_torch(10**6)
+    assert min(ours.seconds, torchs.seconds) > 0
+    rows = order.scale_table(ours._replace(peak_bytes=10**6), torchs._replace(peak_bytes=10**8)).rows
+    assert [row[3] for row in rows] == ["1", "100", "computed: 10,000"]
+
+
+# ---------------------------------------------------------------------------------------------- gpu
+
+
+def test_the_network_is_resnet_50() -> None:
+    assert sum(p.numel() for p in gpu.resnet50(1000).parameters()) == 25_557_032  # He et al.: 25.6 million
+
+
+def test_feed_ratios_are_taken_within_a_round() -> None:
+    of = {
+        gpu.FIXED: gpu.Measured([gpu.Round(10, 0), gpu.Round(20, 0)], ""),
+        "disk": gpu.Measured([gpu.Round(9, 5), gpu.Round(20, 1)], ""),
+    }
+    assert gpu.feed_ratios(of, "disk") == [0.9, 1.0]
+
+
+def run_gpu(*options: str) -> subprocess.CompletedProcess[str]:
+    # One thread: those of two jobs on one machine spend minutes waiting for each other.
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def test_without_a_gpu_nothing_is_measured() -> None:
+    done = run_gpu()
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "not measured: torch sees no CUDA device\n")
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = run_gpu("--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("gpu_*.json")
+    content = json.loads(path.read_text())
+    targets, training = (report.Table(**table) for table in content["tables"])
+    assert [row[2] for row in targets.rows] == [">= 0.99", "<= 1 %"] * 2 + ["all"]
+    contenders = [gpu.FIXED, *gpu.TIERS, gpu.NOT_PINNED]
+    assert [row[:2] for row in training.rows] == [[n, c] for n in ("ResNet-50", "small CNN") for c in contenders]
+    assert {len(row) for row in training.rows} == {len(training.columns)}
+    for of in content["data"]["rounds"].values():
+        assert all(each["rounds"][0][0] > 0 for each in of.values())
