@@ -3,6 +3,7 @@
 The only module that reads environment variables. It imports no torch, so a typo in the config is told at once.
 """
 
+import faulthandler
 import os
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,11 @@ def read_launch() -> Launch:
 
 @contextmanager
 def clear_exit(launch: Launch) -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr and exit code 2, the same on every rank. Bugs keep their traceback."""
+    """Turn a `UserError` into one line on stderr and exit code 2, the same on every rank. Bugs keep their traceback.
+
+    A signal that kills (a bug in a driver, a file cut while its mapping is read) leaves a traceback, too.
+    """
+    faulthandler.enable(sys.__stderr__ or 2)
     try:
         yield
     except UserError as error:

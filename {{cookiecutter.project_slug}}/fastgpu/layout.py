@@ -1,12 +1,16 @@
 """Where the rows of one HDF5 dataset lie in its file, and the ways to read them.
 
-plain bytes, rows of 8 KiB and more    one preadv a block scatters its rows to their places: a byte is touched once
+plain bytes in the page cache          one indexed copy out of a mapping of the file: a byte is touched once
+plain bytes, rows of 8 KiB and more    one preadv a block scatters its rows to their places: once, too
 plain bytes, smaller rows              one preadv into scratch memory, one indexed copy
 filters with a codec, checksums        the same, decoded and checked in between, in the reader's own thread
 the rest                               through h5py, under the HDF5 library's one lock
+
+A mapping is never read where its pages are not in memory: a page fault at a time is far slower than one preadv a block.
 """
 
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Mapping
@@ -105,15 +109,17 @@ class Layout:
             some = places[:count]
             if self._offsets is None or self._filters or self._digests is not None:
                 out[some] = self._whole_chunk(chunk)[row : row + count]
-            elif size < SCATTER_BYTES or not self._dtype.isnative:
-                scratch = _scratch(count * size)
-                self._file.preadv([scratch.data], int(self._offsets[chunk]) + row * size)
-                out[some] = self._rows_of(scratch)
             else:
-                flat = out.reshape(-1).view(np.uint8).data
-                targets = [flat[place : place + size] for place in (some * size).tolist()]
-                for i in range(0, count, IOV_MAX):
-                    self._file.preadv(targets[i : i + IOV_MAX], int(self._offsets[chunk]) + (row + i) * size)
+                offset = int(self._offsets[chunk]) + row * size
+                data = self._file.cached(offset, count * size)
+                if data is not None or size < SCATTER_BYTES or not self._dtype.isnative:
+                    out[some] = self._rows_of(self._file.read(offset, count * size) if data is None else data)
+                else:
+                    flat = out.reshape(-1).view(np.uint8).data
+                    targets = [flat[place : place + size] for place in (some * size).tolist()]
+                    for i in range(0, count, IOV_MAX):
+                        self._file.preadv(targets[i : i + IOV_MAX], offset + i * size)
+            self._file.check_unchanged()
             start, places = start + count, places[count:]
 
     def _whole_chunk(self, chunk: int) -> np.ndarray:
@@ -123,8 +129,9 @@ class Layout:
             rows = np.empty((count, *self.field.shape), self._dtype)
             self._file.read_h5(self.dataset, chunk * self.chunk_rows, rows)
         else:
-            data = _scratch(int(self._sizes[chunk]))
-            self._file.preadv([data.data], int(self._offsets[chunk]))
+            where = int(self._offsets[chunk]), int(self._sizes[chunk])
+            data = self._file.cached(*where)
+            data = self._file.read(*where) if data is None else data
             if self._filters:
                 data = self._decode(chunk, data)[: count * self.field.row_bytes]
             rows = self._rows_of(data)
@@ -163,11 +170,13 @@ class OpenFile:
 
     def _open(self) -> None:
         self._raw = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
+        self._mapped: np.ndarray | None = None
+        self._can_ask = hasattr(os, "RWF_NOWAIT")  # what lies in the page cache: Linux
         self._h5: h5py.File | None = None
         self._h5_pid = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_raw": None, "_h5": None}
+        return self.__dict__ | {"_raw": None, "_h5": None, "_mapped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
@@ -181,7 +190,8 @@ class OpenFile:
         status = os.fstat(self._raw.fileno())
         return status.st_size, status.st_mtime_ns
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Raises RankError if somebody has written to the file since it was opened."""
         if self._stamp_now() != self._stamp:
             raise RankError(f"{self.path} was changed while in use; {RESTORE}")
 
@@ -195,11 +205,38 @@ class OpenFile:
             while n >= targets[0].nbytes:  # a short read: a signal, or more than 2 GiB
                 n -= targets.pop(0).nbytes
             targets[0] = targets[0][n:]
-        self._check_unchanged()
+
+    def read(self, offset: int, count: int) -> np.ndarray:
+        """(count,) uint8 in this thread's scratch memory, valid until it reads again."""
+        scratch = _scratch(count)
+        self.preadv([scratch.data], offset)
+        return scratch
+
+    def cached(self, offset: int, count: int) -> np.ndarray | None:
+        """(count,) uint8, a view of the file, if its bytes are in memory; None where they are not, or nobody can tell.
+
+        The first and the last page are asked for: what is read together is evicted together. A file that is cut while
+        its mapping is read ends the process with SIGBUS, so it is checked before; file systems on a network do not tell
+        what they have cached, and are not mapped.
+        """
+        if not self._can_ask:
+            return None
+        self.check_unchanged()
+        try:
+            for at in (offset, offset + count - 1):
+                if not os.preadv(self._raw.fileno(), [bytearray(1)], at, os.RWF_NOWAIT):
+                    return None  # cut just now: `preadv` will tell
+        except BlockingIOError:
+            return None
+        except OSError:
+            self._can_ask = False
+            return None
+        if self._mapped is None:
+            self._mapped = np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return self._mapped[offset : offset + count]
 
     def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
         """Rows from `start` on through the HDF5 library, which decodes them under its lock."""
         if self._h5 is None or self._h5_pid != os.getpid():
             self._h5, self._h5_pid = h5py.File(self.path, "r", **self._chunk_cache), os.getpid()
         self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
-        self._check_unchanged()

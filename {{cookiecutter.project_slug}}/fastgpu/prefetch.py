@@ -25,7 +25,10 @@ import torch
 from .order import PoolPlan, Read
 from .rows import Dense, Field
 
-JOB_BYTES = 1 << 20  # that a reader fetches before it asks for more work
+JOB_BYTES, JOBS_A_READER = (
+    1 << 20,
+    8,
+)  # a reader fetches at least so much, or this part of its share of a pool, at a time
 ReadInto = Callable[[int, int, np.ndarray, Mapping[str, np.ndarray]], None]  # Store.read
 
 
@@ -54,7 +57,8 @@ class Prefetcher:
         pin_memory: bool = True,
     ):
         self._read, self._readers, self._device = read, readers, device
-        self._rows_a_job = max(1, JOB_BYTES // max(1, sum(field.row_bytes for field in fields.values())))
+        job_rows = JOB_BYTES // max(1, sum(field.row_bytes for field in fields.values()))
+        self._rows_a_job = max(1, job_rows, pool_rows // (JOBS_A_READER * readers))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot(fields, pool_rows, pin_memory) for _ in range(slots)]
         if self._stream:  # the slots' memory may have had an owner whose kernels still run on the loop's stream

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -34,6 +35,15 @@ def read_all(store: Store, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return out["images"][places], out["labels"][places]
 
 
+@pytest.fixture(params=["cached", "read"])
+def way(request, monkeypatch) -> str:
+    """Rows out of a mapping, as where the file is in the page cache, or by system calls, as where it is not."""
+    if request.param == "read":
+        monkeypatch.setattr(layout_module.OpenFile, "cached", lambda *_: None)
+    return request.param
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
 @pytest.mark.parametrize(
     "options",
@@ -110,7 +120,43 @@ def test_fields_may_have_other_names_in_the_file(write):
     assert store.fields["pixels"].shape == (1, 4, 2)
 
 
+def test_the_mapping_is_read_only_where_the_page_cache_has_all(write, monkeypatch):
+    path = write(40, BIG)
+    assert numbers_of(read_all(open_store("data.train", path, FIELDS))[0]) == list(range(40))  # now it has
+    real, reads, at = os.preadv, [], {"missing": False}
+
+    def preadv(fd, buffers, offset, flags=0):
+        if not flags:
+            reads.append(offset)
+        elif at["missing"] and offset % 2:  # one of the two pages that are asked for
+            raise BlockingIOError
+        return real(fd, buffers, offset, flags)
+
+    store = open_store("data.train", path, FIELDS)
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert numbers_of(read_all(store)[0]) == list(range(40))
+    assert not reads
+    at["missing"] = True
+    assert numbers_of(read_all(store)[0]) == list(range(40))
+    assert reads
+
+
+def test_a_file_system_that_does_not_tell_what_it_has_cached_is_asked_once(write, monkeypatch):
+    store, real, asked = open_store("data.train", write(40, BIG), FIELDS), os.preadv, []
+
+    def preadv(fd, buffers, offset, flags=0):
+        if flags:
+            asked.append(offset)
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert numbers_of(read_all(store)[0]) == list(range(40))
+    assert len(asked) == 1
+
+
 def test_short_reads_are_continued(write, monkeypatch):
+    monkeypatch.setattr(layout_module.OpenFile, "cached", lambda *_: None)
     store = open_store("data.train", write(40, BIG), FIELDS)
     real, calls = os.preadv, []
 
@@ -125,11 +171,13 @@ def test_short_reads_are_continued(write, monkeypatch):
 
 
 def test_more_rows_in_a_block_than_one_system_call_takes(write, monkeypatch):
+    monkeypatch.setattr(layout_module.OpenFile, "cached", lambda *_: None)
     monkeypatch.setattr(layout_module, "IOV_MAX", 3)
     store = open_store("data.train", write(40, BIG, 10), FIELDS)
     assert numbers_of(read_all(store)[0]) == list(range(40))
 
 
+@pytest.mark.usefixtures("way")
 def test_a_file_cut_while_in_use_is_an_error(write):
     path = write(40, BIG)
     store = open_store("data.train", path, FIELDS)
