@@ -28,16 +28,19 @@ def endless(contender: Any) -> Stream:
 
 
 def paced(stream: Stream, step_s: float) -> Stream:
-    """The same stream in front of a device that is busy for `step_s` with each batch, while the host waits for it.
+    """The same stream in front of a device that is busy for `step_s` with each batch, and has no other work.
 
-    The host sleeps, and so leaves the CPU to the loader. Waking up late delays the next step, as it does for everyone.
+    A step begins when the one before has ended and its batch is there. While it runs, the host asks for the next batch,
+    and then sleeps until it can begin, as a host does that has queued one step behind the running one: the CPU is left
+    to the loader, and to wake up a little late costs the device nothing.
     """
     end = 0.0
     for batch in stream:
         if batch is not None:
-            end = max(time.perf_counter(), end) + step_s
-            while (left := end - time.perf_counter()) > 0:
+            begin = max(time.perf_counter(), end)
+            while (left := begin - time.perf_counter()) > 0:
                 time.sleep(left)
+            end = begin + step_s
         yield batch
 
 

@@ -64,11 +64,15 @@ class ResidentFeed:
 
     def __init__(self, rows: Dense, order: BlockSampler, device: torch.device):
         self._order, self._device, self._rows = order, device, rows
+        self._pool = rows.like(
+            min(order.pool_batches * order.batch_rows, len(order))
+        )  # whose kernels queue up in order
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         for plan in self._order.pools(epoch, consumed):
             index = torch.from_numpy(self._order.row_numbers(plan)).to(self._device, non_blocking=True)
-            yield Pool(plan, self._rows.take(index).slice(plan.skip_rows, plan.rows))
+            rows = self._rows.take(index, out=self._pool.slice(0, plan.rows))
+            yield Pool(plan, rows.slice(plan.skip_rows, plan.rows))
 
     def supply_s(self) -> float:
         return 0.0

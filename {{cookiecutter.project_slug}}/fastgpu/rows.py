@@ -57,6 +57,10 @@ class Dense:
 
         return cls({name: make((rows, *field.shape), field.dtype) for name, field in fields.items()})
 
+    def like(self, rows: int) -> "Dense":
+        """Memory for `rows` such rows on the same device."""
+        return Dense({name: column.new_empty((rows, *column.shape[1:])) for name, column in self.columns.items()})
+
     @classmethod
     def cat(cls, parts: Sequence["Dense"]) -> "Dense":
         return cls({name: torch.cat([part[name] for part in parts]) for name in parts[0].columns})
@@ -79,9 +83,12 @@ class Dense:
         """Views of `batch_rows` rows each, the last maybe of fewer."""
         return (self.slice(start, start + batch_rows) for start in range(0, len(self), batch_rows))
 
-    def take(self, index: Tensor) -> "Dense":
-        """A copy of the rows at `index` (int64, on the rows' device)."""
-        return Dense({name: column.index_select(0, index) for name, column in self.columns.items()})
+    def take(self, index: Tensor, out: "Dense | None" = None) -> "Dense":
+        """A copy of the rows at `index` (int64, on the rows' device), in the memory of `out` if there is one."""
+        found = {}
+        for name, column in self.columns.items():
+            found[name] = torch.index_select(column, 0, index, out=out[name] if out else None)
+        return Dense(found)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Dense":
         return Dense({name: column.to(device, non_blocking=non_blocking) for name, column in self.columns.items()})

@@ -6,7 +6,9 @@ layout.py has the ways to read a dataset; this module has files, shards and grou
 """
 
 import glob
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ class Store:
         self.attributes: dict[str, Any] = parts[0].attributes
         self.name = parts[0].name if len(parts) == 1 else f"{parts[0].name} and {len(parts) - 1} more"
         self.block_rows = np.concatenate([part.block_rows for part in parts])
-        self._first_block = np.cumsum([0] + [len(part.block_rows) for part in parts])
+        self._first_block = [0, *accumulate(len(part.block_rows) for part in parts)]
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
@@ -48,7 +50,7 @@ class Store:
         places: (n,) int64, all different. out: C-contiguous arrays of shape (rows, *field.shape).
         Raises OSError or EOFError when the file cannot give the bytes.
         """
-        part = int(np.searchsorted(self._first_block, block, "right")) - 1
+        part = bisect_right(self._first_block, block) - 1
         start = self._parts[part].block_start[block - self._first_block[part]]
         self._parts[part].read(int(start) + first, places, out)
 
