@@ -154,8 +154,7 @@ class Copies:
     """A limit: the same bytes copied from memory into recycled batches by as many threads, and nothing else.
 
     gather: rows of a full shuffle by numpy.take, which is what a shuffling loader cannot do without. Otherwise
-    neighbouring rows, in pieces of 2 MiB: what the machine can copy at all. fresh: into a new batch each time, as
-    torch's collate does it; in a virtual machine the first touch of a page can cost far more than the copy.
+    neighbouring rows, in pieces of 2 MiB: what the machine can copy at all.
     """
 
     def __init__(
@@ -167,7 +166,6 @@ class Copies:
         seed: int,
         *,
         gather: bool = False,
-        fresh: bool = False,
     ) -> None:
         self.images, self.labels = _in_memory(h5)
         self.batch_rows, self.seed, self.workers = batch_rows, seed, workers
@@ -176,7 +174,7 @@ class Copies:
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         for _ in range(2 * workers):  # for each thread one that it fills and one that is full; the loop has one of them
             self.free.put(np.zeros((batch_rows, *self.images.shape[1:]), np.uint8))
-        self.gather, self.fresh = gather, fresh
+        self.gather = gather
 
     def files(self) -> list[Path]:
         return []
@@ -201,15 +199,14 @@ class Copies:
 
     def _free_first(self, coming: deque[Future[Batch]]) -> None:
         images, _ = coming.popleft().result()
-        if not self.fresh:
-            self.free.put(images)
+        self.free.put(images)
 
     def _gather(self, rows: npt.NDArray[np.int64]) -> Batch:
         images = self.free.get()
         return np.take(self.images, rows, axis=0, out=images, mode="clip"), self.labels[rows]
 
     def _copy_through(self, rows: npt.NDArray[np.int64]) -> Batch:
-        images = np.empty_like(self.images[: len(rows)]) if self.fresh else self.free.get()
+        images = self.free.get()
         step = max(1, COPY_BYTES // images[0].nbytes)
         source = self.images[rows[0] : rows[0] + len(rows)]
         for start in range(0, len(rows), step):
@@ -259,6 +256,5 @@ CONTENDERS: dict[str, Callable[[Path, Path, int, int, int], Contender]] = {
     RAM: partial(PlainDataLoader, rows="RAM"),
     GATHER: partial(Copies, gather=True),
     MEMCPY: Copies,
-    "memcpy, fresh memory": partial(Copies, fresh=True),
     FIXED: FixedBatch,
 }

@@ -32,15 +32,15 @@ from processes import PEERS_PYTHON, ContenderError, Process, make_cold, make_war
 MODES = ("warm", "accelerator", "cold", "memory")
 OPEN_S, ANSWER_S = 900, 60  # how long a contender may take to be made (peers convert the file), and beyond a measure
 LOADS = (2, 1.3, 1, 1 / 1.15, 0.67, 0.4, 0.2)  # demand of the device / supply of our disk tier
-EPOCHS = (1, 5, 20)  # after which memory is measured
+EPOCHS = (1, 4, 12)  # after which memory is measured
 
 
 class Times(NamedTuple):
     """Seconds of one measure: (at least, at most)."""
 
-    check_cap: float = 5
+    check_cap: float = 3
     lead: tuple[float, float] = (0, 0.5)
-    warm: tuple[float, float] = (2, 3)
+    warm: tuple[float, float] = (1.5, 2)
     paced_lead: tuple[float, float] = (0.3, 0.3)
     paced: tuple[float, float] = (1.5, 1.5)
     cold: tuple[float, float] = (0, 20)

@@ -215,16 +215,15 @@ class OpenFile:
     def cached(self, offset: int, count: int) -> np.ndarray | None:
         """(count,) uint8, a view of the file, if its bytes are in memory; None where they are not, or nobody can tell.
 
-        The first and the last page are asked for: what is read together is evicted together. It also tells if the file
-        has been cut, since to read a mapping behind the end is SIGBUS. File systems on a network do not tell what they
-        have cached, and are not mapped.
+        The last page is asked for: what is read together is evicted together, and reading ahead may have brought in the
+        first ones only. It also tells if the file has been cut, since to read a mapping behind the end is SIGBUS. File
+        systems on a network do not tell what they have cached, and are not mapped.
         """
         if not self._can_ask:
             return None
         try:
-            for at in (offset, offset + count - 1):
-                if not os.preadv(self._raw.fileno(), [bytearray(1)], at, os.RWF_NOWAIT):
-                    return None  # cut just now: `preadv` will tell
+            if not os.preadv(self._raw.fileno(), [bytearray(1)], offset + count - 1, os.RWF_NOWAIT):
+                return None  # cut just now: `preadv` will tell
         except BlockingIOError:
             return None
         except OSError:
