@@ -5,15 +5,15 @@ noise that repeats from block to block; nothing here is compressed, so the conte
 """
 
 import math
-import os
 from pathlib import Path
 from typing import NamedTuple
 
-import h5py
 import numpy as np
+import project  # noqa: F401
+from fastgpu.rows import Field
+from fastgpu.writer import Writer
 
 FOLDER = Path(__file__).parent / "data"
-CHUNK_BYTES = 2 << 20
 
 
 class Rows(NamedTuple):
@@ -43,28 +43,15 @@ QUICK = (Rows("celeba", 1_024, (3, 218, 178), 64), Rows("cifar", 8_192, (3, 32, 
 
 
 def make(data: Rows) -> None:
-    """Write the file unless it is there: one that has its name is whole."""
+    """Write the file, as convert.py would, unless it is there: one that has its name is whole."""
     if data.h5.exists():
         return
     data.folder.mkdir(parents=True, exist_ok=True)
-    partial = data.h5.with_name(f"rows.{os.getpid()}.partial")
-    try:
-        _write(partial, data)
-        partial.rename(data.h5)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _write(path: Path, data: Rows) -> None:
-    chunk_rows = max(1, CHUNK_BYTES // data.row_bytes)
-    block = np.random.default_rng(0).integers(0, 256, (chunk_rows, *data.shape), np.uint8)
-    first_bytes = block.reshape(chunk_rows, -1)[:, :4]
-    with h5py.File(path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096) as file:
-        images = file.create_dataset(
-            "images", (data.rows, *data.shape), np.uint8, chunks=(chunk_rows, *data.shape), fill_time="never"
-        )
-        for start in range(0, data.rows, chunk_rows):
-            numbers = np.arange(start, min(start + chunk_rows, data.rows))
-            first_bytes[: len(numbers)] = numbers.astype("<u4").view(np.uint8).reshape(-1, 4)
-            images[start : start + len(numbers)] = block[: len(numbers)]
-        file["labels"] = np.arange(data.rows, dtype=np.int64)
+    fields = {"images": Field(np.dtype(np.uint8), data.shape), "labels": Field(np.dtype(np.int64), ())}
+    block = np.random.default_rng(0).integers(0, 256, (min(data.rows, 1000), *data.shape), np.uint8)
+    with Writer(data.h5, data.rows, fields, {"source": "bench/data.py"}) as writer:
+        for start in range(0, data.rows, len(block)):
+            labels = np.arange(start, min(start + len(block), data.rows))
+            images = block[: len(labels)]
+            images.reshape(len(images), -1)[:, :4] = labels.astype("<u4").view(np.uint8).reshape(-1, 4)
+            writer.append({"images": images, "labels": labels})

@@ -42,7 +42,7 @@ class Times(NamedTuple):
     lead: tuple[float, float] = (0, 0.5)
     warm: tuple[float, float] = (1.5, 2)
     paced_lead: tuple[float, float] = (0.3, 0.3)
-    paced: tuple[float, float] = (1.5, 1.5)
+    paced: tuple[float, float] = (1.2, 1.2)
     cold: tuple[float, float] = (0, 20)
 
 

@@ -169,9 +169,9 @@ def _memory(found: Mapping[str, Any]) -> Table:
                 [name, *(f"{each / 1e6:.0f}" for each in (got["imports"], got["buffers"], *_beyond_bytes(got)))]
             )
     note = (
-        "MB of anonymous and shared memory of the disk tier's process. Beyond: what is neither imports nor buffers; less "
-        "than nothing where an epoch has so few pools that one slot only ever holds the short last one, and its other "
-        "pages are never touched."
+        "MB of anonymous and shared memory of the disk tier's process. Beyond: what is neither imports nor buffers; "
+        "less than nothing where an epoch has so few pools that one slot only ever holds the short last one, and its "
+        "other pages are never touched."
     )
     columns = ["data", "after imports", "buffers asked for", *(f"beyond, {n} epochs" for n in epochs)]
     return Table("memory of the disk tier", columns, rows, note)

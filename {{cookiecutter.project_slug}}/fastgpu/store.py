@@ -1,7 +1,7 @@
-"""HDF5 file(s) as blocks of rows, read by os.preadv from any number of threads.
+"""HDF5 file(s) as blocks of rows, read from any number of threads.
 
-h5py is used for the metadata, once: dtype, shape and where each chunk lies. The bytes come by `preadv`, because the
-HDF5 library holds one lock over all its reads: two threads read as fast as one through h5py, 1.8x through `preadv`.
+h5py is used for the metadata, once: dtype, shape and where each chunk lies. The bytes come past the
+library, because it holds one lock over all its reads: two threads read as fast as one through h5py, 1.8x by `preadv`.
 layout.py has the ways to read a dataset; this module has files, shards and groups, and what they must not be.
 """
 
