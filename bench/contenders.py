@@ -56,7 +56,8 @@ class FastGpu:
         pool_batches = auto.choose_pool_batches("auto", batch_rows, store.row_bytes, len(store))
         lanes = auto.choose_lanes("auto", batch_rows, 1, len(store.block_rows), store.name)
         order = BlockSampler(store.block_rows, batch_rows, lanes=lanes, pool_batches=pool_batches, seed=seed)
-        self.feed = make_feed(store, order, tier, torch.device("cpu"), readers or workers, self.PREFETCH_POOLS)
+        readers = readers or auto.choose_readers("auto", 1)
+        self.feed = make_feed(store, order, tier, torch.device("cpu"), readers, self.PREFETCH_POOLS)
         self.batch_rows, self.rng = batch_rows, torch.Generator()
         self.buffer_bytes = (self.PREFETCH_POOLS + 1) * min(pool_batches * batch_rows, len(order)) * store.row_bytes
 
@@ -168,11 +169,13 @@ class Copies:
         gather: bool = False,
     ) -> None:
         self.images, self.labels = _in_memory(h5)
-        self.batch_rows, self.seed, self.workers = batch_rows, seed, workers
+        self.batch_rows, self.seed, self.workers = batch_rows, seed, auto.choose_readers("auto", 1)
         self.copy = self._gather if gather else self._copy_through
-        self.threads = ThreadPoolExecutor(workers)
+        self.threads = ThreadPoolExecutor(self.workers)
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
-        for _ in range(2 * workers):  # for each thread one that it fills and one that is full; the loop has one of them
+        for _ in range(
+            2 * self.workers
+        ):  # for each thread one that it fills and one that is full; the loop has one of them
             self.free.put(np.zeros((batch_rows, *self.images.shape[1:]), np.uint8))
         self.gather = gather
 

@@ -27,7 +27,7 @@ from fastgpu.order import BlockSampler
 from fastgpu.rows import Field
 from fastgpu.store import open_store
 from fastgpu.writer import Writer
-from processes import make_cold, make_warm
+from processes import kept_warm, make_cold
 from worker import endless, run
 
 ROUNDS = 3
@@ -127,8 +127,8 @@ def measure(rows: Rows, paths: dict[str, Path]) -> dict[str, dict[str, list[floa
                     make_cold([path])
                     got = run(stream, None, [0, 10], 0)
                 else:
-                    make_warm([path])
-                    got = run(stream, [0, 1], [1, 2], 0)
+                    with kept_warm([path]):
+                        got = run(stream, [0, 1], [1, 2], 0)
                 found[name][kind].append(got["rows"] / got["seconds"])
                 reader.feed.close()
     return found

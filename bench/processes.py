@@ -104,10 +104,21 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:200]
 
 
-def make_warm(paths: Iterable[str | Path]) -> None:
-    """Read the files, so that they lie in the page cache."""
-    for path in paths:
-        sum(map(len, _pieces(Path(path))))
+@contextlib.contextmanager
+def kept_warm(paths: Iterable[str | Path]) -> Iterator[None]:
+    """The files lie in the page cache, and are held there: a virtual machine's host may take it away at any time.
+
+    Where that much memory must not be locked (RLIMIT_MEMLOCK), they have at least just been read.
+    """
+    libc, held = ctypes.CDLL(None), []
+    for path in map(Path, paths):
+        sum(map(len, _pieces(path)))
+        if path.stat().st_size:
+            with path.open("rb") as file:
+                held.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8))
+            libc.mlock(ctypes.c_void_p(held[-1].ctypes.data), ctypes.c_size_t(len(held[-1])))
+    yield
+    held.clear()  # the end of a mapping unlocks it
 
 
 def make_cold(paths: Iterable[str | Path]) -> float:

@@ -27,7 +27,7 @@ import tables
 from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, READERS_8, SEQUENTIAL
 from fastgpu import auto
 from peers import PEERS
-from processes import PEERS_PYTHON, ContenderError, Process, make_cold, make_warm, sequential_bytes_per_s
+from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold, sequential_bytes_per_s
 
 MODES = ("warm", "accelerator", "cold", "memory")
 OPEN_S, ANSWER_S = 900, 60  # how long a contender may take to be made (peers convert the file), and beyond a measure
@@ -102,9 +102,8 @@ class Field:
     ) -> dict[str, float] | None:
         """What `worker.run` found, or None if the contender has left."""
         if name in self.processes:
-            make_warm(self._files[name])
             wait_s = lead_s[1] + span_s[1] + ANSWER_S
-            with self._or_leaves(name):
+            with self._or_leaves(name), kept_warm(self._files[name]):
                 return self.processes[name].ask("run", wait_s, lead_s=lead_s, span_s=span_s, step_s=step_s)
         return None
 
@@ -200,12 +199,15 @@ def main() -> None:
     chosen = () if asked.peers is None else tuple(asked.peers or PEERS)
     run = Run(
         asked.rounds,
-        auto.choose_readers("auto", 1),
+        auto.cpus(),
         frozenset(asked.contenders),
         chosen,
         QUICK if asked.quick else Times(),
     )
-    found: dict[str, Any] = {mode: {} for mode in MODES} | {"workers": run.workers}
+    found: dict[str, Any] = {mode: {} for mode in MODES} | {
+        "workers": run.workers,
+        "readers": auto.choose_readers("auto", 1),
+    }
     for rows in data.QUICK if asked.quick else data.FULL:
         say(f"{rows.name}: {rows.rows:,} rows of {rows.row_bytes:,} bytes")
         data.make(rows)

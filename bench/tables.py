@@ -15,13 +15,13 @@ NONE = "not measured"
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     result = [targets(found)]
-    workers = found["workers"]
+    workers, readers = found["workers"], found["readers"]
     for name, of in found["warm"].items():
-        result.append(_warm(name, of, found["data"][name], workers))
+        result.append(_warm(name, of, found["data"][name], workers, readers))
     for name, of in found["accelerator"].items():
         result.append(_accelerator(name, of, found["data"][name]))
     for name, of in found["cold"].items():
-        result.append(_cold(name, of, found["data"][name], workers))
+        result.append(_cold(name, of, found["data"][name], workers, readers))
     if found["memory"]:
         result.append(_memory(found["memory"]))
     return result
@@ -92,13 +92,13 @@ def targets(found: Mapping[str, Any]) -> Table:
     return Table("targets", ["what", "measured", "must / aim"], rows)
 
 
-def _warm(name: str, found: Found, data: Mapping[str, Any], workers: int) -> Table:
+def _warm(name: str, found: Found, data: Mapping[str, Any], workers: int, readers: int) -> Table:
     shape = "x".join(map(str, data["shape"]))
     note = (
-        f"Batches of {data['batch_rows']} rows in host memory, full epochs. Workers, reader threads and the limits' "
-        f"threads: {workers}; torch's threads are left as they are. Every contender may use every core. CPU time and "
-        "memory are those of the process and its children; memory without pages of mapped files. The labels of the "
-        "h5py contenders are in memory."
+        f"Batches of {data['batch_rows']} rows in host memory, full epochs. Worker processes, and the peers' threads: "
+        f"{workers}; reader threads, and the limits' threads: {readers}; torch's threads are left as they are. Every "
+        "contender may use every core. CPU time and memory are those of the process and its children; memory without "
+        "pages of mapped files. The labels of the h5py contenders are in memory."
     )
     rows = []
     for contender, got in found.items():
@@ -136,7 +136,7 @@ def _accelerator(name: str, found: Found, data: Mapping[str, Any]) -> Table:
     return Table(f"accelerator, {name}: feed ratio", ["contender", *loads], rows, note)
 
 
-def _cold(name: str, found: Found, data: Mapping[str, Any], workers: int) -> Table:
+def _cold(name: str, found: Found, data: Mapping[str, Any], workers: int, readers: int) -> Table:
     rows = []
     for contender, got in found.items():
         if "failed" in got:
@@ -151,9 +151,9 @@ def _cold(name: str, found: Found, data: Mapping[str, Any], workers: int) -> Tab
             ]
         )
     note = (
-        f"One epoch in a fresh process, after its files were evicted from the page cache; workers and reader threads "
-        f"{workers} unless said otherwise. Below a virtual machine, the host may still hold some of the file: it does "
-        "so for the sequential read as well."
+        f"One epoch in a fresh process, after its files were evicted from the page cache; workers {workers}, reader "
+        f"threads {readers} unless said otherwise. Below a virtual machine, the host may still hold some of the file: "
+        "it does so for the sequential read as well."
     )
     columns = ["contender", "rows/s", "GB/s", "/ sequential read", "still cached before, at most"]
     return Table(f"cold, {name}", columns, rows, note)

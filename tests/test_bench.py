@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import data
+import layouts
 import processes
 import tables
 import worker
@@ -34,6 +35,18 @@ def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: d
     assert found["checked_rows"] == tiny.rows // tiny.batch_rows * tiny.batch_rows
     assert worker.check(stream, (tiny.rows, *tiny.shape), 60) == found
     assert all(path.is_file() for path in contender.files())
+
+
+def test_every_layout_is_written_and_read(tmp_path: Path) -> None:
+    rows = layouts.Rows("cifar", 700, (3, 32, 32), 64)
+    images = layouts.pictures(rows)
+    for number, (name, options) in enumerate(layouts.layouts(rows).items()):
+        layouts.write(tmp_path / f"{number}.h5", images, options)
+        reader = layouts.Reader(tmp_path / f"{number}.h5", rows, name.endswith("verify"))
+        found = [pair for batch in reader.epoch(0) for pair in zip(*map(np.asarray, batch), strict=True)]
+        reader.feed.close()
+        assert len({int(label) for _, label in found}) == 700 // 64 * 64, name
+        assert all(np.array_equal(image, images[label]) for image, label in found), name
 
 
 def test_the_check_sees_what_is_wrong() -> None:
@@ -73,9 +86,9 @@ def test_a_contender_that_fails_says_why(tiny: data.Rows) -> None:
 
 def test_evicted_files_are_not_in_the_page_cache(tiny: data.Rows) -> None:
     assert processes.make_cold([tiny.h5]) <= 1
-    processes.make_warm([tiny.h5])
-    pages = -(-tiny.h5.stat().st_size // processes.mmap.PAGESIZE)
-    assert processes._resident_bytes(tiny.h5) == pages * processes.mmap.PAGESIZE
+    with processes.kept_warm([tiny.h5]):
+        pages = -(-tiny.h5.stat().st_size // processes.mmap.PAGESIZE)
+        assert processes._resident_bytes(tiny.h5) == pages * processes.mmap.PAGESIZE
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -84,7 +97,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
     celeba = {OURS: rounds(4e9, 8e9, 9e9), H5PY: rounds(2e9, 2e9, 3e9), "spdl": {"failed": "not installable: no"}}
     about = data.QUICK[0]._asdict() | {"row_bytes": data.QUICK[0].row_bytes}
-    found = {"data": {"celeba": about}, "workers": 2, "warm": {"celeba": celeba}}
+    found = {"data": {"celeba": about}, "workers": 2, "readers": 4, "warm": {"celeba": celeba}}
     made = tables.tables(found | {"accelerator": {}, "cold": {}, "memory": {}})
     cells = {row[0]: row[1] for row in made[0].rows}
     assert cells.pop("CelebA rows, warm: disk tier / best h5py + DataLoader") == f"3.00x [2.00-4.00] ({H5PY})"

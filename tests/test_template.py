@@ -245,7 +245,8 @@ def test_hooks_need_nothing_but_python():
 def test_the_tree_in_the_readme_is_that_of_the_project():
     text = (ROOT / FOLDER / "README.md").read_text()
     named = set(re.findall(r"(\w+\.py)", text.split("```")[3]))
-    assert named == {"train.py", "images.py", *(path.name for path in (ROOT / FOLDER / "fastgpu").glob("[a-z]*.py"))}
+    folders = [ROOT / FOLDER, ROOT / FOLDER / "fastgpu", ROOT / FOLDER / "workloads"]
+    assert named == {path.name for folder in folders for path in folder.glob("[a-z]*.py")}
 
 
 def test_the_page_of_keys_is_that_of_the_models():

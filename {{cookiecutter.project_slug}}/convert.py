@@ -10,6 +10,7 @@ python convert.py verify train.h5                        every block that is dam
 import argparse
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,22 @@ def info(asked: argparse.Namespace) -> int:
     for path in asked.file:
         columns = survey.columns_of(path)
         print(path, *(f"  {column}" for column in columns), sep="\n")
-        for line in survey.advise(columns):
+        for line in (*survey.advise(columns), *_advise_on_rows(path.partition("::")[0], columns)):
             print(f"  advice: {line}")
     return 0
+
+
+def _advise_on_rows(file: str, columns: list[survey.Column]) -> Iterator[str]:
+    """What opening each group as rows finds: why it cannot be trained on, or that it is sorted by class."""
+    for group in sorted({column.group for column in columns}):
+        fields = {each.name: each.name for each in columns if each.group == group}
+        try:
+            rows = open_store("FILE", f"{file}::{group}", fields)
+            warning = auto.warn_of_class_order(rows, auto.POOL_BYTES // rows.row_bytes)
+        except UserError as error:
+            warning = str(error).removeprefix("FILE: ")
+        if warning:
+            yield warning.strip().removeprefix("warning: ")
 
 
 def verify(asked: argparse.Namespace) -> int:

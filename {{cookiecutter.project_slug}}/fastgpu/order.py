@@ -51,9 +51,11 @@ class _Line:
     def __init__(self, block_rows: np.ndarray, blocks: np.ndarray | None = None):
         """blocks: the block at each slot of the line; None: they lie in their own order."""
         self._block_rows, self._blocks = block_rows, blocks
-        in_line = block_rows if blocks is None else block_rows[blocks]
-        sums = np.add.reduceat(in_line, np.arange(0, len(in_line), self.STEP), dtype=np.int64)
-        self._marks = np.concatenate([[0], np.cumsum(sums)])
+        part, sums = self.STEP * self.STEP, []  # a part at a time: no array as long as the line
+        for start in range(0, len(block_rows), part):
+            rows = self._rows(start, start + part)
+            sums.append(np.add.reduceat(rows, np.arange(0, len(rows), self.STEP), dtype=np.int64))
+        self._marks = np.concatenate([[0], np.cumsum(np.concatenate(sums))])
 
     def block(self, slot: int) -> int:
         return slot if self._blocks is None else int(self._blocks[slot])

@@ -24,8 +24,8 @@ class Source(Protocol):
     """Rows to be read in blocks: a `Store` of files, or `DatasetRows`."""
 
     name: str
-    fields: Mapping[str, Field]
-    attributes: Mapping[str, Any]
+    fields: dict[str, Field]
+    attributes: dict[str, Any]
     block_rows: np.ndarray
     in_workers: bool
     """Whether worker processes read them, one row a block, maybe drawn anew in each epoch."""

@@ -146,6 +146,17 @@ def test_info_shows_the_layout_and_what_to_change(tmp_path):
         assert any(line.startswith(f"  advice: {part}") for line in lines), part
 
 
+def test_info_tells_of_a_file_sorted_by_class_and_of_one_that_cannot_be_trained_on(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["sorted/images"] = np.zeros((3000, 3, 200, 200), "u1")  # more than a pool holds
+        file["sorted/labels"] = np.arange(3000) // 300
+        file["odd/images"], file["odd/labels"] = np.zeros((5, 8, 8), "u1"), np.zeros(4, int)
+    result = convert("info", tmp_path / "x.h5")
+    assert result.returncode == 0, result.stderr
+    assert "/sorted is sorted by class: 100 % of neighbours share a label" in result.stdout
+    assert "has fields of unequal length {'images': 5, 'labels': 4}" in result.stdout
+
+
 def test_a_file_as_repack_writes_it_needs_no_advice(write, tmp_path):
     assert convert("repack", write(300), tmp_path / "new.h5").returncode == 0
     columns = survey.columns_of(str(tmp_path / "new.h5"))
