@@ -53,6 +53,8 @@ def repack(asked: argparse.Namespace) -> int:
             for part in pool.rows.batches(batch_rows):
                 writer.append(part.numpy())
                 bar.update(len(part))
+                if _stopped:
+                    sys.exit(_stopped[0])
     print(f"{len(rows):,} rows, order {row_order}, in {', '.join(map(str, writer.targets[:2]))}"
           f"{f' and {len(writer.targets) - 2} more' if len(writer.targets) > 2 else ''}")  # fmt: skip
     return 0
@@ -146,8 +148,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+_stopped: list[int] = []
+
+
+def _stop(number: int, _: object) -> None:
+    """End, and leave no partial file. Python drops what a destructor raises: `repack` looks at the list, too."""
+    _stopped.append(128 + number)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no partial file is left
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
     with clear_exit(Launch()):
         asked = _parse(sys.argv[1:])
         try:

@@ -6,7 +6,7 @@ pool moves to the device as one. One loader runs on from epoch to epoch, so no e
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -134,8 +134,12 @@ class Loading:
                 at += stop - start
             yield plan._replace(reads=reads)
 
-    def read(self, epoch: int, row: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-        """The next batch -> out[field][places]. One thread only. Raises RankError for a dead or hung worker."""
+    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+        """The next batches -> out[field][places]. One thread only. Raises RankError for a dead or hung worker."""
+        for epoch, row, places in reads:
+            self._read_batch(epoch, row, places, out)
+
+    def _read_batch(self, epoch: int, row: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         if self._at != (epoch, row):
             self._batches = iter(self._loader(epoch, row))
         try:

@@ -1,6 +1,6 @@
 """Where rows live, and the pools of an epoch from there: all three tiers give the same batches, bit for bit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Literal, NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .dataset import DatasetRows, Loading
-from .order import BlockSampler, PoolPlan
+from .order import BlockSampler, PoolPlan, Read
 from .prefetch import Prefetcher
 from .rows import Dense, Field
 from .store import Store
@@ -64,9 +64,7 @@ class ResidentFeed:
 
     def __init__(self, rows: Dense, order: BlockSampler, device: torch.device):
         self._order, self._device, self._rows = order, device, rows
-        self._pool = rows.like(
-            min(order.pool_batches * order.batch_rows, len(order))
-        )  # whose kernels queue up in order
+        self._pool = rows.like(_pool_rows(order))  # one is enough: kernels that fill and use it queue up in order
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         for plan in self._order.pools(epoch, consumed):
@@ -125,11 +123,16 @@ def _stream(
     slots: int,
     pin_memory: bool,
 ) -> StreamedFeed:
-    pool_rows = min(order.pool_batches * order.batch_rows, len(order))
+    pool_rows = _pool_rows(order)
     if isinstance(source, DatasetRows):
         loading = Loading(source, order, readers)
         return StreamedFeed(loading, Prefetcher(loading.read, fields, pool_rows, device, 1, slots, pin_memory))
     return StreamedFeed(order, Prefetcher(source.read, fields, pool_rows, device, readers, slots, pin_memory))
+
+
+def _pool_rows(order: BlockSampler) -> int:
+    """Rows of the largest pool of one rank."""
+    return min(order.pool_batches * order.batch_rows, len(order))
 
 
 class _RowsInMemory:
@@ -139,10 +142,11 @@ class _RowsInMemory:
         self._arrays = _read_all(rows, torch.device("cpu"), readers, pin_memory=False).numpy()
         self._block_first = np.cumsum(rows.block_rows, dtype=np.int64) - rows.block_rows
 
-    def read(self, block: int, first: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-        start = self._block_first[block] + first
-        for name, array in self._arrays.items():
-            out[name][places] = array[start : start + len(places)]
+    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+        for block, first, places in reads:
+            start = self._block_first[block] + first
+            for name, array in self._arrays.items():
+                out[name][places] = array[start : start + len(places)]
 
 
 def _read_all(source: Store | DatasetRows, device: torch.device, readers: int, pin_memory: bool) -> Dense:

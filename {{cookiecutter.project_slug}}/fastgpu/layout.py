@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,13 @@ SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller o
 IOV_MAX = 1024  # Linux: destinations of one preadv
 DIGESTS = "fastgpu_sha256"  # group beside the datasets: (blocks, 32) uint8 for each, of the rows' bytes as stored
 RESTORE = "restore the file, then go on with run.resume=auto"
+
+
+class Run(NamedTuple):
+    """Rows start, start + 1, ... of a dataset go to `places`: (n,) int64."""
+
+    start: int
+    places: np.ndarray
 
 
 class Options(NamedTuple):
@@ -100,27 +107,46 @@ class Layout:
         """(chunks,) rows of each."""
         return np.diff(np.arange(0, self._rows, self.chunk_rows), append=self._rows)
 
-    def read(self, start: int, places: np.ndarray, out: np.ndarray) -> None:
-        """Rows start, start + 1, ... -> out[places]."""
-        size = self.field.row_bytes
-        while len(places):
-            chunk, row = divmod(start, self.chunk_rows)
-            count = min(len(places), self.chunk_rows - row)
-            some = places[:count]
+    def read(self, runs: Iterable[Run], out: np.ndarray) -> None:
+        """Rows -> out, each run to its places; all of them are there when it returns.
+
+        Copies out of the mapping come last, in one go: each empties the CPU's caches, of the code between them too.
+        """
+        size, copies = self.field.row_bytes, []
+        for chunk, row, places in self._by_chunk(runs):
             if self._offsets is None or self._filters or self._digests is not None:
-                out[some] = self._whole_chunk(chunk)[row : row + count]
+                out[places] = self._whole_chunk(chunk)[row : row + len(places)]
             else:
                 offset = int(self._offsets[chunk]) + row * size
-                data = self._file.cached(offset, count * size)
-                if data is not None or size < SCATTER_BYTES or not self._dtype.isnative:
-                    out[some] = self._rows_of(self._file.read(offset, count * size) if data is None else data)
+                data = self._file.cached(offset, len(places) * size)
+                if data is None:
+                    self._read_rows(offset, places, out)
                 else:
-                    flat = out.reshape(-1).view(np.uint8).data
-                    targets = [flat[place : place + size] for place in (some * size).tolist()]
-                    for i in range(0, count, IOV_MAX):
-                        self._file.preadv(targets[i : i + IOV_MAX], offset + i * size)
-            self._file.check_unchanged()
-            start, places = start + count, places[count:]
+                    copies.append((places, self._rows_of(data)))
+        for places, rows in copies:
+            out[places] = rows
+        self._file.check_unchanged()
+
+    def _by_chunk(self, runs: Iterable[Run]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(chunk, first row in it, places) of every part of a run that lies in one chunk."""
+        for start, places in runs:
+            at = 0
+            while at < len(places):
+                chunk, row = divmod(start + at, self.chunk_rows)
+                some = places[at : at + self.chunk_rows - row]
+                yield chunk, row, some
+                at += len(some)
+
+    def _read_rows(self, offset: int, places: np.ndarray, out: np.ndarray) -> None:
+        """Neighbouring rows of plain bytes, by system calls."""
+        size = self.field.row_bytes
+        if size < SCATTER_BYTES or not self._dtype.isnative:
+            out[places] = self._rows_of(self._file.read(offset, len(places) * size))
+        else:
+            flat = out.reshape(-1).view(np.uint8).data
+            targets = [flat[place : place + size] for place in (places * size).tolist()]
+            for i in range(0, len(targets), IOV_MAX):
+                self._file.preadv(targets[i : i + IOV_MAX], offset + i * size)
 
     def _whole_chunk(self, chunk: int) -> np.ndarray:
         """The rows of a chunk, read, decoded and checked as far as the file and the options want it."""

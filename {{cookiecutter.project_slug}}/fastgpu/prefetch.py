@@ -14,8 +14,9 @@ Everything is allocated once. Nothing in the steady loop allocates, synchronises
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -25,11 +26,9 @@ import torch
 from .order import PoolPlan, Read
 from .rows import Dense, Field
 
-JOB_BYTES, JOBS_A_READER = (
-    1 << 20,
-    8,
-)  # a reader fetches at least so much, or this part of its share of a pool, at a time
-ReadInto = Callable[[int, int, np.ndarray, Mapping[str, np.ndarray]], None]  # Store.read
+JOB_BYTES = 1 << 20  # a reader fetches at least so much at a time,
+JOBS_A_READER = 8  # or else this part of its share of a pool
+ReadInto = Callable[[Iterable[Read], Mapping[str, np.ndarray]], None]  # Store.read
 
 
 class _Slot(NamedTuple):
@@ -161,10 +160,7 @@ class Prefetcher:
                 start, rows = stop, 0
 
     def _fill(self, reads: list[Read], out: Mapping[str, np.ndarray]) -> None:
-        for read in reads:
-            if self._closing.is_set():
-                return
-            self._read(*read, out)
+        self._read(takewhile(lambda _: not self._closing.is_set(), reads), out)
 
     def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, reads: list[Future[None]]) -> None:
         for read in reads:

@@ -7,7 +7,7 @@ layout.py has the ways to read a dataset; this module has files, shards and grou
 
 import glob
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import h5py
 import numpy as np
 
 from .launch import UserError
-from .layout import COLUMN_BYTES, Layout, Options
+from .layout import COLUMN_BYTES, Layout, Options, Run
+from .order import Read
 from .rows import Field
 
 
@@ -44,15 +45,19 @@ class Store:
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields.values())
 
-    def read(self, block: int, first: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-        """Rows first, first + 1, ... of a block -> out[field][places]. Thread-safe.
+    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+        """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe.
 
         places: (n,) int64, all different. out: C-contiguous arrays of shape (rows, *field.shape).
-        Raises OSError or EOFError when the file cannot give the bytes.
+        Raises OSError or RankError when a file cannot give the bytes.
         """
-        part = bisect_right(self._first_block, block) - 1
-        start = self._parts[part].block_start[block - self._first_block[part]]
-        self._parts[part].read(int(start) + first, places, out)
+        runs: dict[int, list[Run]] = {}
+        for block, first, places in reads:
+            part = bisect_right(self._first_block, block) - 1
+            start = self._parts[part].block_start[block - self._first_block[part]]
+            runs.setdefault(part, []).append(Run(int(start) + first, places))
+        for part, some in runs.items():
+            self._parts[part].read(some, out)
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape); raises KeyError if it is not held in memory."""
@@ -143,17 +148,18 @@ class _Part:
         for name, field in self.fields.items():
             if name != widest and rows * field.row_bytes <= COLUMN_BYTES:
                 self.columns[name] = np.empty((rows, *field.shape), field.dtype)
-                layouts[name].read(0, np.arange(rows), self.columns[name])
+                layouts[name].read([Run(0, np.arange(rows))], self.columns[name])
         self.block_start = np.arange(0, rows, layouts[widest].chunk_rows)
         self.block_rows = np.diff(self.block_start, append=rows).astype(np.int32)
         return layouts
 
-    def read(self, start: int, places: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+    def read(self, runs: Sequence[Run], out: Mapping[str, np.ndarray]) -> None:
         for name, layout in self._layouts.items():
             if name in self.columns:
-                out[name][places] = self.columns[name][start : start + len(places)]
+                for start, places in runs:
+                    out[name][places] = self.columns[name][start : start + len(places)]
             else:
-                layout.read(start, places, out[name])
+                layout.read(runs, out[name])
 
 
 def _open_group(key: str, file: h5py.File, group: str, trust_links: bool) -> h5py.Group:

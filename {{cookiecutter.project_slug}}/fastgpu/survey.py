@@ -10,7 +10,7 @@ import numpy as np
 
 from . import codecs
 from .launch import RankError, UserError
-from .layout import BLOCK_BYTES, DIGESTS, Layout, Options
+from .layout import BLOCK_BYTES, DIGESTS, Layout, Options, Run
 
 SMALL_BYTES, LARGE_BYTES = BLOCK_BYTES // 16, BLOCK_BYTES * 16
 REPACK = "`python convert.py repack` mends it"
@@ -106,7 +106,7 @@ def _check(layout: Layout, start: int, rows: int, tick: Callable[[int], object])
     out = np.empty((rows, *layout.field.shape), layout.field.dtype)
     tick(out.nbytes)
     try:
-        layout.read(start, np.arange(rows), out)
+        layout.read([Run(start, np.arange(rows))], out)
     except (RankError, OSError) as error:
         return f"rows {start:,} to {start + rows - 1:,}: {error}"
     return ""

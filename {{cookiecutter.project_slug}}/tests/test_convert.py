@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, numbered, numbers_of
 
+import convert as convert_script
 from fastgpu import survey
 from fastgpu.layout import DIGESTS
 
@@ -205,3 +206,10 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
     assert process.returncode in (130, 143)
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
+
+
+def test_a_signal_whose_exception_was_lost_ends_repack_all_the_same(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_script, "_stopped", [143])  # it came while Python ran a destructor
+    with pytest.raises(SystemExit, match="143"):
+        convert_script.repack(convert_script._parse(["repack", write(500), str(tmp_path / "new.h5")]))
+    assert not list(tmp_path.glob("*new*"))

@@ -56,8 +56,8 @@ def test_supply_is_the_time_of_reading_and_not_of_waiting_for_the_loop(store, mo
     now = [0.0]
     monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
 
-    def read(block, first, places, out):
-        now[0] += 0.25 * len(places)
+    def read(reads, out):
+        now[0] += 0.25 * sum(len(each.places) for each in reads)
 
     feed = prefetcher(store, read, readers=1, slots=1)  # reading and training take turns
     feed.start(order_of(store).pools(0))
@@ -106,10 +106,11 @@ def test_memory_is_allocated_once(store):
 
 
 def test_an_error_in_a_reader_reaches_the_loop_with_its_traceback(store):
-    def read(block, first, places, out):
-        if block == 3:
-            raise EOFError("cut while in use")
-        store.read(block, first, places, out)
+    def read(reads, out):
+        for each in reads:
+            if each.block == 3:
+                raise EOFError("cut while in use")
+            store.read([each], out)
 
     feed = prefetcher(store, read)
     feed.start(order_of(store).pools(0))

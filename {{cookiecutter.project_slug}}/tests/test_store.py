@@ -15,6 +15,7 @@ from conftest import numbered, numbers_of
 from fastgpu import layout as layout_module
 from fastgpu import store as store_module
 from fastgpu.launch import RankError, UserError
+from fastgpu.order import Read
 from fastgpu.store import Store, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -30,7 +31,7 @@ def read_all(store: Store, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     for block, rows in enumerate(store.block_rows.tolist()):
         cut = int(rng.integers(0, rows + 1))
         for first, stop in ((0, cut), (cut, rows)):
-            store.read(block, first, places[at + first : at + stop], out)
+            store.read([Read(block, first, places[at + first : at + stop])], out)
         at += rows
     return out["images"][places], out["labels"][places]
 

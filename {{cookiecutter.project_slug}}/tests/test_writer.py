@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fastgpu import writer as writer_module
 from fastgpu.launch import UserError
 from fastgpu.layout import DIGESTS
+from fastgpu.order import Read
 from fastgpu.rows import Field
 from fastgpu.store import open_store
 from fastgpu.writer import Writer, block_rows_of
@@ -34,7 +35,7 @@ def read_all(paths: str | list[str], **options: bool) -> dict[str, np.ndarray]:
     out = {name: np.zeros((len(store), *field.shape), field.dtype) for name, field in store.fields.items()}
     starts = np.cumsum(store.block_rows) - store.block_rows
     for block, (start, rows) in enumerate(zip(starts.tolist(), store.block_rows.tolist(), strict=True)):
-        store.read(block, 0, np.arange(start, start + rows), out)
+        store.read([Read(block, 0, np.arange(start, start + rows))], out)
     return out
 
 
