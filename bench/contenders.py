@@ -49,14 +49,13 @@ class FastGpu:
         seed: int,
         *,
         tier: auto.Tier = "disk",
-        readers: int | None = None,
     ) -> None:
         self.h5 = h5
         store = open_store("data.train", str(h5), {"images": "images", "labels": "labels"})
         pool_batches = auto.choose_pool_batches("auto", batch_rows, store.row_bytes, len(store))
         lanes = auto.choose_lanes("auto", batch_rows, 1, len(store.block_rows), store.name)
         order = BlockSampler(store.block_rows, batch_rows, lanes=lanes, pool_batches=pool_batches, seed=seed)
-        readers = readers or auto.choose_readers("auto", 1)
+        readers = auto.choose_readers("auto", 1)
         self.feed = make_feed(store, order, tier, torch.device("cpu"), readers, self.PREFETCH_POOLS)
         self.batch_rows, self.rng = batch_rows, torch.Generator()
         self.buffer_bytes = (self.PREFETCH_POOLS + 1) * min(pool_batches * batch_rows, len(order)) * store.row_bytes
@@ -238,14 +237,13 @@ def _in_memory(h5: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         return file["images"][:], file["labels"][:]
 
 
-OURS, READERS_8 = "fastgpu, disk", "fastgpu, disk, 8 readers"
+OURS = "fastgpu, disk"
 H5PY, MEMMAP, RAM = "h5py, workers", "memmap, workers", "RAM, workers"
 GATHER, MEMCPY, FIXED = "gather limit", "memcpy limit", "fixed batch"
 SEQUENTIAL = "sequential read"  # run.py does it itself
 
 CONTENDERS: dict[str, Callable[[Path, Path, int, int, int], Contender]] = {
     OURS: FastGpu,
-    READERS_8: partial(FastGpu, readers=8),
     "fastgpu, host": partial(FastGpu, tier="host"),
     "fastgpu, device": partial(FastGpu, tier="device"),
     "h5py, in process": partial(PlainDataLoader, rows="h5py", in_process=True),

@@ -29,7 +29,10 @@ class ContenderError(Exception):
 
 
 class Process:
-    """A contender in a process group of its own, which ends with this object's `with` block, whatever happens."""
+    """A contender in a process group of its own, which ends with this object's `with` block, whatever happens.
+
+    It is stopped (SIGSTOP) while it has no command: some peers go on prefetching, or spin, while others are measured.
+    """
 
     def __init__(self, name: str, data: Rows, workers: int, is_peer: bool, seed: int = 0) -> None:
         """Starts it; the contender itself is made by the first command."""
@@ -49,6 +52,7 @@ class Process:
     def ask(self, do: str, timeout_s: float, **values: Any) -> dict[str, Any]:
         """One command and its answer. Raises ContenderError."""
         commands, answers = _pipes(self.process)
+        self._signal(signal.SIGCONT)
         try:
             commands.write(json.dumps({"do": do, **values}).encode() + b"\n")
             commands.flush()
@@ -59,6 +63,7 @@ class Process:
             if not selector.select(timeout_s):
                 raise ContenderError(f"no answer to {do!r} in {timeout_s:.0f} s")
         line = answers.readline()
+        self._signal(signal.SIGSTOP)
         if not line:
             raise ContenderError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
@@ -84,14 +89,19 @@ class Process:
         commands, answers = _pipes(self.process)
         if answers.closed:
             return
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             commands.close()  # the worker's loop over its commands ends, and so does it
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it left behind, or itself
+        self._signal(signal.SIGKILL)  # what it left behind, or itself
         self.process.wait()
         answers.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
 def _pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:

@@ -24,7 +24,7 @@ import data
 import project  # noqa: F401
 import report
 import tables
-from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, READERS_8, SEQUENTIAL
+from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, SEQUENTIAL
 from fastgpu import auto
 from peers import PEERS
 from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold, sequential_bytes_per_s
@@ -111,7 +111,7 @@ class Field:
 def warm(run: Run, rows: data.Rows) -> dict[str, Any]:
     """{contender: {"rounds": [what worker.run found]} or {"failed": why}}"""
     with ExitStack() as stack:
-        field = Field(run, rows, run.among(name for name in CONTENDERS if name not in (READERS_8, FIXED)), stack)
+        field = Field(run, rows, run.among(name for name in CONTENDERS if name != FIXED), stack)
         for number in range(run.rounds):
             for name in list(field.processes):
                 if got := field.measure(name, run.times.lead, run.times.warm):
@@ -143,7 +143,7 @@ def accelerator(run: Run, rows: data.Rows) -> dict[str, Any]:
 
 def cold(run: Run, rows: data.Rows) -> dict[str, Any]:
     """As `warm`; "cached" is the part of the files that could not be evicted before."""
-    found: dict[str, Any] = {name: {"rounds": []} for name in (SEQUENTIAL, *run.among((OURS, READERS_8, H5PY, MEMMAP)))}
+    found: dict[str, Any] = {name: {"rounds": []} for name in (SEQUENTIAL, *run.among((OURS, H5PY, MEMMAP)))}
     for number in range(run.rounds):
         cached = make_cold([rows.h5])
         got: dict[str, float] = {"bytes_per_s": sequential_bytes_per_s(rows.h5), "cached": cached}

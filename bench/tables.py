@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from contenders import FIXED, MEMCPY, OURS, READERS_8, SEQUENTIAL
+from contenders import FIXED, MEMCPY, OURS, SEQUENTIAL
 from peers import PEERS
 from report import Table
 
@@ -71,11 +71,6 @@ def targets(found: Mapping[str, Any]) -> Table:
         [
             "CelebA rows, cold: disk tier / sequential read",
             _spread(_ratios(cold, OURS, SEQUENTIAL), ".2f"),
-            "0.8 / 0.95",
-        ],
-        [
-            "CelebA rows, cold: disk tier with 8 readers / sequential read",
-            _spread(_ratios(cold, READERS_8, SEQUENTIAL), ".2f"),
             "0.8 / 0.95",
         ],
         [
@@ -152,7 +147,7 @@ def _cold(name: str, found: Found, data: Mapping[str, Any], workers: int, reader
         )
     note = (
         f"One epoch in a fresh process, after its files were evicted from the page cache; workers {workers}, reader "
-        f"threads {readers} unless said otherwise. Below a virtual machine, the host may still hold some of the file: "
+        f"threads {readers}. Below a virtual machine, the host may still hold some of the file: "
         "it does so for the sequential read as well."
     )
     columns = ["contender", "rows/s", "GB/s", "/ sequential read", "still cached before, at most"]

@@ -116,8 +116,8 @@ def choose_pool_batches(pool_batches: int | Auto, batch_rows: int, row_bytes: in
 
 
 def choose_readers(readers: int | Auto, local_ranks: int) -> int:
-    """`auto`: this rank's share of the machine's CPUs, but 4 to 8: a disk wants several reads at a time."""
-    return max(4, min(8, cpus() // local_ranks)) if readers == "auto" else readers
+    """`auto`: this rank's share of the machine's CPUs, at most 8: with more threads than CPUs, the loop wakes late."""
+    return max(1, min(8, cpus() // local_ranks)) if readers == "auto" else readers
 
 
 def choose_workers(

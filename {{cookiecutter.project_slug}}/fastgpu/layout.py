@@ -25,6 +25,7 @@ from .launch import RankError, UserError
 from .rows import Field
 
 BLOCK_BYTES = 2 << 20  # random pieces of 2 MiB read as fast as a cold disk can
+READ_AHEAD_BYTES = 128 << 10  # Linux fetches no more for one request
 COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
 SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
 IOV_MAX = 1024  # Linux: destinations of one preadv
@@ -110,19 +111,29 @@ class Layout:
     def read(self, runs: Iterable[Run], out: np.ndarray) -> None:
         """Rows -> out, each run to its places; all of them are there when it returns.
 
-        Copies out of the mapping come last, in one go: each empties the CPU's caches, of the code between them too.
+        What is not in memory is announced to the kernel first, so that few threads keep a disk busy. Copies out of the
+        mapping come last, in one go: each empties the CPU's caches, of the code between them too.
         """
-        size, copies = self.field.row_bytes, []
+        size, takes_whole = self.field.row_bytes, bool(self._filters) or self._digests is not None
+        reads, copies = [], []
         for chunk, row, places in self._by_chunk(runs):
-            if self._offsets is None or self._filters or self._digests is not None:
+            data = None
+            if self._offsets is not None:
+                offset, count = int(self._offsets[chunk]) + row * size, len(places) * size
+                if takes_whole:
+                    offset, count = int(self._offsets[chunk]), int(self._sizes[chunk])
+                data = self._file.cached(offset, count)
+                if data is None:
+                    self._file.will_need(offset, count)
+            if data is None or takes_whole:
+                reads.append((chunk, row, places))
+            else:
+                copies.append((places, self._rows_of(data)))
+        for chunk, row, places in reads:
+            if self._offsets is None or takes_whole:
                 out[places] = self._whole_chunk(chunk)[row : row + len(places)]
             else:
-                offset = int(self._offsets[chunk]) + row * size
-                data = self._file.cached(offset, len(places) * size)
-                if data is None:
-                    self._read_rows(offset, places, out)
-                else:
-                    copies.append((places, self._rows_of(data)))
+                self._read_rows(int(self._offsets[chunk]) + row * size, places, out)
         for places, rows in copies:
             out[places] = rows
         self._file.check_unchanged()
@@ -237,6 +248,12 @@ class OpenFile:
         scratch = _scratch(count)
         self.preadv([scratch.data], offset)
         return scratch
+
+    def will_need(self, offset: int, count: int) -> None:
+        """Have the kernel begin to fetch those bytes."""
+        if hasattr(os, "posix_fadvise"):
+            for start in range(offset, offset + count, READ_AHEAD_BYTES):
+                os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def cached(self, offset: int, count: int) -> np.ndarray | None:
         """(count,) uint8, a view of the file, if its bytes are in memory; None where they are not, or nobody can tell.

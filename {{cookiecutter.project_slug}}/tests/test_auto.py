@@ -49,7 +49,7 @@ def test_readers(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
     assert auto.choose_readers("auto", 1) == 8
     assert auto.choose_readers("auto", 8) == 4
-    assert auto.choose_readers("auto", 64) == 4
+    assert auto.choose_readers("auto", 64) == 1
     assert auto.choose_readers(3, 8) == 3
 
 

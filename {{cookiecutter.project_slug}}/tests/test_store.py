@@ -44,6 +44,21 @@ def way(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_all_that_is_not_in_memory_is_announced_before_the_first_read(write, monkeypatch, options):
+    store, done = open_store("data.train", write(40, BIG, **options), FIELDS), []
+    spy = {"cached": lambda *_: None, "will_need": lambda _, *where: done.append(where)}
+    for name, function in spy.items():
+        monkeypatch.setattr(layout_module.OpenFile, name, function)
+    preadv = layout_module.OpenFile.preadv
+    monkeypatch.setattr(layout_module.OpenFile, "preadv", lambda *args: (done.append("read"), preadv(*args)))
+    out = {name: np.zeros((40, *field.shape), field.dtype) for name, field in store.fields.items()}
+    store.read([Read(block, 0, np.arange(8) + 8 * block) for block in range(5)], out)
+    assert numbers_of(out["images"]) == list(range(40))
+    assert done[5:] == ["read"] * 5
+    assert "read" not in done[:5]
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
 @pytest.mark.parametrize(
