@@ -174,13 +174,12 @@ class BlockSampler(DistributedSampler):
         reads: list[Read] = []
         tail, pad = full * per_rank, real_rows  # next free places: of the last batch's real rows, of the padding
         for slot, (lane, lo, hi) in enumerate(spans):
-            turn = np.arange(hi - lo)  # when in its lane each row comes
+            turn = np.arange(hi - lo)  # of the lane's rows: the batch that each is in takes `share` of every lane
+            places = turn + turn // share * (self.batch_rows - share) + slot * share
+            places[full:] = tail + np.arange(len(places[full:]))
+            tail += len(places[full:])
             if self.shuffle:
-                turn = self._rng(epoch, lane, number).permutation(turn)
-            places = turn // share * self.batch_rows + slot * share + turn % share
-            last = turn >= full
-            places[last] = tail + turn[last] - full
-            tail += int(last.sum())
+                places = self._rng(epoch, lane, number).permutation(places)
             reads += self._reads(lo, places, line)
             if hi - lo < stop - begin:
                 reads += self._reads(max(hi - 1, 0), np.array([pad]), line)

@@ -44,6 +44,21 @@ def way(request, monkeypatch) -> str:
     return request.param
 
 
+def test_the_page_cache_is_asked_less_often_where_it_held_all_and_again_where_it_did_not(write, monkeypatch):
+    store, asked, missing = open_store("data.train", write(1600, chunk=8), FIELDS), [], set[int]()
+    monkeypatch.setattr(
+        layout_module.OpenFile, "_is_cached", lambda _, offset: (asked.append(offset), len(asked) not in missing)[1]
+    )
+    out = {name: np.zeros((1600, *field.shape), field.dtype) for name, field in store.fields.items()}
+    reads = [Read(block, 0, np.arange(8) + 8 * block) for block in range(200)]
+    store.read(reads, out)
+    assert 64 + 136 // 8 <= len(asked) <= 65 + 136 // 8
+    before, missing = len(asked), {len(asked) + 1}
+    store.read(reads, out)
+    assert before + 64 + 120 // 8 <= len(asked) <= before + 67 + 136 // 8
+    assert numbers_of(out["images"]) == list(range(1600))
+
+
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
 def test_all_that_is_not_in_memory_is_announced_before_the_first_read(write, monkeypatch, options):
     store, done = open_store("data.train", write(40, BIG, **options), FIELDS), []
