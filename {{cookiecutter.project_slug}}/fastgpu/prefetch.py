@@ -11,6 +11,8 @@ Everything is allocated once. Nothing in the steady loop allocates, synchronises
 `record_stream`. On a CPU host and device are the same memory and the events are no-ops; the rest is the same code.
 """
 
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +30,7 @@ from .rows import Dense, Field
 
 JOB_BYTES = 1 << 20  # a reader fetches at least so much at a time,
 JOBS_A_READER = 8  # or else this part of its share of a pool
+READERS_NICE = 5  # priority of the readers below the loop's, in steps of nice(1)
 ReadInto = Callable[[Iterable[Read], Mapping[str, np.ndarray]], None]  # Store.read
 
 
@@ -124,7 +127,7 @@ class Prefetcher:
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand the filled ones over in order."""
         filling: deque[tuple[PoolPlan, _Slot, float, list[Future[None]]]] = deque()
-        pool = ThreadPoolExecutor(self._readers, "reader")
+        pool = ThreadPoolExecutor(self._readers, "reader", initializer=_step_back)
         end: BaseException | None = None
         try:
             more = True
@@ -174,3 +177,13 @@ class Prefetcher:
                 slot.device.slice(0, plan.rows).copy_(slot.host.slice(0, plan.rows), non_blocking=True)
                 slot.copied.record(self._stream)
         self._ready.put((plan, slot))
+
+
+def _step_back() -> None:
+    """Let the loop go before this thread where both want a CPU: it wakes up to queue a step that the device waits for.
+
+    Linux gives threads priorities of their own; elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + READERS_NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -1,4 +1,5 @@
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -50,6 +51,21 @@ def test_rows_arrive_in_the_order_of_the_plan(store, readers, slots):
         expected += list(order)
     assert got == expected
     assert not threads()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_the_loop_goes_before_its_readers(store):
+    seen = set()
+
+    def read(reads, out):
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    feed = prefetcher(store, read)
+    feed.start(order_of(store).pools(0))
+    list(feed)
+    assert seen == {min(19, before + 5)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_supply_is_the_time_of_reading_and_not_of_waiting_for_the_loop(store, monkeypatch):
