@@ -9,8 +9,9 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 # Importable beside train.py, or a device on Windows: a folder of that name would shadow it, or could not be made.
 TAKEN = {
-    "torch", "numpy", "h5py", "yaml", "pydantic", "tensorboard", "tqdm", "psutil", "pynvml", "fastgpu", "workloads",
-    "train", "tests", "con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+    "torch", "numpy", "h5py", "yaml", "pydantic", "tensorboard", "tqdm", "psutil", "pynvml", "apex", "fastgpu",
+    "workloads", "configs", "train", "convert", "tests",
+    "con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
 }  # fmt: skip
 
 

@@ -1,63 +1,136 @@
 """Your rows -> HDF5 files that are read fastest, and a look at those you have.
 
-python convert.py repack photos.h5 train.h5              blocks of 2 MiB, rows in random order, a checksum a block
-python convert.py repack old-*.h5 train.h5 --shards 8    many files -> train-00000-of-00008.h5, ...
-python convert.py repack --dataset mine:Photos /data/photos train.h5      a torch Dataset of your own, decoded once
-python convert.py info train.h5                          how the rows lie, and what would make them faster
-python convert.py verify train.h5                        every block that is damaged
+python convert.py images photos/ photos.h5 --size 64 --split 0.9    a folder a class -> photos-train.h5, photos-val.h5
+python convert.py images photos.csv photos.h5 --size 64             or lines of path,label
+python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
+python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
+python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, from .npz files too
+python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 images made up, to try things with
+python convert.py repack old-*.h5 train.h5 --shards 8               HDF5 files -> train-00000-of-00008.h5, ...
+python convert.py repack --dataset mine:Photos photos/ train.h5     a torch Dataset of your own, decoded once
+python convert.py info train.h5                                     how rows lie, and what would make them faster
+python convert.py verify train.h5                                   every block that is damaged
+
+What is written: blocks of 2 MiB, rows in random order, a checksum a block; whole, or not at all.
 """
 
 import argparse
+import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from fastgpu import auto, survey
+from fastgpu import auto, pictures, published, survey
+from fastgpu.arrays import open_arrays
 from fastgpu.dataset import DatasetRows, LoaderOptions, open_dataset
-from fastgpu.feed import make_feed
+from fastgpu.feed import Pool, Readable, make_feed
 from fastgpu.launch import Launch, UserError, clear_exit
 from fastgpu.layout import BLOCK_BYTES
 from fastgpu.order import BlockSampler
 from fastgpu.store import Store, open_store
+from fastgpu.synthetic import SyntheticImages
 from fastgpu.writer import Writer
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512  # mixed at once: the larger of both, if a quarter of the free memory has room
 
 
+def images(asked: argparse.Namespace) -> int:
+    """Image files, decoded once: a folder with a sub-folder for each class, or a CSV with a path and a label a line."""
+    source = Path(asked.source)
+    if source.is_dir():
+        listing, root = pictures.list_folder(source), source
+    else:
+        listing, root = pictures.list_csv(source, asked.columns.split(","), asked.classes), source.parent
+    root, parts = asked.root or root, {"": listing}
+    if asked.split:
+        parts = dict(zip(("train", "val"), pictures.split(listing, asked.split, asked.seed), strict=True))
+    shape = pictures.Shape(asked.size, asked.resize, asked.crop)
+    return _write(asked, {name: pictures.ImageFiles(asked.source, part, lambda file: (root / file).open("rb"), shape,
+                                                    asked.on_error) for name, part in parts.items()})  # fmt: skip
+
+
+def cifar10(asked: argparse.Namespace) -> int:
+    """CIFAR-10 as published: the python or the binary archive, or its folder."""
+    return _write(asked, published.cifar10(Path(asked.source)))
+
+
+def celeba(asked: argparse.Namespace) -> int:
+    """CelebA as published: the folder of img_align_celeba (or .zip), list_attr_celeba.txt, list_eval_partition.txt."""
+    shape = pictures.Shape(asked.size, asked.resize, asked.crop)
+    return _write(asked, published.celeba(Path(asked.source), shape, asked.on_error))
+
+
+def arrays(asked: argparse.Namespace) -> int:
+    """NumPy arrays of equal length: name=file.npy for each, or .npz files with their names."""
+    return _write(asked, {"": open_arrays(asked.source)})
+
+
+def synthetic(asked: argparse.Namespace) -> int:
+    """Images made up, one picture a class under noise: to try a configuration or a machine before the data is there."""
+    rows = {"": asked.rows}
+    if asked.split:
+        rows = {"train": round(asked.split * asked.rows), "val": asked.rows - round(asked.split * asked.rows)}
+    return _write(asked, {name: SyntheticImages(count, asked.shape, asked.classes, asked.seed, part)
+                          for part, (name, count) in enumerate(rows.items())})  # fmt: skip
+
+
 def repack(asked: argparse.Namespace) -> int:
-    """Rows -> files in the form that training reads fastest: the training path with a file at its end."""
-    rows = _open(asked)
-    batch_rows = max(1, BLOCK_BYTES // rows.row_bytes)
-    pool_batches = -(-_pool_rows(rows) // batch_rows)
-    order = BlockSampler(
-        rows.block_rows, batch_rows, pool_batches=pool_batches, seed=asked.seed, shuffle=not asked.keep_order,
-        drop_last=False)  # fmt: skip
-    row_order = "as in the source" if asked.keep_order else f"random, seed {asked.seed}"
-    if not asked.keep_order and order.pools_an_epoch > 1 and rows.block_rows.max() > 1:
-        row_order += f": blocks over the whole source, rows within pools of {pool_batches * batch_rows:,}"
-    attributes = {"source": rows.name} | rows.attributes | {"row_order": row_order}
-    with ExitStack() as closing:
-        writer = closing.enter_context(
-            Writer(asked.target, len(rows), rows.fields, attributes, shards=asked.shards,
-                   compression=asked.compression, threads=asked.threads, replace=asked.force))  # fmt: skip
-        feed = make_feed(rows, order, "disk", torch.device("cpu"), asked.threads, prefetch_pools=1)
-        closing.callback(feed.close)
-        bar = closing.enter_context(_bar(len(rows), "rows"))
-        for pool in feed.pools(0):
+    """HDF5 files, or a torch Dataset."""
+    return _write(asked, {"": _open(asked)})
+
+
+def _write(asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetRows]) -> int:
+    """Rows -> files: the training path with a file at its end. All the files get their names together, or none does."""
+    said, reports = [], dict[Path, str]()
+    with ExitStack() as stack:
+        for name, rows in parts.items():
+            batch_rows = max(1, BLOCK_BYTES // rows.row_bytes)
+            pool_batches = -(-_pool_rows(rows) // batch_rows)
+            order = BlockSampler(
+                rows.block_rows, batch_rows, pool_batches=pool_batches, seed=asked.seed, shuffle=not asked.keep_order,
+                drop_last=False)  # fmt: skip
+            row_order = "as in the source" if asked.keep_order else f"random, seed {asked.seed}"
+            if not asked.keep_order and order.pools_an_epoch > 1 and rows.block_rows.max() > 1:
+                row_order += f": blocks over the whole source, rows within pools of {pool_batches * batch_rows:,}"
+            attributes = {"source": rows.name} | rows.attributes | {"row_order": row_order}
+            target = (
+                asked.target.with_name(f"{asked.target.stem}-{name}{asked.target.suffix}") if name else asked.target
+            )
+            fields = {key: field for key, field in rows.fields.items() if key != pictures.KEEP}
+            writer = stack.enter_context(
+                Writer(target, len(rows), fields, attributes, shards=asked.shards, at_most=pictures.KEEP in rows.fields,
+                       compression=asked.compression, threads=asked.threads, replace=asked.force))  # fmt: skip
+            with closing(make_feed(rows, order, "disk", torch.device("cpu"), asked.threads, prefetch_pools=1)) as feed:
+                _append(writer, feed.pools(0), batch_rows, name)
+            said.append(f"{writer.rows:,} rows, order {row_order}, in {', '.join(map(str, writer.targets[:2]))}"
+                        f"{f' and {len(writer.targets) - 2} more' if len(writer.targets) > 2 else ''}")  # fmt: skip
+            if isinstance(rows, pictures.ImageFiles) and rows.failed:
+                report = target.with_name(f"{target.name}.skipped.txt")
+                reports[report] = "".join(f"{why}\n" for _, why in sorted(rows.failed.items()))
+                said.append(f"{len(rows.failed):,} broken images were skipped: {report}")
+    for report, text in reports.items():
+        report.write_text(text, encoding="utf-8")
+    print(*said, sep="\n")
+    return 0
+
+
+def _append(writer: Writer, pools: Iterator[Pool], batch_rows: int, name: str) -> None:
+    """The rows of all pools, but those whose field `keep` is False."""
+    with _bar(writer.announced_rows, "rows", name) as bar:
+        for pool in pools:
             for part in pool.rows.batches(batch_rows):
-                writer.append(part.numpy())
+                columns = part.numpy()
+                keep = columns.pop(pictures.KEEP, None)
+                writer.append(columns if keep is None or keep.all() else {key: c[keep] for key, c in columns.items()})
                 bar.update(len(part))
                 if _stopped:
                     sys.exit(_stopped[0])
-    print(f"{len(rows):,} rows, order {row_order}, in {', '.join(map(str, writer.targets[:2]))}"
-          f"{f' and {len(writer.targets) - 2} more' if len(writer.targets) > 2 else ''}")  # fmt: skip
-    return 0
 
 
 def _open(asked: argparse.Namespace) -> Store | DatasetRows:
@@ -77,7 +150,7 @@ def _open(asked: argparse.Namespace) -> Store | DatasetRows:
     return open_store("SOURCE", asked.source, fields, verify=is_checked, trust_links=asked.trust_links)
 
 
-def _pool_rows(rows: Store | DatasetRows) -> int:
+def _pool_rows(rows: Readable | DatasetRows) -> int:
     largest = int(rows.block_rows.max())
     wanted = max(POOL_BYTES, POOL_BLOCKS * largest * rows.row_bytes) if largest > 1 else 64 << 20
     return max(1, min(len(rows), min(wanted, auto.free_host_bytes() // 4) // rows.row_bytes))
@@ -85,7 +158,7 @@ def _pool_rows(rows: Store | DatasetRows) -> int:
 
 def info(asked: argparse.Namespace) -> int:
     """How the rows of files lie, and what would make them faster."""
-    for path in asked.file:
+    for path in asked.source:
         columns = survey.columns_of(path)
         print(path, *(f"  {column}" for column in columns), sep="\n")
         for line in (*survey.advise(columns), *_advise_on_rows(path.partition("::")[0], columns)):
@@ -109,7 +182,7 @@ def _advise_on_rows(file: str, columns: list[survey.Column]) -> Iterator[str]:
 def verify(asked: argparse.Namespace) -> int:
     """Every damaged block of files; 1 if there is one."""
     bad = 0
-    for path in asked.file:
+    for path in asked.source:
         columns = survey.columns_of(path)
         with _bar(sum(column.nbytes for column in columns), "B") as bar:
             found = survey.damaged(path, asked.threads, bar.update)
@@ -121,31 +194,87 @@ def verify(asked: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
-def _bar(total: int, unit: str) -> Any:
-    return tqdm(total=total, unit=unit, unit_scale=True, dynamic_ncols=True, disable=not sys.stderr.isatty())
+def _bar(total: int, unit: str, name: str = "") -> Any:
+    return tqdm(total=total, unit=unit, unit_scale=True, dynamic_ncols=True, disable=not sys.stderr.isatty(), desc=name)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="repack | info | verify")
-    command = commands.add_parser("repack", help=repack.__doc__)
-    command.set_defaults(run=repack)
-    command.add_argument("source", nargs="+", help="file.h5, file.h5::/group or a quoted glob; the path for --dataset")
-    command.add_argument("target", type=Path, help="file to write, under a temporary name until it is whole")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(run: Callable[[argparse.Namespace], int], source: str = "", many: bool = False) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.set_defaults(run=run)
+        if source:
+            command.add_argument("source", help=source, nargs="+" if many else None)
+        command.add_argument("--threads", type=int, default=auto.cpus(),
+                             help="that read, decode, hash and compress; default: CPUs")  # fmt: skip
+        return command
+
+    def add_writing(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command.add_argument("target", type=Path, help="file to write, under a temporary name until it is whole")
+        command.add_argument("--seed", type=int, default=0, help="of the random order, and of --split")
+        command.add_argument("--keep-order", action="store_true", help="write the rows as they come")
+        command.add_argument("--compression", choices=["none", "gzip", "lz4", "zstd"], default="none")
+        command.add_argument("--shards", type=int, default=1, help="files to write")
+        command.add_argument("--force", action="store_true", help="replace what is there")
+        return command
+
+    def add_decoding(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command.add_argument(
+            "--size", type=_size, metavar="HxW", help="of the rows, in pixels; default: the images' own"
+        )
+        command.add_argument("--resize", choices=["shorter", "exact", "pad"], default="shorter",
+                             help="its shorter side whole, stretched, or with black borders")  # fmt: skip
+        command.add_argument("--crop", type=_size, metavar="HxW", help="take the centre first")
+        command.add_argument("--on-error", choices=["stop", "skip"], default="stop",
+                             help="at a broken image; skip: list it beside TARGET, fail above 1 %%")  # fmt: skip
+        return command
+
+    def add_split(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--split", type=_share, metavar="SHARE", help="of each class to train on; the rest: to validate"
+        )
+
+    command = add_decoding(add_writing(add(images, "folder, or .csv")))
+    command.add_argument("--columns", default="path,label", help="of the CSV: those of paths and labels")
+    command.add_argument("--classes", type=int, help="of a CSV with numbers: how many there are; default: those seen")
+    command.add_argument("--root", type=Path, help="folder that paths start from; default: that of the CSV")
+    add_split(command)
+    add_writing(add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
+    add_decoding(add_writing(add(celeba, "folder of the images and the two lists")))
+    add_writing(add(arrays, "name=file.npy or file.npz", many=True))
+    command = add_writing(add(synthetic))
+    command.add_argument("--rows", type=int, default=50_000)
+    command.add_argument("--shape", type=_shape, default=(3, 32, 32), metavar="CxHxW", help="default: 3x32x32")
+    command.add_argument("--classes", type=int, default=10)
+    add_split(command)
+    command = add_writing(add(repack, "file.h5, file.h5::/group or a quoted glob; the path for --dataset", many=True))
     command.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset made of SOURCE")
     command.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
-    command.add_argument("--seed", type=int, default=0, help="of the random order")
-    command.add_argument("--keep-order", action="store_true", help="write the rows as they come")
-    command.add_argument("--compression", choices=["none", "gzip", "lz4", "zstd"], default="none")
-    command.add_argument("--shards", type=int, default=1, help="files to write")
-    command.add_argument("--force", action="store_true", help="replace what is there")
     command.add_argument("--trust-links", action="store_true", help="follow links into other files")
-    for name, run in (("info", info), ("verify", verify)):
-        command = commands.add_parser(name, help=run.__doc__)
-        command.set_defaults(run=run)
-        command.add_argument("file", nargs="+", help="file.h5 or file.h5::/group")
-    parser.add_argument("--threads", type=int, default=auto.cpus(), help="that read, hash and compress; default: CPUs")
+    for run in (info, verify):
+        add(run, "file.h5 or file.h5::/group", many=True)
     return parser.parse_args(argv)
+
+
+def _size(text: str) -> tuple[int, int]:
+    if not (found := re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a height and width such as 218x178, or 64 for both")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    if not (found := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})x([1-9]\d{0,4})", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 3x32x32")
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share
 
 
 _stopped: list[int] = []

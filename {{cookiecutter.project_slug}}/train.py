@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a typo i
 import torch
 
 import workloads
-from fastgpu import auto, checkpoint, runs
+from fastgpu import apex, auto, checkpoint, runs
 from fastgpu.clock import Clock, Lap
 from fastgpu.dataset import LoaderOptions, open_dataset
 from fastgpu.dist import World, hint, join, wrap
@@ -55,16 +55,16 @@ def train(cfg: Config, world: World) -> None:
         val_order = BlockSampler(val_store.block_rows, sizes.batch_rows, shuffle=False, drop_last=False, **ranks)
         where = (sizes.tier, world.device, sizes.readers, cfg.data.prefetch_pools, cfg.data.pin_memory)
         feed, val_feed = make_feed(store, order, *where), make_feed(val_store, val_order, *where)
+        kernels, why = apex.choose(cfg.optim.fused, cfg.optim.name)
+    world.agree(kernels, "install NVIDIA Apex on every machine, or set optim.fused=torch")
 
     # ---------------------------------------------------------------- Model: on the device
     torch.manual_seed(cfg.run.seed)
     layout = torch.channels_last if cfg.train.channels_last else torch.contiguous_format
     model = workload.model().to(world.device, memory_format=layout)
-    optimizer = make_optimizer(model, cfg.optim.name, cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.momentum)
+    optimizer = make_optimizer(model, cfg.optim.name, cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.momentum, kernels)
     precision = choose_precision(cfg.train.precision, world.device)
-    shared = wrap(world, model, cfg.dist.strategy, static_graph=cfg.optim.accumulation == 1)
-    if cfg.train.compile:
-        shared.compile()
+    shared = wrap(world, model, cfg.dist.strategy, cfg.optim.accumulation == 1, cfg.train.compile)
     step = Step(shared, workload.loss, optimizer, precision, world.device, cfg.optim.accumulation, cfg.optim.clip_norm)
 
     # ---------------------------------------------------------------- Run: its folder, and where it left off
@@ -78,7 +78,7 @@ def train(cfg: Config, world: World) -> None:
     at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
     resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision, "data.echo": at.echo}
     runs.describe_run(mine, resolved)
-    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}")
+    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}{why}")
     planned_rows = cfg.train.epochs * order.total_size
     log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed)
     clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()

@@ -104,11 +104,23 @@ class Augment(Section):
     """Mirror left-right at random (not for digits or text)."""
     crop_pad: CountOrZero = 1
     """Pad by this many pixels, then crop at random; 0: off."""
+    crop_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Enlarge a random part of so much of the area, up to all of it (0.08 to 0.35 for photographs); 1: off."""
+    jitter: Share = 0.0
+    """Brightness, contrast and saturation times 1 - jitter to 1 + jitter; 0: off."""
+    cutout: CountOrZero = 0
+    """Side of a square, in pixels, that is filled with the mean; 0: off."""
+    mixup: Annotated[float, Field(ge=0)] = 0.0
+    """Blend each row with another one by a share from Beta(mixup, mixup); 0: off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target that all classes divide."""
 
 
 class Optim(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer; fused kernels where torch has them."""
+    name: Literal["adamw", "sgd", "lamb"] = "adamw"
+    """Optimizer; lamb, for very large batches, is NVIDIA Apex's."""
+    fused: Literal["auto", "torch", "apex", "off"] = "torch"
+    """Whose fused kernels: torch's, NVIDIA Apex's (docs/apex.md), auto: Apex's where it is usable; off: none."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
@@ -135,8 +147,9 @@ class Train(Section):
 
 
 class Dist(Section):
-    strategy: Literal["ddp", "dp", "none"] = "ddp"
-    """ddp: one process a GPU; dp: nn.DataParallel in one process (slower); none: one device."""
+    strategy: Literal["ddp", "apex", "dp", "none"] = "ddp"
+    """ddp: one process a GPU; apex: the same by an NVIDIA Apex that still has it; dp: nn.DataParallel in one process
+    (slower); none: one device."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: stop where there is none; auto: cuda if there is one."""
     timeout_s: Count = 600

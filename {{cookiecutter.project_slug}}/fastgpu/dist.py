@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from . import apex
 from .launch import Launch, UserError
 
-Strategy = Literal["ddp", "dp", "none"]
+Strategy = Literal["ddp", "apex", "dp", "none"]
 
 
 @dataclass(frozen=True)
@@ -176,22 +177,28 @@ def hint(world: World, strategy: Strategy, script: str) -> str | None:
     return f"1 of {gpus} GPUs in use; all of them: {command}"
 
 
-def wrap(world: World, model: nn.Module, strategy: Strategy, static_graph: bool) -> nn.Module:
-    """The module to train, which shares gradients between ranks. static_graph: each step uses the same parameters.
+def wrap(world: World, model: nn.Module, strategy: Strategy, static_graph: bool, compiled: bool = False) -> nn.Module:
+    """The module to train, which shares gradients between ranks.
 
-    Raises UserError if the strategy does not fit the number of processes.
+    static_graph: each step uses the same parameters. compiled: by torch.compile, at its first step. Raises UserError if
+    the strategy does not fit the number of processes, or is not to be had.
     """
-    if strategy != "ddp" and world.size > 1:
+    if strategy in ("dp", "none") and world.size > 1:
         what = "shares no gradients" if strategy == "none" else "drives all GPUs from one process"
         raise UserError(f"dist.strategy is {strategy}, which {what}, but there are {world.size} processes: use ddp")
-    if strategy == "dp":
-        return DataParallel(model)
-    if world.size == 1:
-        return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        static_graph=static_graph,
-        forward_sync_buffers=False,  # `average_buffers` makes them one when it matters, not in every forward pass
-    )
+    shared = model
+    if strategy == "apex":
+        shared = apex.distributed(model)
+    elif strategy == "dp":
+        shared = DataParallel(model)
+    elif world.size > 1:
+        shared = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            static_graph=static_graph,
+            forward_sync_buffers=False,  # `average_buffers` makes them one when it matters, not in every forward pass
+        )
+    if compiled:
+        shared.compile()
+    return shared

@@ -7,14 +7,21 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from .arrays import Arrays
 from .dataset import DatasetRows, Loading
 from .order import BlockSampler, PoolPlan, Read
 from .prefetch import Prefetcher
-from .rows import Dense, Field
-from .store import Store
+from .rows import Dense, Source
 
 Tier = Literal["device", "host", "disk"]
 LOAD_BYTES = 64 << 20  # a step of loading the device or host tier
+
+
+class Readable(Source, Protocol):
+    """Rows that any thread may read: a `Store`, `Arrays`, `ImageFiles`."""
+
+    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+        """Rows first, first + 1, ... of each block -> out[field][places]."""
 
 
 class Pool(NamedTuple):
@@ -38,7 +45,7 @@ class Feed(Protocol):
 
 
 def make_feed(
-    rows: Store | DatasetRows,
+    rows: Readable | DatasetRows,
     order: BlockSampler,
     tier: Tier,
     device: torch.device,
@@ -53,10 +60,10 @@ def make_feed(
     """
     if tier == "device":
         return ResidentFeed(_read_all(rows, device, readers, pin_memory), order, device)
-    source: Store | DatasetRows | _RowsInMemory = rows
     if tier == "host":
-        source, readers = _RowsInMemory(rows, readers), max(1, readers)
-    return _stream(source, rows.fields, order, device, readers, prefetch_pools + 1, pin_memory)
+        columns = _read_all(rows, torch.device("cpu"), readers, pin_memory=False).numpy()
+        rows, readers = Arrays(rows.name, columns, rows.attributes, rows.block_rows), max(1, readers)
+    return _stream(rows, order, device, readers, prefetch_pools + 1, pin_memory)
 
 
 class ResidentFeed:
@@ -115,19 +122,15 @@ class StreamedFeed:
 
 
 def _stream(
-    source: "Store | DatasetRows | _RowsInMemory",
-    fields: Mapping[str, Field],
-    order: BlockSampler,
-    device: torch.device,
-    readers: int,
-    slots: int,
-    pin_memory: bool,
+    rows: Readable | DatasetRows, order: BlockSampler, device: torch.device, readers: int, slots: int, pin_memory: bool
 ) -> StreamedFeed:
-    pool_rows = _pool_rows(order)
-    if isinstance(source, DatasetRows):
-        loading = Loading(source, order, readers)
-        return StreamedFeed(loading, Prefetcher(loading.read, fields, pool_rows, device, 1, slots, pin_memory))
-    return StreamedFeed(order, Prefetcher(source.read, fields, pool_rows, device, readers, slots, pin_memory))
+    if isinstance(rows, DatasetRows):
+        loading = Loading(rows, order, readers)
+        where = (rows.fields, _pool_rows(order), device, 1, slots, pin_memory)
+        return StreamedFeed(loading, Prefetcher(loading.read, *where))
+    return StreamedFeed(
+        order, Prefetcher(rows.read, rows.fields, _pool_rows(order), device, readers, slots, pin_memory)
+    )
 
 
 def _pool_rows(order: BlockSampler) -> int:
@@ -135,25 +138,11 @@ def _pool_rows(order: BlockSampler) -> int:
     return min(order.pool_batches * order.batch_rows, len(order))
 
 
-class _RowsInMemory:
-    """A store whose rows have been read: the host tier."""
-
-    def __init__(self, rows: Store | DatasetRows, readers: int):
-        self._arrays = _read_all(rows, torch.device("cpu"), readers, pin_memory=False).numpy()
-        self._block_first = np.cumsum(rows.block_rows, dtype=np.int64) - rows.block_rows
-
-    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
-        for block, first, places in reads:
-            start = self._block_first[block] + first
-            for name, array in self._arrays.items():
-                out[name][places] = array[start : start + len(places)]
-
-
-def _read_all(source: Store | DatasetRows, device: torch.device, readers: int, pin_memory: bool) -> Dense:
+def _read_all(source: Readable | DatasetRows, device: torch.device, readers: int, pin_memory: bool) -> Dense:
     """Every row in file order, through the same readers and copy stream: the host holds 128 MiB at most."""
     batch_rows = min(len(source), max(1, LOAD_BYTES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_rows, shuffle=False, drop_last=False)
-    feed = _stream(source, source.fields, order, device, readers, 2, pin_memory)
+    feed = _stream(source, order, device, readers, 2, pin_memory)
     rows, start = Dense.empty(source.fields, len(source), device), 0
     for plan, part in feed.pools(0):
         rows.slice(start, start + plan.real_rows).copy_(part.slice(0, plan.real_rows))

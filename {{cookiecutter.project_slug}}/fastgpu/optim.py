@@ -8,26 +8,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from . import apex
 from .rows import Dense
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
 def make_optimizer(
-    model: nn.Module, name: Literal["adamw", "sgd"], lr: float, weight_decay: float, momentum: float
+    model: nn.Module,
+    name: Literal["adamw", "sgd", "lamb"],
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    kernels: apex.Kernels = "torch",
 ) -> torch.optim.Optimizer:
-    """AdamW (betas = momentum, 0.999) or SGD with Nesterov momentum, fused into one kernel a step.
+    """AdamW (betas = momentum, 0.999) or SGD with Nesterov momentum, fused into one kernel a step; LAMB of Apex.
 
-    Biases and norms (parameters with fewer than two dimensions) get no weight decay.
+    kernels: whose; off: not fused. Biases and norms (parameters with fewer than two dimensions) get no weight decay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if kernels == "apex":
+        return apex.make(name, groups, lr, momentum)
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=kernels == "torch")
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=kernels == "torch")
 
 
 def schedule(progress: float, warmup: float) -> float:
@@ -94,9 +102,10 @@ class Step:
         return torch.stack(losses).sum()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer and the loss scale."""
-        return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+        """Of the optimizer, which kind it is, and the loss scale."""
+        state = {"optimizer": self._optimizer.state_dict(), "kind": apex.label(self._optimizer)}
+        return state | {"scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(apex.converted(state["optimizer"], state["kind"], self._optimizer))
         self._scaler.load_state_dict(state["scaler"])

@@ -49,9 +49,10 @@ class Writer:
             writer.append({"images": images, "labels": labels})
 
     target: with `shards` > 1, train.h5 becomes train-00000-of-00008.h5 and so on. rows: how many will come; fewer or
-    more raise ValueError at the end. attributes: of the rows (class_names, mean, std, source); `mean` and `std` (a
-    channel) are added for uint8 images that have none. replace: overwrite what is there. Raises UserError for a target
-    that exists, a codec that is not installed, or too small a disk.
+    more raise ValueError at the end. at_most: there may be fewer, and the last file is shorter then. attributes: of the
+    rows (class_names, mean, std, source); `mean` and `std` (a channel) are added for uint8 images that have none.
+    replace: overwrite what is there. Raises UserError for a target that exists, a codec that is not installed, or too
+    small a disk.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Writer:
         attributes: Mapping[str, Any] | None = None,
         *,
         shards: int = 1,
+        at_most: bool = False,
         compression: Compression = "none",
         threads: int = 2,
         replace: bool = False,
@@ -81,32 +83,39 @@ class Writer:
                 "make room, or write it elsewhere"
             )
         filters = _filters(compression)
-        self._rows, self._fields = rows, fields
+        self.announced_rows, self._at_most, self._fields = rows, at_most, fields
         self._borders = [number * rows // shards for number in range(shards + 1)]  # first row of each shard
         self._attributes, self._filters = dict(attributes or {}), filters
         self._statistics = _Statistics(fields, rows) if "mean" not in self._attributes else None
-        self._done = 0
+        self.rows = 0  # so far
         self._shards: list[_Shard] = []
         self._threads = ThreadPoolExecutor(threads, "writer")
 
     def append(self, rows: Mapping[str, np.ndarray]) -> None:
         """The next rows, {field: (n, *shape)}, n the same for all; the arrays are free again when it returns."""
         count = len(next(iter(rows.values())))
-        if self._done + count > self._rows:
-            raise ValueError(f"{self._done + count} rows came where {self._rows} were announced")
+        if self.rows + count > self.announced_rows:
+            raise ValueError(f"{self.rows + count} rows came where {self.announced_rows} were announced")
         if self._statistics:
-            self._statistics.add(rows, self._done)
+            self._statistics.add(rows, self.rows)
         start = 0
         while start < count:
-            if self._done == self._borders[len(self._shards)]:
+            if self.rows == self._borders[len(self._shards)]:
                 self._open_next()
             border = self._borders[len(self._shards)]
-            stop = min(count, start + border - self._done)
+            stop = min(count, start + border - self.rows)
             self._shards[-1].append({name: array[start:stop] for name, array in rows.items()})
-            self._done += stop - start
+            self.rows += stop - start
             start = stop
-            if self._done == border:
+            if self.rows == border:
                 self._shards[-1].finish()
+
+    def _end_early(self) -> None:
+        if not self._at_most:
+            raise ValueError(f"{self.rows} rows came where {self.announced_rows} were announced")
+        if len(self._shards) < len(self.targets):
+            raise UserError(f"{self.rows:,} rows do not fill {len(self.targets)} shards; use fewer")
+        self._shards[-1].finish()
 
     def _open_next(self) -> None:
         number = len(self._shards)
@@ -121,8 +130,8 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self._done != self._rows:
-                raise ValueError(f"{self._done} rows came where {self._rows} were announced")
+            if kind is None and self.rows != self.announced_rows:
+                self._end_early()
             if kind is None:
                 found = self._statistics.found() if self._statistics else {}
                 for shard in self._shards:
@@ -242,8 +251,7 @@ class _Column:
         self._threads = threads
         self._block = np.zeros((block_rows, *field.shape), field.dtype)
         self._held = 0  # rows of it that are filled
-        self._written = 0
-        self.digests = np.zeros((-(-rows // block_rows), 32), np.uint8)
+        self._digests: list[bytes] = []  # of the blocks written so far
 
     def append(self, rows: np.ndarray) -> None:
         making = deque[Future[Block]]()
@@ -270,19 +278,26 @@ class _Column:
 
     def finish(self) -> None:
         """The last block, which may be short: HDF5 stores it in full length, the checksum is of the rows alone."""
+        rows = len(self._digests) * len(self._block) + self._held
         if self._held:
             self._block[self._held :] = 0
             self._write(self._make(self._block, self._held))
+        if rows < len(self._data):
+            self._data.resize(rows, axis=0)
 
     def _make(self, block: np.ndarray, rows: int) -> Block:
         data = codecs.encode(block.reshape(-1).view(np.uint8).data, self._filters)
         return Block(data, hashlib.sha256(block[:rows].data).digest())
 
     def _write(self, block: Block) -> None:
-        start = self._written * len(self._block)
+        start = len(self._digests) * len(self._block)
         self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), block.data)
-        self.digests[self._written] = np.frombuffer(block.digest, np.uint8)
-        self._written += 1
+        self._digests.append(block.digest)
+
+    @property
+    def digests(self) -> np.ndarray:
+        """(blocks, 32) uint8."""
+        return np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
 
 
 class _Statistics:

@@ -59,6 +59,12 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
+def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`python convert.py`, to its end."""
+    command = [sys.executable, str(ROOT / "convert.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
 def run_train(
     *arguments: str, ranks: int = 1, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:

@@ -8,18 +8,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import ROOT, numbered, numbers_of
+from conftest import ROOT, convert, numbered, numbers_of
 
 import convert as convert_script
 from fastgpu import survey
 from fastgpu.layout import DIGESTS
 
 SCRIPT = str(ROOT / "convert.py")
-
-
-def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
 def rows_of(path: Path) -> tuple[list[int], list[int]]:

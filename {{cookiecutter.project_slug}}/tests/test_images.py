@@ -7,9 +7,18 @@ from conftest import numbered
 from fastgpu.launch import UserError
 from fastgpu.rows import Dense
 from fastgpu.store import Store, open_store
-from workloads.images import Normalize, ResNet, Workload, random_crop, random_flip
+from workloads.images import Normalize, ResNet, Workload
 
-SETTINGS = {"width": 4, "blocks": 1, "flip": True, "crop_pad": 2}
+OFF = {
+    "flip": False,
+    "crop_pad": 0,
+    "crop_share": 1.0,
+    "jitter": 0.0,
+    "cutout": 0,
+    "mixup": 0.0,
+    "label_smoothing": 0.0,
+}
+SETTINGS = {"width": 4, "blocks": 1} | OFF | {"flip": True, "crop_pad": 2}
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -45,25 +54,6 @@ def test_small_images_keep_their_resolution_in_the_first_stage(shape, side):
     assert seen == [side]
 
 
-def test_crop_against_a_plain_loop():
-    x, pad = images((16, 3, 6, 9)), 2
-    out = random_crop(x, pad, rng(5))
-    tops, lefts = torch.randint(0, 2 * pad + 1, (2, 16), generator=rng(5)).tolist()
-    padded = np.pad(x.numpy(), ((0, 0), (0, 0), (pad, pad), (pad, pad)))
-    for i, (top, left) in enumerate(zip(tops, lefts, strict=True)):
-        np.testing.assert_array_equal(out[i].numpy(), padded[i, :, top : top + 6, left : left + 9])
-    assert len(set(zip(tops, lefts, strict=True))) > 5
-
-
-def test_flip_against_a_plain_loop():
-    x = images((32, 3, 6, 9))
-    out = random_flip(x, rng(5))
-    flips = (torch.rand(32, generator=rng(5)) < 0.5).tolist()
-    for i, flip in enumerate(flips):
-        np.testing.assert_array_equal(out[i].numpy(), x[i].numpy()[..., ::-1] if flip else x[i].numpy())
-    assert 5 < sum(flips) < 27
-
-
 def test_normalize_is_mean_and_std_of_a_channel():
     layer = Normalize({"mean": [10.0, 20.0], "std": [2.0, 4.0]}, 2)
     x = images((3, 2, 4, 4))
@@ -81,8 +71,35 @@ def test_augmentation_is_drawn_anew_each_time_and_repeats_with_the_seed(store):
     assert torch.equal(first["images"], workload.transform(batch, rng(1))["images"])
     assert first["images"].dtype == torch.uint8
     assert torch.equal(first["labels"], batch["labels"])
-    off = Workload(store, store, **SETTINGS | {"flip": False, "crop_pad": 0}).transform(batch, rng())
+    off = Workload(store, store, **SETTINGS | OFF).transform(batch, rng())
     assert off["images"].data_ptr() == batch["images"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("flip", True), ("crop_pad", 1), ("crop_share", 0.3), ("jitter", 0.3), ("cutout", 3), ("mixup", 0.4)],
+)
+def test_each_augmentation_redraws_and_can_be_trained_on(store, key, value):
+    workload = Workload(store, store, **SETTINGS | OFF | {key: value})
+    assert workload.redraws
+    assert not Workload(store, store, **SETTINGS | OFF).redraws
+    batch, generator = Dense({"images": images((8, 3, 8, 8)), "labels": torch.arange(8) % 4}), rng()
+    first, second = workload.transform(batch, generator), workload.transform(batch, generator)
+    assert not torch.equal(first["images"], second["images"])
+    loss = workload.loss(workload.model(), first)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_smoothed_and_mixed_labels_against_the_formula(store):
+    logits, labels = torch.randn(6, 4, generator=rng()), torch.tensor([0, 1, 2, 3, 0, 1])
+    workload = Workload(store, store, **SETTINGS | OFF | {"label_smoothing": 0.2})
+    shares = 0.8 * torch.eye(4)[labels] + 0.2 / 4
+    expected = -(shares * logits.log_softmax(1)).sum(1).mean()
+    for given in (labels, torch.eye(4)[labels]):
+        torch.testing.assert_close(
+            workload.loss(lambda _: logits, Dense({"images": logits, "labels": given})), expected
+        )
 
 
 def test_scores_are_sums_that_add_up_over_any_split(store):
@@ -133,7 +150,7 @@ def _store(tmp_path, images, labels, name="x.h5") -> Store:
         ),
         (numbered(5, (8, 8)), np.arange(5), r"images are uint8 \('N', 8, 8\); allowed is uint8 \(N, C, H, W\)"),
         (numbered(5, (1, 8, 8)), np.arange(5.0), r"labels are float64 \('N',\); allowed are integers \(N,\)"),
-        (numbered(5, (1, 8, 8)), np.zeros((5, 2), int), r"labels are int64 \('N', 2\); allowed are integers"),
+        (numbered(5, (1, 8, 8)), np.zeros((5, 2, 2), int), r"labels are int64 \('N', 2, 2\); allowed are integers"),
         (numbered(5, (1, 8, 8)), np.arange(5) - 1, "labels run from -1 to 3; allowed are 0 to 3"),
     ],
 )
@@ -155,3 +172,27 @@ def test_needs_images_and_labels(write):
     store = open_store("data.train", write(), {"pixels": "images"})
     with pytest.raises(UserError, match="data.fields has pixels; the images workload needs images and labels"):
         Workload(store, store, **SETTINGS)
+
+
+def test_many_attributes_at_once(tmp_path):
+    labels = np.random.default_rng(0).integers(0, 2, (40, 5), dtype=np.uint8)
+    store = _store(tmp_path, numbered(40, (3, 8, 8)), labels)
+    workload = Workload(store, store, **SETTINGS | {"label_smoothing": 0.1, "mixup": 0.2})
+    assert (workload.classes, workload.metrics, workload.best) == (5, ("loss", "accuracy_pct"), "accuracy_pct")
+    logits, truth = torch.randn(40, 5, generator=rng()), torch.from_numpy(labels)
+    rows = Dense({"images": images((40, 3, 8, 8)), "labels": truth})
+    p = logits.sigmoid()
+    loss = -(truth * p.log() + (1 - truth.float()) * (1 - p).log()).mean(1).sum()
+    hits = 100 * ((p > 0.5) == (truth == 1)).float().mean(1).sum()
+    for found, expected in zip(workload.score(lambda _: logits, rows), (loss, hits), strict=True):
+        torch.testing.assert_close(found, expected)
+    target = truth * 0.9 + 0.05
+    expected = -(target * p.log() + (1 - target) * (1 - p).log()).mean()
+    torch.testing.assert_close(workload.loss(lambda _: logits, rows), expected)
+    mixed = workload.transform(rows, rng())["labels"]
+    assert mixed.shape == (40, 5)
+    assert torch.isfinite(workload.loss(workload.model(), rows))
+    with pytest.raises(UserError, match="labels run from 0 to 2; allowed are 0 to 1"):
+        Workload(store, _store(tmp_path, numbered(40, (3, 8, 8)), labels * 2, "val.h5"), **SETTINGS)
+    with pytest.raises(UserError, match=r"labels are \('N', 4\), those of .* are \('N', 5\)"):
+        Workload(store, _store(tmp_path, numbered(40, (3, 8, 8)), labels[:, :4], "val.h5"), **SETTINGS)

@@ -13,9 +13,10 @@ MODULES = sorted((ROOT / "fastgpu").glob("*.py"))
 SOURCES = [ROOT / "train.py", ROOT / "convert.py", *MODULES, *sorted((ROOT / "workloads").glob("*.py"))]
 
 FLOORS = [  # a module imports only from floors below its own
-    {"launch", "rows", "order", "clock", "log", "codecs", "durable"},
-    {"config", "dist", "layout", "auto", "checkpoint", "runs", "optim", "echo"},
-    {"store", "prefetch", "dataset", "writer", "survey"},
+    {"launch", "rows", "order", "clock", "log", "codecs", "durable", "augment"},
+    {"apex"},
+    {"config", "dist", "layout", "arrays", "pictures", "synthetic", "auto", "checkpoint", "runs", "optim", "echo"},
+    {"store", "prefetch", "dataset", "writer", "survey", "published"},
     {"feed"},
     {"evaluate"},
 ]
@@ -46,7 +47,9 @@ def test_environment_is_read_in_one_place_and_nothing_is_unpickled(path):
     text = path.read_text()
     if path.stem != "launch":
         assert not re.search(r"environ|getenv", text)
-    assert not re.search(r"import pickle|weights_only=False|yaml\.load\((?!text, _Loader)|{[%{]", text)
+    if path.stem != "published":  # whose unpickler knows arrays only
+        assert "import pickle" not in text
+    assert not re.search(r"weights_only=False|yaml\.load\((?!text, _Loader)|{[%{]", text)
 
 
 @pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "workloads").glob("*.py"))], ids=lambda path: path.stem)

@@ -57,6 +57,28 @@ def test_rows_come_back_in_order_whatever_the_parts_blocks_and_shards(
     assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(rows))
 
 
+@pytest.mark.parametrize("came", [100, 95, 70, 67])
+@pytest.mark.parametrize("block_bytes", [8, 80, 600])
+def test_fewer_rows_than_announced_make_the_last_file_shorter(tmp_path, monkeypatch, came, block_bytes):
+    monkeypatch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(writer_module, "LEAST_BLOCKS", 1)
+    with Writer(tmp_path / "rows.h5", 100, IMAGES, shards=3, at_most=True) as writer:
+        fill(writer, came)
+    found = read_all([str(path) for path in writer.targets], verify=True)
+    assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(came))
+    with h5py.File(writer.targets[-1]) as file:
+        assert len(file["images"]) == came - 66
+        assert len(file[f"{DIGESTS}/images"]) == -(-(came - 66) // file["images"].chunks[0])
+
+
+@pytest.mark.parametrize("came", [66, 60, 0])
+def test_a_shard_without_rows_is_refused(tmp_path, came):
+    refused = pytest.raises(UserError, match=f"{came} rows do not fill 3 shards; use fewer")
+    with refused, Writer(tmp_path / "rows.h5", 100, IMAGES, shards=3, at_most=True) as writer:
+        fill(writer, came)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("compression", ["none", "gzip", "lz4", "zstd"])
 def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
     path = tmp_path / "rows.h5"

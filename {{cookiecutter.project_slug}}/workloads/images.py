@@ -1,6 +1,6 @@
-"""Image classification: a compact residual network for any (C, H, W).
+"""Image classification, one class of many or any of many attributes: a compact residual network for any (C, H, W).
 
-Shapes: B rows of a batch, C H W of an image, K classes.
+Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastgpu import augment
 from fastgpu.launch import UserError
 from fastgpu.rows import Dense, Source
 
@@ -19,30 +20,51 @@ SMALLEST_SIDE = 4  # stages halve the image down to this
 class Workload:
     """Checks that the rows are images with labels, and holds what training on them takes.
 
-    train, val: stores with `images`, uint8 (N, C, H, W), and `labels`, integers (N,) from 0 on. The attributes
-    `class_names`, `mean` and `std` (a channel, 0..255) of the training data are used where they exist.
-    Raises UserError for rows of another kind.
+    train, val: stores with `images`, uint8 (N, C, H, W), and `labels`: integers (N,) from 0 on, or 0 and 1 (N, K). The
+    attributes `class_names`, `mean` and `std` (a channel, 0..255) of the training data are used where they exist.
+    flip to mixup: see `augment` in config.yaml. Raises UserError for rows of another kind.
     """
 
-    metrics = ("loss", "top1_pct", "top5_pct")
-    best = "top1_pct"  # its highest value makes the best checkpoint
-
-    def __init__(self, train: Source, val: Source, *, width: int, blocks: int, flip: bool, crop_pad: int):
+    def __init__(
+        self,
+        train: Source,
+        val: Source,
+        *,
+        width: int,
+        blocks: int,
+        flip: bool,
+        crop_pad: int,
+        crop_share: float,
+        jitter: float,
+        cutout: int,
+        mixup: float,
+        label_smoothing: float,
+    ):
         for store in (train, val):
             _check(store)
         if val.fields["images"] != train.fields["images"]:
             raise UserError(f"{val.name}: images are {val.fields['images'].shape}, those of {train.name} are "
                             f"{train.fields['images'].shape}")  # fmt: skip
+        if val.fields["labels"].shape != train.fields["labels"].shape:
+            raise UserError(f"{val.name}: labels are {('N', *val.fields['labels'].shape)}, those of {train.name} are "
+                            f"{('N', *train.fields['labels'].shape)}")  # fmt: skip
         names = train.attributes.get("class_names")
-        self.classes = len(names) if names else _label_range(train)[1] + 1
+        self.many = bool(train.fields["labels"].shape)  # attributes, of which any number may be there
+        self.classes = train.fields["labels"].shape[0] if self.many else len(names) if names else _range(train)[1] + 1
+        highest = 1 if self.many else self.classes - 1
         for store in (train, val):
-            low, high = _label_range(store) if not store.in_workers else (0, 0)
-            if low < 0 or high >= self.classes:
-                raise UserError(f"{store.name}: labels run from {low} to {high}; allowed are 0 to {self.classes - 1}")
+            low, high = _range(store) if not store.in_workers else (0, 0)
+            if low < 0 or high > highest:
+                raise UserError(f"{store.name}: labels run from {low} to {high}; allowed are 0 to {highest}")
+        self.metrics = ("loss", "accuracy_pct") if self.many else ("loss", "top1_pct", "top5_pct")
+        self.best = self.metrics[1]  # its highest value makes the best checkpoint
         self.shape_CHW = train.fields["images"].shape
         self._normalize = Normalize(train.attributes, self.shape_CHW[0])
-        self.redraws = flip or crop_pad > 0  # whether `transform` makes a row look different each time
-        self._width, self._blocks, self._flip, self._crop_pad = width, blocks, flip, crop_pad
+        self.redraws = flip or crop_pad > 0 or crop_share < 1 or jitter > 0 or cutout > 0 or mixup > 0
+        """Whether `transform` makes a row look different each time."""
+        self._width, self._blocks, self._smoothing = width, blocks, label_smoothing
+        self._flip, self._crop_pad, self._crop_share = flip, crop_pad, crop_share
+        self._jitter, self._cutout, self._mixup = jitter, cutout, mixup
 
     def model(self) -> nn.Module:
         """uint8 (B, C, H, W) -> logits (B, K)."""
@@ -50,25 +72,43 @@ class Workload:
 
     def transform(self, batch: Dense, rng: torch.Generator) -> Dense:
         """Augment on the device, still as bytes; drawn anew at each call, so also each time a row is echoed."""
-        x_BCHW = batch["images"]
+        x_BCHW, labels = batch["images"], batch["labels"]
+        if self._crop_share < 1:
+            x_BCHW = augment.random_resized_crop(x_BCHW, self._crop_share, rng)
         if self._crop_pad:
-            x_BCHW = random_crop(x_BCHW, self._crop_pad, rng)
+            x_BCHW = augment.random_crop(x_BCHW, self._crop_pad, rng)
         if self._flip:
-            x_BCHW = random_flip(x_BCHW, rng)
-        return Dense({"images": x_BCHW, "labels": batch["labels"]})
+            x_BCHW = augment.random_flip(x_BCHW, rng)
+        if self._jitter:
+            x_BCHW = augment.jitter(x_BCHW, self._jitter, rng)
+        if self._cutout:
+            x_BCHW = augment.cutout(x_BCHW, self._cutout, self._normalize.mean_bytes, rng)
+        if self._mixup:
+            target_BK = labels.float() if self.many else F.one_hot(labels.long(), self.classes).float()
+            x_BCHW, labels = augment.mixup(x_BCHW, target_BK, self._mixup, rng)
+        return Dense({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Dense) -> Tensor:
-        """Mean cross-entropy of the batch."""
-        return F.cross_entropy(model(batch["images"]).float(), batch["labels"].long())
+        """Mean cross-entropy of the batch; of attributes, the mean over them too. Labels may be shares (B, K)."""
+        logits_BK, labels = model(batch["images"]).float(), batch["labels"]
+        if self.many:
+            target_BK = labels.float() * (1 - self._smoothing) + self._smoothing / 2
+            return F.binary_cross_entropy_with_logits(logits_BK, target_BK)
+        target = labels if labels.is_floating_point() else labels.long()
+        return F.cross_entropy(logits_BK, target, label_smoothing=self._smoothing)
 
     def score(self, model: nn.Module, batch: Dense) -> list[Tensor]:
         """For each of `metrics` its sum over the batch's rows; divided by the number of rows it is the metric."""
-        logits_BK, labels_B = model(batch["images"]).float(), batch["labels"].long()
+        logits_BK, labels = model(batch["images"]).float(), batch["labels"]
+        if self.many:
+            loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.classes
+            return [loss, 100 * ((logits_BK > 0) == (labels > 0)).sum() / self.classes]
+        labels_B = labels.long()
         hits_B5 = logits_BK.topk(min(5, self.classes), dim=1).indices == labels_B[:, None]
         return [F.cross_entropy(logits_BK, labels_B, reduction="sum"), 100 * hits_B5[:, 0].sum(), 100 * hits_B5.sum()]
 
 
-def _label_range(store: Source) -> tuple[int, int]:
+def _range(store: Source) -> tuple[int, int]:
     try:
         labels = store.column("labels")
     except KeyError:
@@ -84,30 +124,10 @@ def _check(store: Source) -> None:
         raise UserError(
             f"{store.name}: images are {images.dtype} {('N', *images.shape)}; allowed is uint8 (N, C, H, W)"
         )
-    if labels.dtype.kind not in "ui" or labels.shape:
-        raise UserError(f"{store.name}: labels are {labels.dtype} {('N', *labels.shape)}; allowed are integers (N,)")
-
-
-# ---------------------------------------------------------------------------------------------- on the device
-
-
-def random_crop(x_BCHW: Tensor, pad: int, rng: torch.Generator) -> Tensor:
-    """Each image shifted by up to `pad` pixels either way, zeros outside: a crop of the zero-padded image."""
-    B, C, H, W = x_BCHW.shape
-    padded = F.pad(x_BCHW, (pad, pad, pad, pad))
-    top_B, left_B = torch.randint(0, 2 * pad + 1, (2, B), generator=rng, device=x_BCHW.device)
-    rows_BH = top_B[:, None] + torch.arange(H, device=x_BCHW.device)
-    columns_BW = left_B[:, None] + torch.arange(W, device=x_BCHW.device)
-    batch_B = torch.arange(B, device=x_BCHW.device)
-    return padded.permute(0, 2, 3, 1)[batch_B[:, None, None], rows_BH[:, :, None], columns_BW[:, None, :]].permute(
-        0, 3, 1, 2
-    )
-
-
-def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
-    """Each image mirrored left-right with probability 1/2."""
-    flip_B = torch.rand(len(x_BCHW), generator=rng, device=x_BCHW.device) < 0.5
-    return torch.where(flip_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
+    if labels.dtype.kind not in "ui" or len(labels.shape) > 1:
+        raise UserError(
+            f"{store.name}: labels are {labels.dtype} {('N', *labels.shape)}; allowed are integers (N,), or (N, K)"
+        )
 
 
 class Normalize(nn.Module):
@@ -122,6 +142,11 @@ class Normalize(nn.Module):
         std = torch.as_tensor(attributes.get("std", 127.5), dtype=torch.float32).expand(channels)
         self.register_buffer("scale", (1 / std).view(1, -1, 1, 1))
         self.register_buffer("shift", (-mean / std).view(1, -1, 1, 1))
+
+    @property
+    def mean_bytes(self) -> Tensor:
+        """(C,) uint8: what becomes 0."""
+        return (-self.shift / self.scale).round().to(torch.uint8).flatten()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return x_BCHW * self.scale + self.shift
