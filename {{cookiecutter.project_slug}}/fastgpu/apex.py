@@ -15,6 +15,7 @@ from .launch import UserError
 
 Kernels = Literal["torch", "apex", "off"]
 CLASSES = {"adamw": "FusedAdam", "sgd": "FusedSGD", "lamb": "FusedLAMB"}  # of apex.optimizers
+SOURCE = "from source: https://github.com/NVIDIA/apex#installation"
 REMOVED = "on 2025-05-08 (NVIDIA/apex#1896)"
 
 
@@ -26,7 +27,7 @@ def reason_against(part: str, name: str, kernels: str = "") -> str:
     spec = find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     if not spec:
-        return "NVIDIA Apex is not installed; docs/apex.md says how"
+        return f"NVIDIA Apex is not installed ({SOURCE})"
     if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
         return "the installed package apex is not NVIDIA's but another project of that name: pip uninstall apex"
     sources = [folder / part / "__init__.py" for folder in folders]
@@ -35,7 +36,7 @@ def reason_against(part: str, name: str, kernels: str = "") -> str:
             f": apex.{part} was removed {REMOVED}; use torch's (dist.strategy=ddp)" if part == "parallel" else ""
         )
     if kernels and not find_spec(kernels):
-        return f"NVIDIA Apex was built without its CUDA kernels ({kernels}): build it again, docs/apex.md says how"
+        return f"NVIDIA Apex was built without its CUDA kernels ({kernels}): build it again ({SOURCE})"
     if not torch.cuda.is_available():
         return "NVIDIA Apex needs CUDA, and torch sees no GPU"
     try:

@@ -120,7 +120,7 @@ class Optim(Section):
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """Optimizer; lamb, for very large batches, is NVIDIA Apex's."""
     fused: Literal["auto", "torch", "apex", "off"] = "torch"
-    """Whose fused kernels: torch's, NVIDIA Apex's (docs/apex.md), auto: Apex's where it is usable; off: none."""
+    """Whose fused kernels: torch's, NVIDIA Apex's, auto: Apex's where it is usable; off: none."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.05

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .launch import UserError
 from .order import Read
@@ -110,7 +110,9 @@ class ImageFiles:
                 pixels = decode(file, self._shape)
         except FileNotFoundError:
             raise UserError(f"{where} is not there; --on-error skip leaves such rows out") from None
-        except Exception as error:  # a decoder may raise anything for bytes that are no image
+        except UnidentifiedImageError:
+            raise UserError(f"{where} is no image that Pillow knows; --on-error skip leaves such rows out") from None
+        except Exception as error:  # a decoder may raise anything for damaged bytes
             raise UserError(f"{where} cannot be decoded: {error}; --on-error skip leaves such rows out") from None
         if pixels.shape[1:] != self._size:
             raise UserError(
@@ -217,6 +219,8 @@ def list_csv(path: Path, columns: Sequence[str], classes: int | None) -> Listing
                 names.append(name)
                 words.append(word.strip())
                 lines.append(reader.line_num)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist (looked in {Path.cwd()})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
     except csv.Error as error:

@@ -103,7 +103,7 @@ def install(tmp_path, monkeypatch):
 
 
 STATES = {
-    "missing": ({}, True, "NVIDIA Apex is not installed; docs/apex.md says how"),
+    "missing": ({}, True, r"NVIDIA Apex is not installed \(from source: https://github.com/NVIDIA/apex"),
     "wrong": (
         {"apex/__init__.py": "raise ImportError"},
         True,

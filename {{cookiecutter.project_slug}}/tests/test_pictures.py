@@ -132,6 +132,11 @@ def test_a_csv_has_numbers_or_names(tmp_path):
     assert (listing.labels.tolist(), len(listing.attributes["class_names"])) == ([3, 0], 4)
 
 
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="none.csv does not exist"):
+        list_csv(tmp_path / "none.csv", ("path", "label"), None)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -194,7 +199,8 @@ def test_a_csv_names_files_below_a_root(tmp_path):
 
 def test_a_broken_image_stops_with_its_line_and_leaves_nothing(tmp_path):
     folder_of(tmp_path / "all", {"all": 6})
-    (tmp_path / "all/all/photo 003 é.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50))
+    path = tmp_path / "all/all/photo 003 é.png"
+    path.write_bytes(path.read_bytes()[:-30])  # cut
     lines = [f"all/all/photo {n:03d} é.png,0" for n in range(6)]
     (tmp_path / "x.csv").write_text("\n".join(["path,label", *lines]), encoding="utf-8")
     result = convert("images", "x.csv", "out.h5", cwd=tmp_path)
@@ -214,7 +220,7 @@ def test_skipped_images_are_listed_and_more_than_one_in_a_hundred_fail(tmp_path)
     assert rows_of(tmp_path / "out.h5") == {n: int(n >= 150) for n in range(250) if n not in (5, 77)}
     report = (tmp_path / "out.h5.skipped.txt").read_text(encoding="utf-8").splitlines()
     assert len(report) == 2
-    assert "005 é.png cannot be decoded" in report[0]
+    assert "005 é.png is no image that Pillow knows" in report[0]
     assert "077 é.png has 9x9 pixels, the first image 8x10; give --size" in report[1]
     assert convert("verify", "out.h5", cwd=tmp_path).returncode == 0
     broken[2].write_bytes(b"")
