@@ -79,10 +79,15 @@ def make(name: str, groups: list[dict[str, Any]], lr: float, momentum: float) ->
     return made
 
 
-def distributed(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in apex.parallel.DistributedDataParallel, of builds from before its removal. Raises UserError."""
+def distributed(model: torch.nn.Module, ranks: int) -> torch.nn.Module:
+    """The model in apex.parallel.DistributedDataParallel, of builds from before its removal; itself for one rank.
+
+    Raises UserError where there is no such class.
+    """
     if why := reason_against("parallel", "DistributedDataParallel"):
         raise UserError(f"dist.strategy is apex, but {why}")
+    if ranks == 1:
+        return model
     wrapped = import_module("apex.parallel").DistributedDataParallel(model)
     assert isinstance(wrapped, torch.nn.Module)
     return wrapped

@@ -188,7 +188,7 @@ def wrap(world: World, model: nn.Module, strategy: Strategy, static_graph: bool,
         raise UserError(f"dist.strategy is {strategy}, which {what}, but there are {world.size} processes: use ddp")
     shared = model
     if strategy == "apex":
-        shared = apex.distributed(model)
+        shared = apex.distributed(model, world.size)
     elif strategy == "dp":
         shared = DataParallel(model)
     elif world.size > 1:

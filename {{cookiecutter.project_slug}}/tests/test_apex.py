@@ -155,15 +155,16 @@ def test_its_data_parallel_is_there_or_was_removed(install):
     install(WHOLE | KERNELS)
     message = r"dist.strategy is apex, but .* no apex.parallel.DistributedDataParallel: .* removed on 2025-05-08 .*ddp"
     with pytest.raises(UserError, match=message):
-        apex.distributed(nn.Linear(1, 1))
+        apex.distributed(nn.Linear(1, 1), 1)
 
 
 def test_an_older_apex_wraps_the_model(install):
     install(WHOLE | OLD)
     model = nn.Linear(2, 1)
-    shared = apex.distributed(model)
+    shared = apex.distributed(model, 2)
     assert type(shared).__module__ == "apex.parallel"
     assert shared.module is model
+    assert apex.distributed(model, 1) is model
 
 
 # ---------------------------------------------------------------------------------------------- steps and checkpoints
