@@ -92,7 +92,7 @@ class ImageFiles:
                 out["images"][place] = self._decode(row)
             except UserError as error:
                 if self._on_error == "stop":
-                    raise
+                    raise UserError(f"{error}; --on-error skip leaves such images out") from None
                 self.failed[row] = str(error)
                 out["images"][place] = 0
                 if len(self.failed) > max(1, SKIPPED_SHARE * len(self)):
@@ -109,11 +109,11 @@ class ImageFiles:
             with self._open(name) as file:
                 pixels = decode(file, self._shape)
         except FileNotFoundError:
-            raise UserError(f"{where} is not there; --on-error skip leaves such rows out") from None
+            raise UserError(f"{where} is not there") from None
         except UnidentifiedImageError:
-            raise UserError(f"{where} is no image that Pillow knows; --on-error skip leaves such rows out") from None
+            raise UserError(f"{where} is no image that Pillow knows") from None
         except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise UserError(f"{where} cannot be decoded: {error}; --on-error skip leaves such rows out") from None
+            raise UserError(f"{where} cannot be decoded: {error}") from None
         if pixels.shape[1:] != self._size:
             raise UserError(
                 f"{where} has {_say(pixels.shape[1:])} pixels, the first image {_say(self._size)}; give --size"

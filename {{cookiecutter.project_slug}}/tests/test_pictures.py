@@ -206,6 +206,7 @@ def test_a_broken_image_stops_with_its_line_and_leaves_nothing(tmp_path):
     result = convert("images", "x.csv", "out.h5", cwd=tmp_path)
     assert result.returncode == 2
     assert "error: x.csv:5: all/all/photo 003 é.png cannot be decoded" in result.stderr
+    assert result.stderr.endswith("; --on-error skip leaves such images out\n")
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.glob("*out*"))
 
