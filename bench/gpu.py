@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from fastgpu import auto
 from fastgpu.clock import Clock, Lap
+from fastgpu.config import Augment, Model
 from fastgpu.echo import echo
 from fastgpu.feed import Feed, Tier, make_feed
 from fastgpu.layout import BLOCK_BYTES
@@ -209,7 +210,7 @@ def measure(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, dict[
     readers = auto.choose_readers("auto", 1)
     feeds: dict[str, Feed] = {tier: make_feed(store, order, tier, device, readers, PREFETCH_POOLS) for tier in TIERS}
     feeds[NOT_PINNED] = make_feed(store, order, "disk", device, readers, PREFETCH_POOLS, pin_memory=False)
-    workload = Workload(store, store, width=32, blocks=1, flip=True, crop_pad=4)
+    workload = Workload(store, store, **Model().model_dump(), **Augment(flip=True, crop_pad=4).model_dump())
     resnet = nn.Sequential(Normalize(store.attributes, 3), resnet50(workload.classes))
     found = {}
     for name, network in {"ResNet-50": resnet, "small CNN": workload.model()}.items():
