@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import hdf5plugin
@@ -20,6 +20,7 @@ import project  # noqa: F401
 import report
 import torch
 from contenders import Batch
+from data import Rows
 from fastgpu import auto
 from fastgpu.feed import make_feed
 from fastgpu.layout import BLOCK_BYTES
@@ -34,29 +35,19 @@ ROUNDS = 3
 FOLDER = Path(__file__).parent / "data" / "layouts"
 
 
-class Rows(NamedTuple):
-    name: str
-    rows: int
-    shape: tuple[int, int, int]
-    batch_rows: int
-
-    @property
-    def block_rows(self) -> int:
-        return BLOCK_BYTES // int(np.prod(self.shape))
-
-
 ROWS = (Rows("celeba", 4_000, (3, 218, 178), 256), Rows("cifar", 60_000, (3, 32, 32), 1024))
 
 
 def layouts(rows: Rows) -> dict[str, dict[str, Any]]:
     """{what it is called: arguments of h5py's create_dataset; none: as convert.py writes it}"""
-    blocks = (rows.block_rows, *rows.shape)
+    block_rows = BLOCK_BYTES // rows.row_bytes
+    blocks = (block_rows, *rows.shape)
     found: dict[str, dict[str, Any]] = {
         "blocks of 2 MiB": {},
         "blocks of 2 MiB, data.verify": {},
         "in one piece": {"chunks": None},
         "chunks of 1 row": {"chunks": (1, *rows.shape)},
-        "chunks of 64 MiB": {"chunks": (32 * rows.block_rows, *rows.shape)},
+        "chunks of 64 MiB": {"chunks": (32 * block_rows, *rows.shape)},
         "chunks that split rows (h5py's guess)": {"chunks": True},
         "gzip": {"chunks": blocks, "compression": "gzip", "compression_opts": 1},
         "lz4": {"chunks": blocks, **hdf5plugin.LZ4()},
