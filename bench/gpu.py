@@ -30,7 +30,7 @@ from fastgpu.feed import Feed, Tier, make_feed
 from fastgpu.layout import BLOCK_BYTES
 from fastgpu.optim import Step, make_optimizer
 from fastgpu.order import BlockSampler
-from fastgpu.rows import Dense
+from fastgpu.rows import Rows
 from fastgpu.store import open_store
 from torch import Tensor, nn
 from workloads.images import Normalize, Workload
@@ -44,7 +44,7 @@ FIXED, NOT_PINNED = "fixed batch", "disk, not pinned"
 TIERS: tuple[Tier, ...] = ("disk", "host", "device")
 FEED_RATIO, WAIT_PCT = 0.99, 1.0  # what we must reach
 
-Batches = Iterable[Dense]
+Batches = Iterable[Rows]
 
 
 class Sizes(NamedTuple):

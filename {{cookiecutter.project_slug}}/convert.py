@@ -141,12 +141,17 @@ def _open(asked: argparse.Namespace) -> Store | DatasetRows:
         fields = fields or {"images": "images", "labels": "labels"}
         return open_dataset("SOURCE", asked.source[0], fields, factory=asked.dataset, options=LoaderOptions())
     group = asked.source[0].partition("::")[2].strip("/")
-    columns = [column for column in survey.columns_of(asked.source[0]) if column.group.strip("/") == group]
-    if not columns and not fields:
-        groups = ", ".join(sorted({column.group for column in survey.columns_of(asked.source[0])})) or "no numbers"
-        raise UserError(f"{asked.source[0]} has no rows in /{group}, but {groups}; name one: file.h5::/group")
-    fields = fields or {column.name: column.name for column in columns}
-    is_checked = all(column.has_digests for column in columns)
+    columns = survey.columns_of(asked.source[0])
+    groups = {name.strip("/"): fields for name, fields in survey.fields_of(columns).items()}
+    if group not in groups and not fields:
+        names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
+        raise UserError(f"{asked.source[0]} has no rows in /{group}, but {names}; name one: file.h5::/group")
+    fields = fields or groups[group]
+    is_checked = all(
+        column.has_digests
+        for column in columns
+        if group in ((own := column.group.strip("/")), own.rpartition("/")[0])  # ragged rows lie one group below
+    )
     return open_store("SOURCE", asked.source, fields, verify=is_checked, trust_links=asked.trust_links)
 
 
@@ -168,8 +173,7 @@ def info(asked: argparse.Namespace) -> int:
 
 def _advise_on_rows(file: str, columns: list[survey.Column]) -> Iterator[str]:
     """What opening each group as rows finds: why it cannot be trained on, or that it is sorted by class."""
-    for group in sorted({column.group for column in columns}):
-        fields = {each.name: each.name for each in columns if each.group == group}
+    for group, fields in sorted(survey.fields_of(columns).items()):
         try:
             rows = open_store("FILE", f"{file}::{group}", fields)
             warning = auto.warn_of_class_order(rows, auto.POOL_BYTES // rows.row_bytes)

@@ -9,15 +9,16 @@ import numpy as np
 
 from .launch import UserError
 from .order import Read
-from .rows import Field
+from .rows import Field, RaggedArray
 
 BLOCK_BYTES = 2 << 20  # of neighbouring rows: what lies on a disk is not read row by row
 
 
 class Arrays:
-    """Arrays of equal length as a source of blocks.
+    """Columns of equal length as a source of blocks.
 
-    columns: {field: (N, *shape)}. block_rows: (blocks,) rows of each, if they are not to be cut into about 2 MiB.
+    columns: {field: (N, *shape) or RaggedArray of N rows}. block_rows: (blocks,) rows of each, if they are not to be
+    cut into about 2 MiB. below: {ragged field: number of items that its values are from}.
     """
 
     in_workers = False
@@ -25,12 +26,20 @@ class Arrays:
     def __init__(
         self,
         name: str,
-        columns: Mapping[str, np.ndarray],
+        columns: Mapping[str, np.ndarray | RaggedArray],
         attributes: Mapping[str, Any] | None = None,
         block_rows: np.ndarray | None = None,
+        below: Mapping[str, int | None] | None = None,
     ):
         self.name, self._columns, self.attributes = name, columns, dict(attributes or {})
-        self.fields = {key: Field(column.dtype.newbyteorder("="), column.shape[1:]) for key, column in columns.items()}
+        self.fields, self.lengths = dict[str, Field](), dict[str, np.ndarray]()
+        for key, column in columns.items():
+            if isinstance(column, RaggedArray):
+                self.lengths[key] = np.diff(column.offsets).astype(np.int32)
+                mean = float(self.lengths[key].mean())
+                self.fields[key] = Field(column.values.dtype, (), mean, (below or {}).get(key))
+            else:
+                self.fields[key] = Field(column.dtype.newbyteorder("="), column.shape[1:])
         if block_rows is None:
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             block_rows = np.diff(np.arange(0, len(self), step), append=len(self)).astype(np.int32)
@@ -45,15 +54,23 @@ class Arrays:
         return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
-        """One field of all rows, (rows, *shape)."""
-        return self._columns[name]
+        """One field of all rows, (rows, *shape); raises KeyError for a ragged one."""
+        column = self._columns[name]
+        if isinstance(column, RaggedArray):
+            raise KeyError(name)
+        return column
 
-    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe."""
         for block, first, places in reads:
-            start = self._block_start[block] + first
+            start = int(self._block_start[block]) + first
+            stop = start + len(places)
             for name, column in self._columns.items():
-                out[name][places] = column[start : start + len(places)]
+                if isinstance(column, RaggedArray):
+                    values = column.values[column.offsets[start] : column.offsets[stop]]
+                    out[name].values[out[name].places(places)] = values
+                else:
+                    out[name][places] = column[start:stop]
 
 
 def open_arrays(sources: Sequence[str]) -> Arrays:

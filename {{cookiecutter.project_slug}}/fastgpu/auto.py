@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from .launch import UserError
-from .rows import Source
+from .rows import MOST_VALUES, Source
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
@@ -56,7 +56,9 @@ def sizes(
     lanes = choose_lanes(lanes, batch_rows, ranks, len(train.block_rows), train.name)
     pool_batches = choose_pool_batches(pool_batches, batch_rows, train.row_bytes, len(train))
     need_bytes = len(train) * train.row_bytes + len(val) * val.row_bytes
-    tier, text = choose_tier(tier, need_bytes, device, local_ranks, train.name, train.in_workers)
+    values = [int(lengths.sum(dtype=np.int64)) for each in (train, val) for lengths in each.lengths.values()]
+    streams = train.in_workers or max(values, default=0) > MOST_VALUES
+    tier, text = choose_tier(tier, need_bytes, device, local_ranks, train.name, streams)
     if train.in_workers:
         readers = choose_workers(workers, prefetch_factor, a_rank * train.row_bytes, local_ranks)
     else:
@@ -150,17 +152,18 @@ def cpus() -> int:
 
 
 def choose_tier(
-    tier: Tier | Auto, need_bytes: int, device: torch.device, local_ranks: int, name: str, drawn_anew: bool = False
+    tier: Tier | Auto, need_bytes: int, device: torch.device, local_ranks: int, name: str, streams: bool = False
 ) -> tuple[Tier, str]:
     """The tier, and a sentence with the numbers. `auto`: the nearest one that the rows fill at most by half.
 
     The other half is for the model, its gradients and the optimizer. All tiers give the same batches: ranks need not
-    agree. drawn_anew: the rows may differ from epoch to epoch (a Dataset that augments), so `auto` keeps none of them.
+    agree. streams: `auto` keeps no rows, as they may differ from epoch to epoch (a Dataset that augments), or have more
+    values than offsets of 32 bits can count.
     """
     host = free_host_bytes() // local_ranks
     free = {"device": torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, "host": host}
     if tier == "auto":
-        near: tuple[Tier, ...] = () if drawn_anew else ("device", "host")
+        near: tuple[Tier, ...] = () if streams else ("device", "host")
         tier = next((each for each in near if need_bytes <= free[each] / 2), "disk")
     elif tier != "disk" and need_bytes > free[tier]:
         raise UserError(

@@ -52,6 +52,7 @@ class DatasetRows:
         self.block_rows = np.ones(rows, np.int32)
         sample = _collate([self.items[0, 0]])
         self.fields = {key: Field(value.numpy().dtype, tuple(value.shape[1:])) for key, value in sample.items()}
+        self.lengths: dict[str, np.ndarray] = {}
         names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
         self.attributes: dict[str, Any] = {"class_names": list(names)} if names else {}
 
@@ -119,7 +120,8 @@ class Loading:
 
     def __init__(self, rows: DatasetRows, order: BlockSampler, workers: int):
         self._rows, self._order, self._workers = rows, order, workers
-        self.total_size = order.total_size
+        self.total_size, self.fields, self.row_bytes = order.total_size, rows.fields, rows.row_bytes
+        self.block_rows, self.lengths = rows.block_rows, rows.lengths
         self._at: tuple[int, int] | None = None  # (epoch, row of this rank) that the running loader gives next
         self._batches: Iterator[dict[str, torch.Tensor]] = iter(())
 

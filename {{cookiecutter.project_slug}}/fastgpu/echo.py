@@ -9,17 +9,19 @@ from collections.abc import Iterator
 
 import torch
 
-from .rows import Dense
+from .rows import Rows
 
 
-def echo(rows: Dense, batch_rows: int, times: int, rng: torch.Generator) -> Iterator[Dense]:
+def echo(rows: Rows, batch_rows: int, times: int, rng: torch.Generator) -> Iterator[Rows]:
     """Batches of `batch_rows` rows (the last may be shorter): once as they lie, then reshuffled `times - 1` times.
 
     The first pass yields views of the pool; they are valid until the next pool is asked for. rng: on the rows' device.
+    The order of ragged rows is drawn on the host, by torch's own generator there, since batches have sizes by it.
     """
     yield from rows.batches(batch_rows)
     for _ in range(times - 1):
-        order = torch.randperm(len(rows), generator=rng, device=rng.device)
+        order = torch.randperm(len(rows)) if rows.has_ragged else torch.randperm(
+            len(rows), generator=rng, device=rng.device)  # fmt: skip
         for index in order.split(batch_rows):
             yield rows.take(index)
 

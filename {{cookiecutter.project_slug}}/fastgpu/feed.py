@@ -1,6 +1,6 @@
 """Where rows live, and the pools of an epoch from there: all three tiers give the same batches, bit for bit."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 from typing import Literal, NamedTuple, Protocol
 
@@ -9,26 +9,24 @@ import torch
 
 from .arrays import Arrays
 from .dataset import DatasetRows, Loading
-from .order import BlockSampler, PoolPlan, Read
-from .prefetch import Prefetcher
-from .rows import Dense, Source
+from .launch import UserError
+from .order import BlockSampler, PoolPlan
+from .prefetch import Prefetcher, Supplier
+from .rows import MOST_VALUES, Rows, Source
 
 Tier = Literal["device", "host", "disk"]
 LOAD_BYTES = 64 << 20  # a step of loading the device or host tier
 
 
-class Readable(Source, Protocol):
+class Readable(Source, Supplier, Protocol):
     """Rows that any thread may read: a `Store`, `Arrays`, `ImageFiles`."""
-
-    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
-        """Rows first, first + 1, ... of each block -> out[field][places]."""
 
 
 class Pool(NamedTuple):
     """Rows of one rank on the device, in training order; valid until the next pool is asked for."""
 
     plan: PoolPlan
-    rows: Dense
+    rows: Rows
 
 
 class Feed(Protocol):
@@ -59,24 +57,26 @@ def make_feed(
     staging memory, without which copies to a GPU do not overlap with its work.
     """
     if tier == "device":
-        return ResidentFeed(_read_all(rows, device, readers, pin_memory), order, device)
+        resident = _read_all(rows, device, readers, pin_memory)
+        pool = Rows.empty(rows.fields, _pool_rows(order), device, values=_pool_values(rows, order))
+        return ResidentFeed(resident, order, pool)
     if tier == "host":
         columns = _read_all(rows, torch.device("cpu"), readers, pin_memory=False).numpy()
-        rows, readers = Arrays(rows.name, columns, rows.attributes, rows.block_rows), max(1, readers)
+        below = {name: field.below for name, field in rows.fields.items()}
+        rows, readers = Arrays(rows.name, columns, rows.attributes, rows.block_rows, below), max(1, readers)
     return _stream(rows, order, device, readers, prefetch_pools + 1, pin_memory)
 
 
 class ResidentFeed:
     """All rows live on the device; a pool is one gather there. An epoch touches neither disk nor host."""
 
-    def __init__(self, rows: Dense, order: BlockSampler, device: torch.device):
-        self._order, self._device, self._rows = order, device, rows
-        self._pool = rows.like(_pool_rows(order))  # one is enough: kernels that fill and use it queue up in order
+    def __init__(self, rows: Rows, order: BlockSampler, pool: Rows):
+        """pool: memory for the largest one; one is enough: kernels that fill and use it queue up in order."""
+        self._rows, self._order, self._pool = rows, order, pool
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         for plan in self._order.pools(epoch, consumed):
-            index = torch.from_numpy(self._order.row_numbers(plan)).to(self._device, non_blocking=True)
-            rows = self._rows.take(index, out=self._pool.slice(0, plan.rows))
+            rows = self._rows.take(torch.from_numpy(self._order.row_numbers(plan)), out=self._pool)
             yield Pool(plan, rows.slice(plan.skip_rows, plan.rows))
 
     def supply_s(self) -> float:
@@ -92,7 +92,7 @@ class StreamedFeed:
     def __init__(self, order: BlockSampler | Loading, prefetcher: Prefetcher):
         self._order, self._prefetcher = order, prefetcher
         self._next: tuple[int, int] | None = None  # (epoch, consumed) of what is being read now
-        self._pools: Iterator[tuple[PoolPlan, Dense]] = iter(())
+        self._pools: Iterator[tuple[PoolPlan, Rows]] = iter(())
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         if consumed == self._order.total_size:
@@ -126,11 +126,9 @@ def _stream(
 ) -> StreamedFeed:
     if isinstance(rows, DatasetRows):
         loading = Loading(rows, order, readers)
-        where = (rows.fields, _pool_rows(order), device, 1, slots, pin_memory)
-        return StreamedFeed(loading, Prefetcher(loading.read, *where))
-    return StreamedFeed(
-        order, Prefetcher(rows.read, rows.fields, _pool_rows(order), device, readers, slots, pin_memory)
-    )
+        return StreamedFeed(loading, Prefetcher(loading, _pool_rows(order), device, 1, slots, pin_memory))
+    sizes = (_pool_rows(order), device, readers, slots, pin_memory, _pool_values(rows, order))
+    return StreamedFeed(order, Prefetcher(rows, *sizes))
 
 
 def _pool_rows(order: BlockSampler) -> int:
@@ -138,12 +136,31 @@ def _pool_rows(order: BlockSampler) -> int:
     return min(order.pool_batches * order.batch_rows, len(order))
 
 
-def _read_all(source: Readable | DatasetRows, device: torch.device, readers: int, pin_memory: bool) -> Dense:
+def _pool_values(rows: Readable | DatasetRows, order: BlockSampler) -> dict[str, int]:
+    """Of ragged fields: values of the fullest pool of one rank."""
+    found = {name: order.most_values(lengths) for name, lengths in rows.lengths.items()}
+    if max(found.values(), default=0) > MOST_VALUES:
+        raise UserError(
+            f"data.pool_batches is {order.pool_batches}: a pool of {rows.name} may have {max(found.values()):,} values "
+            f"and at most {MOST_VALUES:,} fit; use fewer"
+        )
+    return found
+
+
+def _read_all(source: Readable | DatasetRows, device: torch.device, readers: int, pin_memory: bool) -> Rows:
     """Every row in file order, through the same readers and copy stream: the host holds 128 MiB at most."""
+    values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
+    if max(values.values(), default=0) > MOST_VALUES:
+        most = max(values.values())
+        raise UserError(f"{source.name} has {most:,} values, and at most {MOST_VALUES:,} fit the device or host tier; "
+                        "use data.tier=disk")  # fmt: skip
     batch_rows = min(len(source), max(1, LOAD_BYTES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_rows, shuffle=False, drop_last=False)
     feed = _stream(source, order, device, readers, 2, pin_memory)
-    rows, start = Dense.empty(source.fields, len(source), device), 0
+    rows, start = Rows.empty(source.fields, len(source), device, values=values), 0
+    for name, lengths in source.lengths.items():
+        np.cumsum(lengths, out=rows[name].host[1:])
+        rows[name].offsets.copy_(torch.from_numpy(rows[name].host))
     for plan, part in feed.pools(0):
         rows.slice(start, start + plan.real_rows).copy_(part.slice(0, plan.real_rows))
         start += plan.real_rows

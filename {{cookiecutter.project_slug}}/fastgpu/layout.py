@@ -25,6 +25,7 @@ from .launch import RankError, UserError
 from .rows import Field
 
 BLOCK_BYTES = 2 << 20  # random pieces of 2 MiB read as fast as a cold disk can
+LEAST_BLOCKS = 256  # of a small file: enough to shuffle, and to share among ranks
 READ_AHEAD_BYTES = 128 << 10  # Linux fetches no more for one request
 COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
 SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
@@ -52,9 +53,9 @@ class Options(NamedTuple):
 class Layout:
     """Where the rows of one dataset lie in its file: chunk after chunk, or left to h5py."""
 
-    def __init__(self, what: str, data: h5py.Dataset, options: Options):
-        """what: names the dataset in messages."""
-        self._what, self.dataset = what, data.name
+    def __init__(self, what: str, data: h5py.Dataset, options: Options, below: int | None = None):
+        """what: names the dataset in messages. below: whole numbers that are not 0 to below - 1 are damage."""
+        self._what, self.dataset, self._below = what, data.name, below
         self._dtype = data.dtype
         self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
         self._file = OpenFile(data.file.filename, options.chunk_cache)  # the file that a trusted link leads to
@@ -63,7 +64,9 @@ class Layout:
         plan = data.id.get_create_plist()
         self._filters = codecs.filters_of(plan)
         self._offsets: np.ndarray | None = None  # (chunks,) int64: first byte of each; None: read through h5py
-        if data.is_virtual or data.external:
+        if not self._rows:
+            self._offsets = self._sizes = np.empty(0, np.int64)
+        elif data.is_virtual or data.external:
             pass
         elif data.chunks:
             self._find_chunks(data)
@@ -72,7 +75,7 @@ class Layout:
         else:
             self._offsets = offset + np.arange(0, self._rows, self.chunk_rows) * row_bytes
             self._sizes = self._chunk_counts() * row_bytes
-        if self._offsets is not None and int((self._offsets + self._sizes).max()) > self._file.size:
+        if self._offsets is not None and self._rows and int((self._offsets + self._sizes).max()) > self._file.size:
             raise UserError(f"{what}: the file is truncated: copy or write it again")
         if self._offsets is None:
             for code, _ in self._filters:
@@ -133,11 +136,11 @@ class Layout:
                 copies.append((places, self._rows_of(data)))
         for chunk, row, places in reads:
             if self._offsets is None or takes_whole:
-                out[places] = self._whole_chunk(chunk)[row : row + len(places)]
+                out[places] = self._checked(self._whole_chunk(chunk)[row : row + len(places)])
             else:
                 self._read_rows(int(self._offsets[chunk]) + row * size, places, out)
         for places, rows in copies:
-            out[places] = rows
+            out[places] = self._checked(rows)
         self._file.check_unchanged()
 
     def _by_chunk(self, runs: Iterable[Run]) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -154,12 +157,23 @@ class Layout:
         """Neighbouring rows of plain bytes, by system calls."""
         size = self.field.row_bytes
         if size < SCATTER_BYTES or not self._dtype.isnative:
-            out[places] = self._rows_of(self._file.read(offset, len(places) * size))
+            out[places] = self._checked(self._rows_of(self._file.read(offset, len(places) * size)))
         else:
             flat = out.reshape(-1).view(np.uint8).data
             targets = [flat[place : place + size] for place in (places * size).tolist()]
             for i in range(0, len(targets), IOV_MAX):
                 self._file.preadv(targets[i : i + IOV_MAX], offset + i * size)
+
+    def _checked(self, rows: np.ndarray) -> np.ndarray:
+        """The same rows. An item number that is too large would be a crash on the device, far from its cause."""
+        if self._below is not None and len(rows):
+            least, most = int(rows.min()), int(rows.max())
+            if least < 0 or most >= self._below:
+                wrong = least if least < 0 else most
+                raise RankError(
+                    f"{self._what}: {wrong} is none of 0 to {self._below - 1}, as its shape says; {RESTORE}"
+                )
+        return rows
 
     def _whole_chunk(self, chunk: int) -> np.ndarray:
         """The rows of a chunk, read, decoded and checked as far as the file and the options want it."""

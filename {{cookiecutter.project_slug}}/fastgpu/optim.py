@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import apex
-from .rows import Dense
+from .rows import Rows
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -67,7 +67,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[nn.Module, Dense], Tensor],
+        loss: Callable[[nn.Module, Rows], Tensor],
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         device: torch.device,
@@ -80,7 +80,7 @@ class Step:
         dtype = torch.float16 if precision == "fp16" else torch.bfloat16
         self.cast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
-    def __call__(self, batch: Dense, lr: float) -> Tensor:
+    def __call__(self, batch: Rows, lr: float) -> Tensor:
         """The mean loss of the batch before the update, on the device."""
         losses = []
         for group in self._optimizer.param_groups:

@@ -139,6 +139,23 @@ class BlockSampler(DistributedSampler):
         for plan in self.pools(self.epoch):
             yield from self.row_numbers(plan).tolist()
 
+    def most_values(self, lengths: np.ndarray) -> int:
+        """No pool of this rank has more values than this, where row n has lengths[n] of them: (rows,).
+
+        The lesser of two bounds: of as many rows as a pool has, the longest; and of blocks, the fullest, in each lane
+        with the two that its pool may cut counted whole.
+        """
+        pool_rows = min(self.pool_batches * self.batch_rows, self.num_samples)
+        longest = np.partition(lengths, len(lengths) - min(pool_rows, len(lengths)))[-pool_rows:].sum(dtype=np.int64)
+        starts = np.cumsum(self._block_rows, dtype=np.int64) - self._block_rows
+        values = np.add.reduceat(lengths, starts, dtype=np.int64)
+        fullest = np.argsort(-values / self._block_rows, kind="stable")
+        cut = 2 * self.lanes // self.num_replicas * int(self._block_rows.max())
+        ends = np.cumsum(self._block_rows[fullest], dtype=np.int64)
+        full = values[fullest][: int(np.searchsorted(ends, pool_rows + cut)) + 1].sum()
+        padding = 0 if self.drop_last else self.lanes // self.num_replicas * int(lengths.max())
+        return int(min(longest, full + padding))
+
     def row_numbers(self, plan: PoolPlan) -> np.ndarray:
         """(rows,) int64: which row of the store lies at each place of the pool."""
         numbers = np.empty(plan.rows, np.int64)

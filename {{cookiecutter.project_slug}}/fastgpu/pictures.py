@@ -72,6 +72,7 @@ class ImageFiles:
         if on_error == "skip":
             self.fields[KEEP] = Field(np.dtype(bool), ())
         self.block_rows = np.ones(len(listing.names), np.int32)
+        self.lengths: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self._listing.names)

@@ -16,27 +16,43 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from .order import PoolPlan, Read
-from .rows import Dense, Field
+from .rows import Field, Rows
 
 JOB_BYTES = 1 << 20  # a reader fetches at least so much at a time,
 JOBS_A_READER = 8  # or else this part of its share of a pool
 READERS_NICE = 5  # priority of the readers below the loop's, in steps of nice(1)
-ReadInto = Callable[[Iterable[Read], Mapping[str, np.ndarray]], None]  # Store.read
+
+
+class Supplier(Protocol):
+    """Rows that any thread may read: a `Store`, `Arrays`, `ImageFiles`, `Loading`."""
+
+    fields: dict[str, Field]
+    block_rows: np.ndarray
+    lengths: dict[str, np.ndarray]
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
+        """Rows first, first + 1, ... of each block -> out[field][places].
+
+        Of ragged fields, `out` holds a RaggedArray whose offsets say where the values of each place go.
+        """
 
 
 class _Slot(NamedTuple):
-    host: Dense
-    device: Dense
+    host: Rows
+    device: Rows
     copied: torch.cuda.Event | None
     used: torch.cuda.Event | None
 
@@ -44,36 +60,40 @@ class _Slot(NamedTuple):
 class Prefetcher:
     """Pools on the device in the order of the plans, `slots - 1` of them prepared ahead of the one in use.
 
-    read: `Store.read`, called from `readers` threads. pool_rows: of the largest pool. `start` may be called again at
-    any time; `close` ends every thread.
+    rows: their `read` is called from `readers` threads. pool_rows: of the largest pool. pool_values: {ragged field:
+    values of the fullest pool}. `start` may be called again at any time; `close` ends every thread.
     """
 
     def __init__(
         self,
-        read: ReadInto,
-        fields: Mapping[str, Field],
+        rows: Supplier,
         pool_rows: int,
         device: torch.device,
         readers: int,
         slots: int,
         pin_memory: bool = True,
+        pool_values: Mapping[str, int] | None = None,
     ):
-        self._read, self._readers, self._device = read, readers, device
-        job_rows = JOB_BYTES // max(1, sum(field.row_bytes for field in fields.values()))
+        self._rows, self._readers, self._device = rows, readers, device
+        self._block_start = (
+            np.cumsum(rows.block_rows, dtype=np.int64) - rows.block_rows if rows.lengths else np.empty(0)
+        )
+        job_rows = JOB_BYTES // max(1, rows.row_bytes)
         self._rows_a_job = max(1, job_rows, pool_rows // (JOBS_A_READER * readers))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slots = [self._make_slot(fields, pool_rows, pin_memory) for _ in range(slots)]
+        self._slots = [self._make_slot(pool_rows, pool_values or {}, pin_memory) for _ in range(slots)]
         if self._stream:  # the slots' memory may have had an owner whose kernels still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread: threading.Thread | None = None
         self._supply = self._asked = (0.0, 0)  # seconds, rows: read so far; of them, when last asked
         self._handed_t0 = 0.0
 
-    def _make_slot(self, fields: Mapping[str, Field], rows: int, pin_memory: bool) -> _Slot:
-        host = Dense.empty(fields, rows, torch.device("cpu"), pinned=pin_memory and self._stream is not None)
+    def _make_slot(self, pool_rows: int, pool_values: Mapping[str, int], pin_memory: bool) -> _Slot:
+        pinned = pin_memory and self._stream is not None
+        host = Rows.empty(self._rows.fields, pool_rows, torch.device("cpu"), pinned, pool_values)
         if self._stream is None:
             return _Slot(host, host, None, None)
-        return _Slot(host, Dense.empty(fields, rows, self._device), torch.cuda.Event(), torch.cuda.Event())
+        return _Slot(host, host.on(self._device), torch.cuda.Event(), torch.cuda.Event())
 
     def start(self, plans: Iterator[PoolPlan]) -> None:
         """Begin to read; what an earlier start had prepared is dropped."""
@@ -86,7 +106,7 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[PoolPlan, Dense]]:
+    def __iter__(self) -> Iterator[tuple[PoolPlan, Rows]]:
         """(plan, its rows on the device, valid until the next pool is asked for). Raises what a reader raised."""
         while True:
             item = self._ready.get()
@@ -142,6 +162,7 @@ class Prefetcher:
                     if slot.copied:
                         slot.copied.synchronize()  # the readers may overwrite the staging memory now
                     out, t0 = slot.host.numpy(), time.perf_counter()
+                    self._lay_out(plan, out)
                     reads = [pool.submit(self._fill, job, out) for job in self._jobs(plan.reads)]
                     filling.append((plan, slot, t0, reads))
                 elif slot:
@@ -153,6 +174,15 @@ class Prefetcher:
         pool.shutdown(cancel_futures=True)
         self._ready.put(end)
 
+    def _lay_out(self, plan: PoolPlan, out: Mapping[str, Any]) -> None:
+        """The offsets of ragged rows, which say where each row's values go."""
+        for name, lengths in self._rows.lengths.items():
+            offsets = out[name].offsets[: plan.rows + 1]
+            for block, first, places in plan.reads:
+                start = self._block_start[block] + first
+                offsets[places + 1] = lengths[start : start + len(places)]
+            np.cumsum(offsets, out=offsets)
+
     def _jobs(self, reads: list[Read]) -> Iterator[list[Read]]:
         """Reads in portions worth a thread's while: a block may be a single row."""
         start = rows = 0
@@ -162,8 +192,8 @@ class Prefetcher:
                 yield reads[start:stop]
                 start, rows = stop, 0
 
-    def _fill(self, reads: list[Read], out: Mapping[str, np.ndarray]) -> None:
-        self._read(takewhile(lambda _: not self._closing.is_set(), reads), out)
+    def _fill(self, reads: list[Read], out: Mapping[str, Any]) -> None:
+        self._rows.read(takewhile(lambda _: not self._closing.is_set(), reads), out)
 
     def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, reads: list[Future[None]]) -> None:
         for read in reads:

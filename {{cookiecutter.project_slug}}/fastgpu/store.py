@@ -10,15 +10,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
 from .launch import UserError
-from .layout import COLUMN_BYTES, Layout, Options, Run
+from .layout import BLOCK_BYTES, COLUMN_BYTES, LEAST_BLOCKS, Layout, Options, Run
 from .order import Read
-from .rows import Field
+from .rows import MOST_VALUES, OFFSET, Field
 
 
 class Store:
@@ -32,10 +32,14 @@ class Store:
 
     def __init__(self, parts: Sequence["_Part"]):
         self._parts = parts
-        self.fields: dict[str, Field] = parts[0].fields
+        self.fields: dict[str, Field] = dict(parts[0].fields)
         self.attributes: dict[str, Any] = parts[0].attributes
         self.name = parts[0].name if len(parts) == 1 else f"{parts[0].name} and {len(parts) - 1} more"
         self.block_rows = np.concatenate([part.block_rows for part in parts])
+        self.lengths = {name: np.concatenate([np.diff(part.indptr[name]).astype(np.int32) for part in parts])
+                        for name, field in self.fields.items() if field.is_ragged}  # fmt: skip
+        for name, lengths in self.lengths.items():  # the mean over all files
+            self.fields[name] = self.fields[name]._replace(mean_values=float(lengths.mean()))
         self._first_block = [0, *accumulate(len(part.block_rows) for part in parts)]
 
     def __len__(self) -> int:
@@ -45,10 +49,11 @@ class Store:
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields.values())
 
-    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe.
 
-        places: (n,) int64, all different. out: C-contiguous arrays of shape (rows, *field.shape).
+        places: (n,) int64, all different. out: C-contiguous arrays of shape (rows, *field.shape), or RaggedArray whose
+        offsets say how many values of each row go where.
         Raises OSError or RankError when a file cannot give the bytes.
         """
         runs: dict[int, list[Run]] = {}
@@ -61,6 +66,8 @@ class Store:
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape); raises KeyError if it is not held in memory."""
+        if self.fields[name].is_ragged:
+            raise KeyError(name)
         return np.concatenate([part.columns[name] for part in self._parts])
 
 
@@ -84,9 +91,9 @@ def open_store(
     parts = [_Part(key, path, group, fields, options) for path, group in files]
     for part in parts[1:]:
         for name, field in part.fields.items():
-            if field != parts[0].fields[name]:
-                raise UserError(f"{key}: {part.name} holds {name} as {_say(field)}, {parts[0].name} as "
-                                f"{_say(parts[0].fields[name])}; shards must agree")  # fmt: skip
+            if field.kind != parts[0].fields[name].kind:
+                raise UserError(f"{key}: {part.name} holds {name} as {field}, {parts[0].name} as "
+                                f"{parts[0].fields[name]}; shards must agree")  # fmt: skip
     return Store(parts)
 
 
@@ -96,10 +103,6 @@ def _expand(key: str, path: str) -> list[tuple[str, str]]:
     if not found:
         raise UserError(f"{key}: no file matches {file} (looked in {Path.cwd()})")
     return [(each, group or "/") for each in found]
-
-
-def _say(field: Field) -> str:
-    return f"{field.dtype} (N{''.join(f', {n}' for n in field.shape)})"
 
 
 class _Part:
@@ -134,32 +137,42 @@ class _Part:
     ) -> "dict[str, Layout]":
         root = _open_group(key, file, group, options.trust_links)
         self.attributes = {name: _plain(value) for name, value in root.attrs.items()}
-        datasets = {name: _open_dataset(key, root, self.name, source, options) for name, source in names.items()}
-        lengths = {name: len(data) for name, data in datasets.items()}
+        found = {name: _open_field(key, root, self.name, source, options) for name, source in names.items()}
+        self.indptr = {name: column.indptr for name, column in found.items() if column.indptr is not None}
+        lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{key}: {self.name} has fields of unequal length {lengths}; give each as many rows")
         (rows,) = set(lengths.values())
         if not rows:
             raise UserError(f"{key}: {self.name} has no rows")
-        layouts = {name: Layout(f"{key}: {self.name}: {names[name]}", data, options) for name, data in datasets.items()}
-        self.fields = {name: layout.field for name, layout in layouts.items()}
+        layouts = {name: Layout(f"{key}: {self.name}: {names[name]}", column.values, options, column.below)
+                   for name, column in found.items()}  # fmt: skip
+        self.fields = {name: column.field(layouts[name].field) for name, column in found.items()}
         widest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
-        self.columns: dict[str, np.ndarray] = {}
+        self.columns: dict[str, np.ndarray] = {}  # of a ragged field: its values
         for name, field in self.fields.items():
             if name != widest and rows * field.row_bytes <= COLUMN_BYTES:
-                self.columns[name] = np.empty((rows, *field.shape), field.dtype)
-                layouts[name].read([Run(0, np.arange(rows))], self.columns[name])
-        self.block_start = np.arange(0, rows, layouts[widest].chunk_rows)
+                count = len(found[name].values)
+                self.columns[name] = np.empty((count, *field.shape), field.dtype)
+                layouts[name].read([Run(0, np.arange(count))], self.columns[name])
+        step = layouts[widest].chunk_rows
+        if self.fields[widest].is_ragged:
+            step = max(1, min(BLOCK_BYTES // self.fields[widest].row_bytes, rows // LEAST_BLOCKS))
+        self.block_start = np.arange(0, rows, step)
         self.block_rows = np.diff(self.block_start, append=rows).astype(np.int32)
         return layouts
 
-    def read(self, runs: Sequence[Run], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, runs: Sequence[Run], out: Mapping[str, Any]) -> None:
         for name, layout in self._layouts.items():
+            target, found = out[name], runs
+            if name in self.indptr:  # runs of rows are runs of values
+                found = [Run(int(self.indptr[name][start]), target.places(places)) for start, places in runs]
+                target = target.values
             if name in self.columns:
-                for start, places in runs:
-                    out[name][places] = self.columns[name][start : start + len(places)]
+                for start, places in found:
+                    target[places] = self.columns[name][start : start + len(places)]
             else:
-                layout.read(runs, out[name])
+                layout.read(found, target)
 
 
 def _open_group(key: str, file: h5py.File, group: str, trust_links: bool) -> h5py.Group:
@@ -168,6 +181,64 @@ def _open_group(key: str, file: h5py.File, group: str, trust_links: bool) -> h5p
         raise UserError(f"{key}: {file.filename} has no group {group}; it has {_contents(file)}")
     if found.file.filename != file.filename and not trust_links:
         raise UserError(f"{key}: {file.filename}: {group} {ELSEWHERE}")
+    return found
+
+
+class _Column(NamedTuple):
+    """What a file holds of a field: the rows, or of ragged ones the values and where each row's begin."""
+
+    values: h5py.Dataset
+    indptr: np.ndarray | None = None
+    """(rows + 1,) int64"""
+    below: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.indptr is None else len(self.indptr) - 1
+
+    def field(self, of_values: Field) -> Field:
+        if self.indptr is None:
+            return of_values
+        dtype = OFFSET if self.below else of_values.dtype  # item numbers, whatever the file has
+        return Field(dtype, of_values.shape, len(self.values) / max(1, len(self)), self.below)
+
+
+def _open_field(key: str, root: h5py.Group, part: str, source: str, options: Options) -> _Column:
+    """A dataset; or ragged rows, as a group: `indptr` with `indices`, a CSR matrix as anndata writes it, or `values`.
+
+    The item numbers of such a matrix are below the second number of its attribute `shape`; `group/data` are what
+    belongs to them.
+    """
+    matrix = root.get(source)
+    if not isinstance(matrix, h5py.Group) or "indptr" not in matrix:
+        values = _open_dataset(key, root, part, source, options)
+        if values.ndim != 1 or "indptr" not in values.parent or len(values) == len(values.parent["indptr"]) - 1:
+            return _Column(values)
+        return _Column(values, _indptr(key, part, source, values, options))
+    if "values" in matrix:
+        values = _open_dataset(key, root, part, f"{source}/values", options)
+        return _Column(values, _indptr(key, part, source, values, options))
+    kind, shape = _plain(matrix.attrs.get("encoding-type", "csr_matrix")), matrix.attrs.get("shape", (0, 0))
+    if kind != "csr_matrix":
+        raise UserError(
+            f"{key}: {part}: {source} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it"
+        )
+    values = _open_dataset(key, root, part, f"{source}/indices", options)
+    below = int(shape[1]) if len(shape) == 2 else 0
+    if not 0 < below <= MOST_VALUES or values.dtype.kind not in "ui" or values.ndim != 1:
+        raise UserError(f"{key}: {part}: {source} should have the attribute shape, (rows, items), and whole numbers as "
+                        f"indices; it has {tuple(shape)}, {values.dtype}")  # fmt: skip
+    return _Column(values, _indptr(key, part, source, values, options), below)
+
+
+def _indptr(key: str, part: str, source: str, values: h5py.Dataset, options: Options) -> np.ndarray:
+    indptr = _open_dataset(key, values.parent, part, "indptr", options)
+    found = np.empty(indptr.shape, np.int64)
+    Layout(f"{key}: {part}: {source}/indptr", indptr, options).read([Run(0, np.arange(len(found)))], found)
+    if found.ndim != 1 or not len(found) or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] != len(values):
+        raise UserError(f"{key}: {part}: {source} is damaged: its indptr should rise from 0 to the "
+                        f"{len(values):,} values")  # fmt: skip
+    if len(found) > 1 and np.diff(found).max() > MOST_VALUES:
+        raise UserError(f"{key}: {part}: {source} has a row of more than {MOST_VALUES:,} values")
     return found
 
 

@@ -58,6 +58,21 @@ def columns_of(path: str) -> list[Column]:
         return [_column(data) for data in _datasets(group)]
 
 
+def fields_of(columns: list[Column]) -> dict[str, dict[str, str]]:
+    """{group: {field: dataset}} for `store.open_store`; ragged rows are one field of the group above theirs."""
+    ragged = {column.group for column in columns if column.name == "indptr"}
+    found: dict[str, dict[str, str]] = {}
+    for column in columns:
+        if column.group not in ragged:
+            found.setdefault(column.group, {})[column.name] = column.name
+        elif column.name != "indptr":
+            above, _, name = column.group.rpartition("/")
+            suffix = {"data": "_values"}.get(column.name, "")
+            source = f"{name}/{column.name}" if suffix else name
+            found.setdefault(above or "/", {})[name + suffix] = source
+    return found
+
+
 def advise(columns: list[Column]) -> list[str]:
     """What to change in the largest dataset of each group.
 
@@ -130,11 +145,17 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
 
     def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
         is_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
-        if is_rows and DIGESTS not in name.split("/"):
+        if is_rows and DIGESTS not in name.split("/") and not _are_implied(item):
             found.append(item)
 
     group.visititems(note)
     return found
+
+
+def _are_implied(data: h5py.Dataset) -> bool:
+    """Whether they are the ones of a CSR matrix, which nobody wrote."""
+    is_data = data.name.endswith("/data") and "indptr" in data.parent
+    return bool(is_data and data.chunks and data.fillvalue == 1 and not data.id.get_num_chunks())
 
 
 def _column(data: h5py.Dataset) -> Column:

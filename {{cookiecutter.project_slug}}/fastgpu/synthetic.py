@@ -26,6 +26,7 @@ class SyntheticImages:
         self._rows, self._shape, self._classes, self._stream = rows, shape, classes, (seed, 1 + part)
         self.fields = {"images": Field(np.dtype(np.uint8), shape), "labels": Field(np.dtype(np.int64), ())}
         self.attributes: dict[str, Any] = {"class_names": [str(number) for number in range(classes)]}
+        self.lengths: dict[str, np.ndarray] = {}
         self.block_rows = np.diff(np.arange(0, rows, BLOCK_ROWS), append=rows).astype(np.int32)
         rng = np.random.default_rng(seed)
         coarse = rng.random((classes, shape[0], 4, 4), np.float32)

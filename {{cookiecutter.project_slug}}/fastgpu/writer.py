@@ -2,6 +2,9 @@
 
     images (N, C, H, W), labels (N,)     datasets of equal length; a block is an HDF5 chunk of about 2 MiB of whole rows
     fastgpu_sha256/images (blocks, 32)   SHA-256 of each block's rows as they are before compression
+    items/indptr (N + 1,), items/indices ragged rows of item numbers, a CSR matrix as anndata writes it: those of row n
+                                         are indices[indptr[n] : indptr[n + 1]]; its `data` is ones that take no room
+    weights/indptr, weights/values       ragged rows of other values
     attributes                           fastgpu_format = 1, and what the caller knows of the rows
 
 Any HDF5 tool reads them. Blocks of 64 KiB and more begin at a multiple of 4 KiB. They are hashed and compressed by
@@ -26,11 +29,12 @@ import numpy as np
 from . import codecs
 from .durable import put_in_place
 from .launch import UserError
-from .layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS
-from .rows import Field
+from .layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, LEAST_BLOCKS
+from .rows import Field, RaggedArray
 
 FORMAT = 1
-LEAST_BLOCKS = 256  # of a small file: enough to shuffle, and to share among ranks
+RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8  # blocks of ragged rows begin and end inside of chunks, which are decoded whole
+INDPTR = np.dtype(np.int64)
 STATISTICS_ROWS = 10_000  # at most so many give `mean` and `std`: their error is below 1 % of the pixels' spread
 Compression = Literal["none", "gzip", "lz4", "zstd"]
 
@@ -91,8 +95,8 @@ class Writer:
         self._shards: list[_Shard] = []
         self._threads = ThreadPoolExecutor(threads, "writer")
 
-    def append(self, rows: Mapping[str, np.ndarray]) -> None:
-        """The next rows, {field: (n, *shape)}, n the same for all; the arrays are free again when it returns."""
+    def append(self, rows: Mapping[str, Any]) -> None:
+        """The next rows, {field: (n, *shape) or RaggedArray}, n the same for all; their memory is free afterwards."""
         count = len(next(iter(rows.values())))
         if self.rows + count > self.announced_rows:
             raise ValueError(f"{self.rows + count} rows came where {self.announced_rows} were announced")
@@ -104,7 +108,7 @@ class Writer:
                 self._open_next()
             border = self._borders[len(self._shards)]
             stop = min(count, start + border - self.rows)
-            self._shards[-1].append({name: array[start:stop] for name, array in rows.items()})
+            self._shards[-1].append({name: _part(column, start, stop) for name, column in rows.items()})
             self.rows += stop - start
             start = stop
             if self.rows == border:
@@ -142,6 +146,13 @@ class Writer:
                 shard.abandon()
 
 
+def _part(rows: np.ndarray | RaggedArray, start: int, stop: int) -> np.ndarray | RaggedArray:
+    if isinstance(rows, np.ndarray):
+        return rows[start:stop]
+    offsets = rows.offsets[start : stop + 1]
+    return RaggedArray(rows.values[offsets[0] :], offsets - offsets[0])
+
+
 def shard_names(target: Path, shards: int) -> list[Path]:
     """train.h5 -> [train.h5], or [train-00000-of-00002.h5, train-00001-of-00002.h5]."""
     if shards == 1:
@@ -161,6 +172,7 @@ def block_rows_of(rows: int, fields: Mapping[str, Field]) -> dict[str, int]:
     return {
         name: max(1, min(rows, BLOCK_BYTES // max(1, field.row_bytes))) if name in held else shared
         for name, field in fields.items()
+        if not field.is_ragged
     }
 
 
@@ -195,20 +207,20 @@ class _Shard:
     ) -> None:
         self._file = h5py.File(self.partial, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
         block_rows = block_rows_of(rows, fields)
-        self._columns = {
-            name: _Column(self._file, name, field, rows, block_rows[name], filters, threads)
+        self._columns: dict[str, _Column | _RaggedColumn] = {
+            name: _RaggedColumn(self._file, name, field, rows, filters, threads) if field.is_ragged
+            else _Column(self._file, name, field, rows, block_rows[name], filters, threads)
             for name, field in fields.items()
-        }
+        }  # fmt: skip
 
-    def append(self, rows: Mapping[str, np.ndarray]) -> None:
+    def append(self, rows: Mapping[str, Any]) -> None:
         for name, column in self._columns.items():
             column.append(rows[name])
 
     def finish(self) -> None:
         assert self._file
-        for name, column in self._columns.items():
+        for column in self._columns.values():
             column.finish()
-            self._file.create_dataset(f"{DIGESTS}/{name}", data=column.digests)
         self._file.close()
 
     def publish(self, attributes: Mapping[str, Any]) -> None:
@@ -225,22 +237,23 @@ class _Shard:
 
 
 class _Column:
-    """One dataset: whole blocks go out in order, the rest waits for more rows."""
+    """One dataset: whole blocks go out in order, the rest waits for more rows. rows: None if nobody knows how many."""
 
     def __init__(
         self,
         file: h5py.File,
         name: str,
         field: Field,
-        rows: int,
+        rows: int | None,
         block_rows: int,
         filters: Mapping[str, Any],
         threads: ThreadPoolExecutor,
     ):
         self._data = file.create_dataset(
             name,
-            (rows, *field.shape),
+            (rows or 0, *field.shape),
             field.dtype,
+            maxshape=(rows, *field.shape),
             chunks=(block_rows, *field.shape),
             fill_time="never",
             shuffle=bool(filters) and field.dtype.itemsize > 1,
@@ -284,6 +297,8 @@ class _Column:
             self._write(self._make(self._block, self._held))
         if rows < len(self._data):
             self._data.resize(rows, axis=0)
+        digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
+        self._data.parent.create_dataset(f"{DIGESTS}/{self._data.name.rpartition('/')[2]}", data=digests)
 
     def _make(self, block: np.ndarray, rows: int) -> Block:
         data = codecs.encode(block.reshape(-1).view(np.uint8).data, self._filters)
@@ -291,13 +306,41 @@ class _Column:
 
     def _write(self, block: Block) -> None:
         start = len(self._digests) * len(self._block)
+        if start >= len(self._data):
+            self._data.resize(start + len(self._block), axis=0)
         self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), block.data)
         self._digests.append(block.digest)
 
-    @property
-    def digests(self) -> np.ndarray:
-        """(blocks, 32) uint8."""
-        return np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
+
+class _RaggedColumn:
+    """Ragged rows: their values as a column of their own, one row after the other, and where each row's begin."""
+
+    def __init__(
+        self, file: h5py.File, name: str, field: Field, rows: int, filters: Mapping[str, Any],
+        threads: ThreadPoolExecutor,
+    ):  # fmt: skip
+        self._group, self._below = file.create_group(name), field.below
+        chunk = min(RAGGED_BLOCK_BYTES, max(1, rows * field.row_bytes)) // field.dtype.itemsize
+        what = "indices" if field.below else "values"
+        self._values = _Column(self._group, what, field._replace(mean_values=None), None, chunk, filters, threads)
+        chunk = min(RAGGED_BLOCK_BYTES // INDPTR.itemsize, rows + 1)
+        self._indptr = _Column(self._group, "indptr", Field(INDPTR, ()), rows + 1, chunk, filters, threads)
+        self._indptr.append(np.zeros(1, INDPTR))
+        self._count = 0  # values so far
+
+    def append(self, rows: RaggedArray) -> None:
+        self._values.append(rows.values[: rows.offsets[-1]])
+        self._indptr.append(self._count + rows.offsets[1:].astype(INDPTR))
+        self._count += int(rows.offsets[-1])
+
+    def finish(self) -> None:
+        self._values.finish()
+        self._indptr.finish()
+        if self._below:  # what anndata asks for; a dataset that was never written reads as its fill value
+            size = {"shape": (self._count,), "maxshape": (None,), "chunks": (1 << 16,)}
+            self._group.create_dataset("data", dtype=np.float32, fillvalue=1, **size)
+            shape = (len(self._group["indptr"]) - 1, self._below)
+            self._group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
 
 
 class _Statistics:

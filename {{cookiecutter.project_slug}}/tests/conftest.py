@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+
+from fastgpu.rows import Ragged, RaggedArray
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,6 +36,42 @@ def numbers_of(images: torch.Tensor | np.ndarray) -> list[int]:
     expected = numbered(int(number.max()) + 1 if len(number) else 0, array.shape[1:])
     np.testing.assert_array_equal(array, expected[number])
     return number.tolist()
+
+
+ITEMS = 1000
+
+
+def ragged(numbers: Iterable[int]) -> RaggedArray:
+    """Row n has n * 7 % 5 items, each a function of n and its place."""
+    rows = [np.arange(n * 7 % 5) * 31 + n for n in numbers]
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return RaggedArray((np.concatenate([*rows, []]) % ITEMS).astype(np.int32), offsets)
+
+
+def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
+    """Whether these are the rows of those numbers, with offsets that agree on both sides."""
+    expected, offsets = ragged(numbers), np.asarray(rows.offsets)
+    hosts = [rows.host] if isinstance(rows, Ragged) else []
+    same = [np.array_equal(found, expected.offsets) for found in [offsets, *hosts]]
+    return all(same) and np.array_equal(np.asarray(rows.values)[: offsets[-1]], expected.values)
+
+
+@pytest.fixture
+def write_ragged(tmp_path: Path) -> Callable[..., str]:
+    """write_ragged(rows) -> path of an HDF5 file with `items`, a CSR matrix, and `number`, the row's own."""
+
+    def make(rows: int = 100, name: str = "ragged.h5", start: int = 0, items: int = ITEMS, **options: Any) -> str:
+        numbers = range(start, start + rows)
+        found = ragged(numbers)
+        with h5py.File(tmp_path / name, "w") as file:
+            group = file.create_group("items")
+            group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, items)})
+            group["indptr"] = found.offsets
+            group.create_dataset("indices", data=found.values, **options)
+            file["number"] = np.array(numbers)
+        return str(tmp_path / name)
+
+    return make
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import nn
 from fastgpu import apex
 from fastgpu.launch import UserError
 from fastgpu.optim import Step, make_optimizer
-from fastgpu.rows import Dense
+from fastgpu.rows import Rows
 
 CPU = torch.device("cpu")
 OPTIMIZERS = dedent('''
@@ -170,13 +170,13 @@ def test_an_older_apex_wraps_the_model(install):
 # ---------------------------------------------------------------------------------------------- steps and checkpoints
 
 
-def loss(model: nn.Module, batch: Dense) -> torch.Tensor:
+def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
-def batch(seed: int) -> Dense:
+def batch(seed: int) -> Rows:
     rng = torch.Generator().manual_seed(seed)
-    return Dense({"x": torch.randn(12, 3, generator=rng), "y": torch.randn(12, 2, generator=rng)})
+    return Rows({"x": torch.randn(12, 3, generator=rng), "y": torch.randn(12, 2, generator=rng)})
 
 
 def made(name: str, kernels: apex.Kernels) -> tuple[nn.Module, Step]:

@@ -8,11 +8,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import ROOT, convert, numbered, numbers_of
+from conftest import ROOT, convert, is_ragged, numbered, numbers_of
 
 import convert as convert_script
 from fastgpu import survey
 from fastgpu.layout import DIGESTS
+from fastgpu.rows import RaggedArray
 
 SCRIPT = str(ROOT / "convert.py")
 
@@ -60,6 +61,27 @@ def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(
         assert (file.attrs["mean"], file.attrs["std"]) == (3, 4)
         assert (file.attrs["source"], file.attrs["row_order"]) == ("a camera", "as in the source")
         assert file["images"].compression == "gzip"
+
+
+def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path):
+    target = tmp_path / "new.h5"
+    result = convert("repack", write_ragged(300), target, "--compression", "gzip")
+    assert result.returncode == 0, result.stderr
+    with h5py.File(target) as file:
+        number = file["number"][:]
+        assert is_ragged(RaggedArray(file["items/indices"][:], file["items/indptr"][:]), number)
+        assert sorted(number) == list(range(300)) != number.tolist()
+    shown = convert("info", target).stdout
+    assert "/items/indices  int32 (600,)" in shown
+    assert "unequal length" not in shown
+    assert convert("verify", target).stdout.strip().endswith("whole")
+    data = bytearray(target.read_bytes())
+    with h5py.File(target) as file:
+        data[file["items/indices"].id.get_chunk_info(0).byte_offset + 40] ^= 1
+    target.write_bytes(data)
+    result = convert("verify", target)
+    assert result.returncode == 1
+    assert "/items/indices: block 0 is damaged" in result.stdout
 
 
 def test_repack_reads_a_dataset_of_the_users_own(tmp_path):

@@ -1,12 +1,13 @@
 import pytest
 import torch
+from conftest import is_ragged, ragged
 
 from fastgpu.echo import auto_factor, echo, times_of_pool
-from fastgpu.rows import Dense
+from fastgpu.rows import Ragged, Rows
 
 
-def rows(n: int) -> Dense:
-    return Dense({"x": torch.arange(n)})
+def rows(n: int) -> Rows:
+    return Rows({"x": torch.arange(n)})
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -67,3 +68,16 @@ def test_the_mean_is_exact(factor):
 )
 def test_auto_is_what_costs_no_time(supply_s, redraws, factor):
     assert auto_factor(3 * supply_s, 3.0, redraws) == factor
+
+
+def test_ragged_rows_are_echoed_whole():
+    items = ragged(range(24))
+    columns = Ragged(torch.from_numpy(items.values), torch.from_numpy(items.offsets), items.offsets)
+    rows = Rows({"items": columns, "number": torch.arange(24)})
+    torch.manual_seed(3)
+    batches = list(echo(rows, 8, 3, torch.default_generator))
+    numbers = [batch["number"].tolist() for batch in batches]
+    assert all(is_ragged(batch["items"], batch["number"].tolist()) for batch in batches)
+    passes = [[n for batch in numbers[start : start + 3] for n in batch] for start in (0, 3, 6)]
+    assert passes[0] == list(range(24)) == sorted(passes[1]) == sorted(passes[2])
+    assert passes[1] != passes[0] != passes[2] != passes[1]

@@ -7,7 +7,7 @@ from fastgpu.dist import World
 from fastgpu.evaluate import evaluate
 from fastgpu.feed import make_feed
 from fastgpu.order import BlockSampler
-from fastgpu.rows import Dense
+from fastgpu.rows import Rows
 from fastgpu.store import open_store
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ class RowNumbers:
 
     metrics = ("number", "square")
 
-    def score(self, model: nn.Module, batch: Dense) -> list[Tensor]:
+    def score(self, model: nn.Module, batch: Rows) -> list[Tensor]:
         assert not model.training
         assert not torch.is_grad_enabled()
         number = batch["images"].reshape(len(batch), -1)[:, 0].double() + 1

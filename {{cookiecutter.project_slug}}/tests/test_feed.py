@@ -3,10 +3,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import numbers_of
+from conftest import is_ragged, numbers_of
 
+from fastgpu import feed as feed_module
 from fastgpu import store as store_module
 from fastgpu.feed import Feed, make_feed
+from fastgpu.launch import UserError
 from fastgpu.order import BlockSampler
 from fastgpu.store import Store, open_store
 
@@ -120,3 +122,73 @@ def test_batches_are_views_of_a_pool_on_a_cpu(store):
     assert first["images"].data_ptr() == pool.rows["images"].data_ptr()
     feed.close()
     assert np.array_equal(first["labels"], pool.rows["labels"][:8])
+
+
+# ---------------------------------------------------------------------------------------------- ragged rows
+
+
+@pytest.fixture(
+    params=[{}, {"chunks": (16,)}, {"chunks": (16,), "compression": "gzip"}], ids=["whole", "chunks", "gzip"]
+)
+def sparse(write_ragged, request, monkeypatch) -> Store:
+    monkeypatch.setattr(store_module, "LEAST_BLOCKS", 20)  # blocks of 7 rows
+    return open_store("data.train", write_ragged(150, **request.param), {"items": "items", "number": "number"})
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("pool_batches", [1, 3, 100])
+def test_ragged_rows_keep_to_the_order_on_every_tier(sparse, tier, pool_batches):
+    options = {"pool_batches": pool_batches, "lanes": 2, "seed": 1}
+    feed, order = feed_of(sparse, tier, **options), BlockSampler(sparse.block_rows, 8, **options)
+    for epoch in range(3):
+        order.set_epoch(epoch)
+        seen = []
+        for pool in feed.pools(epoch):
+            assert is_ragged(pool.rows["items"], pool.rows["number"].tolist())
+            for batch in pool.rows.batches(8):
+                assert is_ragged(batch["items"], batch["number"].tolist())
+                seen += batch["number"].tolist()
+        assert seen == list(order)
+    feed.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_ragged_rows_are_padded_and_resumed(sparse, tier):
+    options = {"shuffle": False, "drop_last": False, "pool_batches": 2, "world_size": 4, "rank": 3}
+    feed = feed_of(sparse, tier, **options)
+    whole = [n for pool in feed.pools(0) for n in pool.rows["number"].tolist()]
+    rest = []
+    for pool in feed.pools(0, 32):
+        assert is_ragged(pool.rows["items"], pool.rows["number"].tolist())
+        rest += pool.rows["number"].tolist()
+    assert rest == whole[8:]
+    feed.close()
+
+
+def test_no_pool_has_more_values_than_memory_was_made_for(sparse):
+    lengths = sparse.lengths["items"]
+    for pool_batches in (1, 2, 5, 18):
+        for shuffle in (True, False):
+            order = BlockSampler(sparse.block_rows, 8, pool_batches=pool_batches, shuffle=shuffle, lanes=2,
+                                 drop_last=shuffle)  # fmt: skip
+            most = order.most_values(lengths)
+            found = [int(lengths[order.row_numbers(plan)].sum()) for epoch in range(20) for plan in order.pools(epoch)]
+            assert max(found) <= most <= lengths.sum() + lengths.max() * 2
+    rng = np.random.default_rng(0)  # long rows lie together
+    order = BlockSampler(np.full(50, 100, np.int32), 10, pool_batches=30)
+    lengths = np.sort(rng.pareto(1, 5000).astype(np.int32))
+    found = [int(lengths[order.row_numbers(plan)].sum()) for epoch in range(50) for plan in order.pools(epoch)]
+    assert max(found) <= order.most_values(lengths) < lengths.sum()
+
+
+def test_what_offsets_of_32_bits_cannot_count_is_refused(sparse, monkeypatch):
+    monkeypatch.setattr(feed_module, "MOST_VALUES", 100)
+    with pytest.raises(
+        UserError, match=r"has 300 values, and at most 100 fit the device or host tier; use data.tier=disk"
+    ):
+        feed_of(sparse, "device")
+    with pytest.raises(
+        UserError, match="data.pool_batches is 50: a pool of .* may have 300 values and at most 100 fit"
+    ):
+        feed_of(sparse, "disk", pool_batches=50)
+    feed_of(sparse, "disk", pool_batches=1).close()

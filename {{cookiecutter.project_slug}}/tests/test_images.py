@@ -5,7 +5,7 @@ import torch
 from conftest import numbered
 
 from fastgpu.launch import UserError
-from fastgpu.rows import Dense
+from fastgpu.rows import Rows
 from fastgpu.store import Store, open_store
 from workloads.images import Normalize, ResNet, Workload
 
@@ -64,7 +64,7 @@ def test_normalize_is_mean_and_std_of_a_channel():
 
 def test_augmentation_is_drawn_anew_each_time_and_repeats_with_the_seed(store):
     workload = Workload(store, store, **SETTINGS)
-    batch = Dense({"images": images((8, 3, 8, 8)), "labels": torch.arange(8)})
+    batch = Rows({"images": images((8, 3, 8, 8)), "labels": torch.arange(8)})
     generator = rng(1)
     first, second = workload.transform(batch, generator), workload.transform(batch, generator)
     assert not torch.equal(first["images"], second["images"])
@@ -83,7 +83,7 @@ def test_each_augmentation_redraws_and_can_be_trained_on(store, key, value):
     workload = Workload(store, store, **SETTINGS | OFF | {key: value})
     assert workload.redraws
     assert not Workload(store, store, **SETTINGS | OFF).redraws
-    batch, generator = Dense({"images": images((8, 3, 8, 8)), "labels": torch.arange(8) % 4}), rng()
+    batch, generator = Rows({"images": images((8, 3, 8, 8)), "labels": torch.arange(8) % 4}), rng()
     first, second = workload.transform(batch, generator), workload.transform(batch, generator)
     assert not torch.equal(first["images"], second["images"])
     loss = workload.loss(workload.model(), first)
@@ -97,9 +97,7 @@ def test_smoothed_and_mixed_labels_against_the_formula(store):
     shares = 0.8 * torch.eye(4)[labels] + 0.2 / 4
     expected = -(shares * logits.log_softmax(1)).sum(1).mean()
     for given in (labels, torch.eye(4)[labels]):
-        torch.testing.assert_close(
-            workload.loss(lambda _: logits, Dense({"images": logits, "labels": given})), expected
-        )
+        torch.testing.assert_close(workload.loss(lambda _: logits, Rows({"images": logits, "labels": given})), expected)
 
 
 def test_scores_are_sums_that_add_up_over_any_split(store):
@@ -108,7 +106,7 @@ def test_scores_are_sums_that_add_up_over_any_split(store):
     logits, labels = torch.randn(50, 10, generator=rng()), torch.arange(50) % 10
 
     def scores(a: int, b: int) -> torch.Tensor:
-        batch = Dense({"images": images((b - a, 3, 8, 8)), "labels": labels[a:b]})
+        batch = Rows({"images": images((b - a, 3, 8, 8)), "labels": labels[a:b]})
         return torch.stack([s.double() for s in workload.score(lambda _: logits[a:b], batch)])
 
     rank = (-logits).argsort(1).argsort(1)[torch.arange(50), labels]
@@ -122,7 +120,7 @@ def test_fewer_than_five_classes(store):
     workload = Workload(store, store, **SETTINGS)
     assert workload.classes == 4
     model = workload.model().eval()
-    batch = Dense({"images": images((6, 3, 8, 8)), "labels": torch.zeros(6, dtype=torch.int64)})
+    batch = Rows({"images": images((6, 3, 8, 8)), "labels": torch.zeros(6, dtype=torch.int64)})
     assert workload.score(model, batch)[2] == 600
 
 
@@ -180,7 +178,7 @@ def test_many_attributes_at_once(tmp_path):
     workload = Workload(store, store, **SETTINGS | {"label_smoothing": 0.1, "mixup": 0.2})
     assert (workload.classes, workload.metrics, workload.best) == (5, ("loss", "accuracy_pct"), "accuracy_pct")
     logits, truth = torch.randn(40, 5, generator=rng()), torch.from_numpy(labels)
-    rows = Dense({"images": images((40, 3, 8, 8)), "labels": truth})
+    rows = Rows({"images": images((40, 3, 8, 8)), "labels": truth})
     p = logits.sigmoid()
     loss = -(truth * p.log() + (1 - truth.float()) * (1 - p).log()).mean(1).sum()
     hits = 100 * ((p > 0.5) == (truth == 1)).float().mean(1).sum()

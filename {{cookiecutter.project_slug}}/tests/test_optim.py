@@ -8,18 +8,18 @@ from torch import nn
 
 from fastgpu.dist import World, wrap
 from fastgpu.optim import Step, choose_precision, make_optimizer, schedule
-from fastgpu.rows import Dense
+from fastgpu.rows import Rows
 
 CPU = torch.device("cpu")
 
 
-def loss(model: nn.Module, batch: Dense) -> torch.Tensor:
+def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
-def batch(rows: int = 12, seed: int = 0) -> Dense:
+def batch(rows: int = 12, seed: int = 0) -> Rows:
     rng = torch.Generator().manual_seed(seed)
-    return Dense({"x": torch.randn(rows, 3, generator=rng), "y": torch.randn(rows, 2, generator=rng)})
+    return Rows({"x": torch.randn(rows, 3, generator=rng), "y": torch.randn(rows, 2, generator=rng)})
 
 
 def model() -> nn.Module:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from copy import copy
 
 import numpy as np
 import pytest
@@ -30,7 +31,9 @@ def order_of(store: Store, pool_batches: int = 2) -> BlockSampler:
 
 
 def prefetcher(store: Store, read=None, readers: int = 2, slots: int = 2, device: torch.device = CPU) -> Prefetcher:
-    return Prefetcher(read or store.read, store.fields, 16, device, readers, slots)
+    rows = copy(store)
+    rows.read = read or store.read
+    return Prefetcher(rows, 16, device, readers, slots)
 
 
 def threads() -> set[str]:

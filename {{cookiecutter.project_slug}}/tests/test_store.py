@@ -10,12 +10,15 @@ import h5py
 import hdf5plugin
 import numpy as np
 import pytest
-from conftest import numbered, numbers_of
+import torch
+from conftest import ITEMS, is_ragged, numbered, numbers_of
 
 from fastgpu import layout as layout_module
 from fastgpu import store as store_module
+from fastgpu.feed import make_feed
 from fastgpu.launch import RankError, UserError
-from fastgpu.order import Read
+from fastgpu.order import BlockSampler, Read
+from fastgpu.rows import Field, RaggedArray
 from fastgpu.store import Store, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -425,3 +428,128 @@ def test_shards_must_agree(write, tmp_path):
     write(10, name="a.h5")
     write(10, (1, 2, 4), name="b.h5")
     refused(str(tmp_path / "?.h5"), r"b.h5 holds images as uint8 \(N, 1, 2, 4\).*shards must agree")
+
+
+# ---------------------------------------------------------------------------------------------- ragged rows
+
+SPARSE = {"items": "items", "number": "number"}
+
+
+def read_ragged(store: Store, seed: int = 0) -> tuple[RaggedArray, np.ndarray]:
+    """Every block, in pieces, to shuffled places, laid out as the prefetcher does; (items, number) at each place."""
+    places = np.random.default_rng(seed).permutation(len(store))
+    offsets = np.zeros(len(store) + 1, np.int32)
+    offsets[places + 1] = store.lengths["items"]
+    np.cumsum(offsets, out=offsets)
+    out = {"items": RaggedArray(np.full(offsets[-1] + 5, -1, np.int32), offsets), "number": np.zeros(len(store), int)}
+    at = 0
+    for block, rows in enumerate(store.block_rows.tolist()):
+        for first, stop in ((0, rows // 2), (rows // 2, rows)):
+            store.read([Read(block, first, places[at + first : at + stop])], out)
+        at += rows
+    assert (out["items"].values[offsets[-1] :] == -1).all()
+    return out["items"], out["number"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunks": (7,)},
+        {"chunks": (64,), "compression": "gzip", "shuffle": True},
+        {"dtype": "<u8"},
+        {"dtype": ">i4"},
+    ],
+    ids=["whole", "chunks", "gzip", "uint64", "big-endian"],
+)
+@pytest.mark.parametrize("least", [1, 30])
+def test_ragged_rows_are_read_from_any_layout(way, write_ragged, monkeypatch, options, least):
+    monkeypatch.setattr(store_module, "LEAST_BLOCKS", least)
+    dtype = options.pop("dtype", None)
+    path = write_ragged(101, **options)
+    if dtype:
+        with h5py.File(path, "a") as file:
+            values = file["items/indices"][:].astype(dtype)
+            del file["items/indices"]
+            file["items/indices"] = values
+    store = open_store("data.train", path, SPARSE)
+    assert store.fields["items"] == Field(np.dtype("i4"), (), sum(n * 7 % 5 for n in range(101)) / 101, ITEMS)
+    assert len(store.block_rows) >= least
+    items, number = read_ragged(store)
+    assert is_ragged(items, number)
+
+
+def test_shards_of_ragged_rows_are_one_after_the_other(write_ragged):
+    paths = [write_ragged(n, f"{n}.h5", start) for n, start in ((40, 0), (25, 40), (3, 65))]
+    store = open_store("data.train", paths, SPARSE)
+    items, number = read_ragged(store)
+    assert sorted(number) == list(range(68))
+    assert is_ragged(items, number)
+    other = write_ragged(5, "other.h5", items=99)
+    with pytest.raises(
+        UserError, match=r"other.h5 holds items as int32 \(N, any number\) below 99, .*; shards must agree"
+    ):
+        open_store("data.train", [*paths, other], SPARSE)
+
+
+def test_what_belongs_to_the_items_and_other_ragged_values(write_ragged):
+    path = write_ragged(30)
+    with h5py.File(path, "a") as file:
+        file["items/data"] = file["items/indices"][:] / 8
+        file["words/indptr"], file["words/values"] = file["items/indptr"][:], file["items/indices"][:].astype("u2")
+    store = open_store("data.train", path, {"items": "items", "weights": "items/data", "words": "words"})
+    assert [field.below for field in store.fields.values()] == [ITEMS, None, None]
+    assert [str(field.dtype) for field in store.fields.values()] == ["int32", "float64", "uint16"]
+    feed = make_feed(store, BlockSampler(store.block_rows, 10), "disk", torch.device("cpu"), 2)
+    for pool in feed.pools(0):
+        items, weights, words = (pool.rows[name] for name in store.fields)
+        assert (items.host == weights.host).all()
+        assert (items.values / 8 == weights.values).all()
+        assert (items.values == words.values.int()).all()
+    feed.close()
+
+
+def test_rows_without_any_value_are_rows(write_ragged):
+    path = write_ragged(20)
+    with h5py.File(path, "a") as file:
+        del file["items/indices"]
+        file["items/indptr"][:] = 0
+        file["items/indices"] = np.zeros(0, np.int32)
+    items, number = read_ragged(open_store("data.train", path, SPARSE))
+    assert len(items) == len(number) == 20
+    assert len(items.values) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda f: f["items/indptr"].write_direct(np.arange(21, dtype="i4")[::-1].copy()),
+            "its indptr should rise from 0",
+        ),
+        (lambda f: f["items/indptr"].__setitem__(20, 3), "its indptr should rise from 0 to the 40 values"),
+        (
+            lambda f: f["items"].attrs.__setitem__("encoding-type", "csc_matrix"),
+            "is a csc_matrix; rows need a csr_matrix",
+        ),
+        (lambda f: f["items"].attrs.__delitem__("shape"), r"should have the attribute shape, \(rows, items\)"),
+        (lambda f: f["items"].attrs.__setitem__("shape", (20, 0)), "should have the attribute shape"),
+        (lambda f: f["items"].__delitem__("indices"), "has no dataset items/indices; it has items, number"),
+    ],
+)
+def test_ragged_rows_that_are_none_are_one_line(write_ragged, change, message):
+    path = write_ragged(20)
+    with h5py.File(path, "a") as file:
+        change(file)
+    with pytest.raises(UserError, match=message):
+        open_store("data.train", path, SPARSE)
+
+
+@pytest.mark.parametrize("wrong", [ITEMS, -1])
+@pytest.mark.parametrize("options", [{}, {"chunks": (16,), "compression": "gzip"}], ids=["plain", "gzip"])
+def test_an_item_that_there_is_not_stops_the_run_and_not_the_device(way, write_ragged, wrong, options):
+    path = write_ragged(50, **options)
+    with h5py.File(path, "a") as file:
+        file["items/indices"][17] = wrong
+    with pytest.raises(RankError, match=f"ragged.h5: items: {wrong} is none of 0 to 999, as its shape says"):
+        read_ragged(open_store("data.train", path, {"items": "items", "number": "number"}))

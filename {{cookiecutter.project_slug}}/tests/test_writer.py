@@ -6,7 +6,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import ROOT, numbered, numbers_of
+from conftest import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from fastgpu import writer as writer_module
 from fastgpu.launch import UserError
 from fastgpu.layout import DIGESTS
 from fastgpu.order import Read
-from fastgpu.rows import Field
+from fastgpu.rows import Field, RaggedArray
 from fastgpu.store import open_store
 from fastgpu.writer import Writer, block_rows_of
 
@@ -194,3 +194,53 @@ with Writer(Path(sys.argv[1]), 100, {"x": Field(np.dtype("u1"), (1 << 16,))}) as
     assert "File too large" in result.stderr
     assert result.returncode == 1
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------- ragged rows
+
+SPARSE = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS), "words": Field(np.dtype("u2"), (), 2.0),
+          "number": Field(np.dtype("i8"), ())}  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 300), part_rows=st.integers(1, 90), shards=st.integers(1, 4), block_bytes=st.integers(8, 600),
+    compression=st.sampled_from(["none", "gzip"]),
+)  # fmt: skip
+def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shards, block_bytes, compression):
+    folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "RAGGED_BLOCK_BYTES", block_bytes)
+        with Writer(folder / "rows.h5", rows, SPARSE, shards=shards, compression=compression) as writer:
+            for start in range(0, rows, part_rows):
+                numbers = np.arange(start, min(start + part_rows, rows))
+                items = ragged(numbers)
+                words = RaggedArray(items.values.astype("u2"), items.offsets)
+                writer.append({"items": items, "words": words, "number": numbers})
+                items.values[:], items.offsets[:], words.values[:] = -1, -1, 0
+    paths = [str(path) for path in writer.targets]
+    store = open_store("data.train", paths, {name: name for name in SPARSE}, verify=True)
+    assert [field.below for field in store.fields.values()] == [ITEMS, None, None]
+    offsets = np.concatenate([[0], np.cumsum(store.lengths["items"])])
+    out = {name: RaggedArray(np.zeros(offsets[-1], store.fields[name].dtype), offsets) for name in ("items", "words")}
+    out["number"] = np.zeros(rows, int)
+    starts = np.cumsum(store.block_rows) - store.block_rows
+    for block, (start, count) in enumerate(zip(starts.tolist(), store.block_rows.tolist(), strict=True)):
+        store.read([Read(block, 0, np.arange(start, start + count))], out)
+    assert is_ragged(out["items"], range(rows))
+    assert is_ragged(out["words"], range(rows))
+    assert out["number"].tolist() == list(range(rows))
+
+
+def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
+    with Writer(tmp_path / "rows.h5", 50, {"items": SPARSE["items"]}) as writer:
+        writer.append({"items": ragged(range(50))})
+    with h5py.File(tmp_path / "rows.h5") as file:
+        matrix = file["items"]
+        assert matrix.attrs["encoding-type"] == "csr_matrix"
+        assert matrix.attrs["encoding-version"] == "0.1.0"
+        assert matrix.attrs["shape"].tolist() == [50, ITEMS]
+        assert matrix["indptr"].dtype == np.int64
+        assert (matrix["data"][:] == 1).all()
+        assert matrix["data"].id.get_storage_size() == 0
+        assert len(matrix["data"]) == len(matrix["indices"]) == matrix["indptr"][-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastgpu import augment
 from fastgpu.launch import UserError
-from fastgpu.rows import Dense, Source
+from fastgpu.rows import Rows, Source
 
 SMALLEST_SIDE = 4  # stages halve the image down to this
 
@@ -70,7 +70,7 @@ class Workload:
         """uint8 (B, C, H, W) -> logits (B, K)."""
         return nn.Sequential(self._normalize, ResNet(self.shape_CHW, self.classes, self._width, self._blocks))
 
-    def transform(self, batch: Dense, rng: torch.Generator) -> Dense:
+    def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, still as bytes; drawn anew at each call, so also each time a row is echoed."""
         x_BCHW, labels = batch["images"], batch["labels"]
         if self._crop_share < 1:
@@ -86,9 +86,9 @@ class Workload:
         if self._mixup:
             target_BK = labels.float() if self.many else F.one_hot(labels.long(), self.classes).float()
             x_BCHW, labels = augment.mixup(x_BCHW, target_BK, self._mixup, rng)
-        return Dense({"images": x_BCHW, "labels": labels})
+        return Rows({"images": x_BCHW, "labels": labels})
 
-    def loss(self, model: nn.Module, batch: Dense) -> Tensor:
+    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
         """Mean cross-entropy of the batch; of attributes, the mean over them too. Labels may be shares (B, K)."""
         logits_BK, labels = model(batch["images"]).float(), batch["labels"]
         if self.many:
@@ -97,7 +97,7 @@ class Workload:
         target = labels if labels.is_floating_point() else labels.long()
         return F.cross_entropy(logits_BK, target, label_smoothing=self._smoothing)
 
-    def score(self, model: nn.Module, batch: Dense) -> list[Tensor]:
+    def score(self, model: nn.Module, batch: Rows) -> list[Tensor]:
         """For each of `metrics` its sum over the batch's rows; divided by the number of rows it is the metric."""
         logits_BK, labels = model(batch["images"]).float(), batch["labels"]
         if self.many:
