@@ -1,4 +1,5 @@
-# make demo     bake the template and train what comes out, on every GPU or on two CPU processes
+# make demo     bake the template and train what comes out, on every GPU or on two CPU processes; WORKLOAD=recsys for
+#               users and items
 # make test     all tests: of the template, of the project in place, of a baked project
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the schema and docs/config.md again
@@ -13,6 +14,7 @@ BIN     := $(CURDIR)/.venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
+WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
 .PHONY: demo test check fix gpu bench bench-peers clean
@@ -25,7 +27,7 @@ IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 	@touch $@
 
 demo: .venv/installed
-	"$(BIN)/python" tools/demo.py
+	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
 test: .venv/installed
 	$(IN_PLACE) pytest -p no:cacheprovider

@@ -6,9 +6,20 @@ from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
+WORKLOADS = {
+    "images": [
+        "workloads/images.py", "configs/celeba.yaml", "configs/cifar10.yaml", "configs/csv-images.yaml",
+        "data/digits.h5", "tests/test_images.py", "tests/test_train.py",
+    ],
+    "recsys": [
+        "workloads/recsys.py", "configs/recsys.yaml", "data/interactions-train.h5", "data/interactions-val.h5",
+        "tests/test_recsys.py",
+    ],
+}  # fmt: skip
 UNWANTED = [
     ("launch", answers["cluster_launch_files"]),
     (".github", answers["ci_workflow"]),
+    *((name, answers["workload"] in (workload, "both")) for workload, names in WORKLOADS.items() for name in names),
 ]
 LEFTOVERS = [
     ".venv", "runs", "build", "*.egg-info", ".hypothesis", ".coverage",
@@ -23,6 +34,8 @@ def remove(path: Path) -> None:
 for name, wanted in UNWANTED:
     if not wanted:
         remove(Path(name))
+if answers["workload"] == "recsys":  # what `python train.py` then takes
+    shutil.copyfile("configs/recsys.yaml", "config.yaml")
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)

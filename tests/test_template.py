@@ -17,6 +17,10 @@ from conftest import FOLDER, ROOT, tracked
 
 DEFAULT = "my_training_project"
 OPTIONAL = {"launch/": "cluster_launch_files", ".github/": "ci_workflow"}
+OF_IMAGES = {"workloads/images.py", "configs/celeba.yaml", "configs/cifar10.yaml", "configs/csv-images.yaml",
+             "data/digits.h5", "tests/test_images.py", "tests/test_train.py"}  # fmt: skip
+OF_RECSYS = {"workloads/recsys.py", "configs/recsys.yaml", "data/interactions-train.h5", "data/interactions-val.h5",
+             "tests/test_recsys.py"}  # fmt: skip
 LICENSES = {
     "MIT": "MIT License",
     "BSD-3-Clause": "BSD 3-Clause License",
@@ -29,8 +33,9 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def expected(**wanted: bool) -> set[str]:
+def expected(workload: str = "images", **wanted: bool) -> set[str]:
     names = {name.removeprefix(f"{FOLDER}/") for name in tracked() if name.startswith(f"{FOLDER}/")}
+    names -= {"images": OF_RECSYS, "recsys": OF_IMAGES, "both": set()}[workload]
     off = tuple(folder for folder, question in OPTIONAL.items() if not wanted[question])
     return {name for name in names if not name.startswith(off)} if off else names
 
@@ -75,7 +80,27 @@ def test_default_answers(bake, tmp_path, accept_hooks):
         assert "cd my_training_project" in done.stdout
         assert sum(line.startswith("  ") for line in done.stdout.splitlines()) == 3  # the next three commands
     else:
-        assert files(project) == expected(cluster_launch_files=True, ci_workflow=True)
+        assert files(project) == expected("both", cluster_launch_files=True, ci_workflow=True)
+
+
+@pytest.mark.parametrize("workload", ["images", "recsys", "both"])
+def test_every_workload(bake, tmp_path, workload):
+    done = bake(project_slug="cats", workload=workload)
+    assert done.returncode == 0, done.stderr
+    project = tmp_path / "out" / "cats"
+    assert files(project) == expected(workload, cluster_launch_files=False, ci_workflow=True)
+    assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
+    parses(project)
+    shipped = yaml.safe_load((project / "config.yaml").read_text())
+    assert shipped["workload"] == ("recsys" if workload == "recsys" else "images")
+    text = (project / "README.md").read_text()
+    assert ("images.py" in text) == ("digits.h5" in text) == (workload != "recsys")
+    assert ("recsys.py" in text) == ("movielens ml-20m.zip" in text) == (workload != "images")
+    assert "\n\n\n" not in text
+    named = set(re.findall(r"(\w+\.py)", text.split("```")[3]))
+    assert named == {
+        path.name for folder in ("", "fastgpu", "workloads") for path in (project / folder).glob("[a-z]*.py")
+    }
 
 
 @pytest.mark.parametrize(

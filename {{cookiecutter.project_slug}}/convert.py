@@ -4,8 +4,10 @@ python convert.py images photos/ photos.h5 --size 64 --split 0.9    a folder a c
 python convert.py images photos.csv photos.h5 --size 64             or lines of path,label
 python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
 python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
-python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, from .npz files too
+python convert.py movielens ml-20m.zip ml-20m.h5                    -> ml-20m-train.h5, ml-20m-val.h5, ml-20m-test.h5
+python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, scipy's sparse matrices
 python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 images made up, to try things with
+python convert.py synthetic made-up.h5 --kind interactions          users and the items they like -> -train.h5, -val.h5
 python convert.py repack old-*.h5 train.h5 --shards 8               HDF5 files -> train-00000-of-00008.h5, ...
 python convert.py repack --dataset mine:Photos photos/ train.h5     a torch Dataset of your own, decoded once
 python convert.py info train.h5                                     how rows lie, and what would make them faster
@@ -18,7 +20,7 @@ import argparse
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,13 @@ from fastgpu import auto, pictures, published, survey
 from fastgpu.arrays import open_arrays
 from fastgpu.dataset import DatasetRows, LoaderOptions, open_dataset
 from fastgpu.feed import Pool, Readable, make_feed
+from fastgpu.interactions import split
 from fastgpu.launch import Launch, UserError, clear_exit
 from fastgpu.layout import BLOCK_BYTES
+from fastgpu.movielens import COLUMNS, read_ratings
 from fastgpu.order import BlockSampler
 from fastgpu.store import Store, open_store
-from fastgpu.synthetic import SyntheticImages
+from fastgpu.synthetic import SyntheticImages, interactions
 from fastgpu.writer import Writer
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512  # mixed at once: the larger of both, if a quarter of the free memory has room
@@ -66,16 +70,47 @@ def celeba(asked: argparse.Namespace) -> int:
     return _write(asked, published.celeba(Path(asked.source), shape, asked.on_error))
 
 
+def movielens(asked: argparse.Namespace) -> int:
+    """MovieLens as published: ratings.csv, or the zip with it; users held out as Liang et al. (2018) do."""
+    with _bar(0, "rows", "read") as bar:
+
+        def tick(rows: int, done: float) -> None:
+            bar.total = round((bar.n + rows) / max(done, 1e-9))  # as the rest of the file has it
+            bar.update(rows)
+
+        events = read_ratings(Path(asked.source), asked.above, asked.columns.split(","), asked.on_error, tick)
+    found = split(asked.source, events.users, events.items, asked.held_out)
+    print(f"{found.events:,} events above {asked.above:g} of {found.users:,} users, {found.items:,} items; "
+          f"{found.parts['train'].fields['items'].below:,} items of the training users")  # fmt: skip
+    for name in ("val", "test"):
+        hidden = found.parts[name].lengths["held_out"]
+        print(f"{name}: {hidden.sum():,} items to be found; {(hidden == 0).sum():,} of {len(hidden):,} users have none")
+    return _write(asked, found.parts, events.skipped)
+
+
 def arrays(asked: argparse.Namespace) -> int:
-    """NumPy arrays of equal length: name=file.npy for each, or .npz files with their names."""
+    """Arrays of equal length: name=file.npy, file.npz, name=matrix.npz of scipy.sparse, name=file.h5::/dataset."""
     return _write(asked, {"": open_arrays(asked.source)})
 
 
 def synthetic(asked: argparse.Namespace) -> int:
-    """Images made up, one picture a class under noise: to try a configuration or a machine before the data is there."""
-    rows = {"": asked.rows}
+    """Rows made up: to try a configuration or a machine before the data is there.
+
+    images: one picture a class under noise. interactions: items that users like, by a law that can be learnt.
+    """
+    if asked.kind == "interactions":
+        count = asked.rows or 6000
+        if asked.items < 20 or asked.mean_items > asked.items / 4 or count < 20:
+            raise UserError(f"--rows {count} --items {asked.items} --mean-items {asked.mean_items:g}: use 20 or more "
+                            "rows and items, and a mean of at most a quarter of the items")  # fmt: skip
+        parts = interactions(count, asked.items, asked.mean_items, asked.split or 0.9, asked.seed)
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
+        print(f"val: {scores}")
+        return _write(asked, parts)
+    count = asked.rows or 50_000
+    rows = {"": count}
     if asked.split:
-        rows = {"train": round(asked.split * asked.rows), "val": asked.rows - round(asked.split * asked.rows)}
+        rows = {"train": round(asked.split * count), "val": count - round(asked.split * count)}
     return _write(asked, {name: SyntheticImages(count, asked.shape, asked.classes, asked.seed, part)
                           for part, (name, count) in enumerate(rows.items())})  # fmt: skip
 
@@ -85,9 +120,16 @@ def repack(asked: argparse.Namespace) -> int:
     return _write(asked, {"": _open(asked)})
 
 
-def _write(asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetRows]) -> int:
-    """Rows -> files: the training path with a file at its end. All the files get their names together, or none does."""
+def _write(asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetRows], skipped: Sequence[str] = ()) -> int:
+    """Rows -> files: the training path with a file at its end. All the files get their names together, or none does.
+
+    skipped: a line for each thing of the source that was left out.
+    """
     said, reports = [], dict[Path, str]()
+    if skipped:
+        report = asked.target.with_name(f"{asked.target.name}.skipped.txt")
+        reports[report] = "".join(f"{line}\n" for line in skipped)
+        said.append(f"{len(skipped):,} broken lines were skipped: {report}")
     with ExitStack() as stack:
         for name, rows in parts.items():
             batch_rows = max(1, BLOCK_BYTES // rows.row_bytes)
@@ -247,9 +289,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add_split(command)
     add_writing(add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
     add_decoding(add_writing(add(celeba, "folder of the images and the two lists")))
-    add_writing(add(arrays, "name=file.npy or file.npz", many=True))
+    command = add_writing(add(movielens, "ratings.csv or the zip"))
+    command.add_argument("--above", type=float, default=3.5, help="ratings that count; default: above 3.5")
+    command.add_argument("--held-out", type=int, default=10_000, help="users to validate, and as many to test")
+    command.add_argument("--columns", default=",".join(COLUMNS), help=f"of the CSV; default: {','.join(COLUMNS)}")
+    command.add_argument("--on-error", choices=["stop", "skip"], default="stop",
+                         help="at a broken line; skip: list it beside TARGET, fail above 1 %%")  # fmt: skip
+    add_writing(add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True))
     command = add_writing(add(synthetic))
-    command.add_argument("--rows", type=int, default=50_000)
+    command.add_argument("--kind", choices=["images", "interactions"], default="images")
+    command.add_argument("--rows", type=int, help="default: 50,000 images, 6,000 users")
+    command.add_argument("--items", type=int, default=1000, help="of interactions; default: 1,000")
+    command.add_argument("--mean-items", type=float, default=30, help="of a user; default: 30")
     command.add_argument("--shape", type=_shape, default=(3, 32, 32), metavar="CxHxW", help="default: 3x32x32")
     command.add_argument("--classes", type=int, default=10)
     add_split(command)

@@ -44,8 +44,8 @@ def train(cfg: Config, world: World) -> None:
             options = LoaderOptions(cfg.loader.prefetch_factor, cfg.loader.persistent_workers, cfg.loader.timeout_s)
             open_rows = partial(open_dataset, factory=cfg.data.dataset, options=options)
         store = open_rows("data.train", cfg.data.train, cfg.data.fields)
-        val_store = open_rows("data.val", cfg.data.val, cfg.data.fields)
-        workload = workloads.load(cfg.workload)(store, val_store, **cfg.model.model_dump(), **cfg.augment.model_dump())
+        val_store = open_rows("data.val", cfg.data.val, cfg.data.val_fields or cfg.data.fields)
+        workload = workloads.make(cfg.workload, store, val_store, cfg.options)
         sizes = auto.sizes(
             store, val_store, world.size, world.local_size, world.device, cfg.optim.accumulation, cfg.data.tier,
             cfg.data.batch_rows, cfg.data.lanes, cfg.data.pool_batches, cfg.data.readers, cfg.loader.workers,
@@ -78,7 +78,7 @@ def train(cfg: Config, world: World) -> None:
     at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
     resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision, "data.echo": at.echo}
     runs.describe_run(mine, resolved)
-    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}{why}")
+    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}{workload.note}{why}")
     planned_rows = cfg.train.epochs * order.total_size
     log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed)
     clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()

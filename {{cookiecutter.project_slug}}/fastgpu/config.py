@@ -46,7 +46,9 @@ class Data(Section):
     val: str | list[str] = "data/digits.h5::/val"
     """The same for validation."""
     fields: dict[str, str] = {"images": "images", "labels": "labels"}
-    """Name in the code: name of the dataset in the file."""
+    """Name in the code: name of the dataset in the file, or of the group of a CSR matrix."""
+    val_fields: dict[str, str] = {}
+    """The same for data.val; empty: data.fields."""
     batch_rows: Count = 64
     """Rows of one optimizer step over all ranks and accumulation steps: the global batch."""
     tier: Literal["auto", "device", "host", "disk"] = "auto"
@@ -116,6 +118,21 @@ class Augment(Section):
     """Share of the target that all classes divide."""
 
 
+class Recsys(Section):
+    hidden: CountOrZero = 600
+    """Width of the layers beside the latent one; 0: none."""
+    latent: Count = 200
+    """Width of the layer that a user becomes."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of a user's items that the model does not see, drawn anew each time."""
+    variational: bool = True
+    """true: Mult-VAE; false: Mult-DAE."""
+    kl_weight: Annotated[float, Field(ge=0)] = 0.2
+    """Of the divergence from the prior, once it is reached (Mult-VAE)."""
+    kl_anneal_steps: CountOrZero = 0
+    """Steps (times optim.accumulation) in which that weight rises from 0; the paper: 200,000."""
+
+
 class Optim(Section):
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """Optimizer; lamb, for very large batches, is NVIDIA Apex's."""
@@ -170,10 +187,16 @@ class Config(Section):
     hdf5: Hdf5 = Hdf5()
     model: Model = Model()
     augment: Augment = Augment()
+    recsys: Recsys = Recsys()
     optim: Optim = Optim()
     train: Train = Train()
     dist: Dist = Dist()
     log: Log = Log()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a workload may take by name."""
+        return self.model.model_dump() | self.augment.model_dump() | self.recsys.model_dump()
 
 
 # ---------------------------------------------------------------------------------------------- from text to Config

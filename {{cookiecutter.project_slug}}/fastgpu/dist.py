@@ -189,6 +189,8 @@ def wrap(world: World, model: nn.Module, strategy: Strategy, static_graph: bool,
     shared = model
     if strategy == "apex":
         shared = apex.distributed(model, world.size)
+    elif strategy == "dp" and getattr(model, "is_ragged", False):
+        raise UserError("dist.strategy is dp, which cuts a batch into equal parts, but its rows are ragged: use ddp")
     elif strategy == "dp":
         shared = DataParallel(model)
     elif world.size > 1:

@@ -14,7 +14,7 @@ from .feed import Pool
 def evaluate(
     model: nn.Module, workload: Any, pools: Iterable[Pool], batch_rows: int, cast: torch.autocast, world: World
 ) -> dict[str, float]:
-    """{"val/<metric>": its mean over the rows of all ranks, each row once: padding is left out}.
+    """{"val/<metric>": its mean over the rows of all ranks that it counts, each row once: padding is left out}.
 
     model: the bare module, not the DDP wrapper, so that ranks need not make equally many calls.
     """
@@ -24,8 +24,9 @@ def evaluate(
     for pool in pools:
         for batch in pool.rows.slice(0, pool.plan.real_rows).batches(batch_rows):
             with cast:
-                scores = workload.score(model, batch)
-            totals += torch.stack([torch.full_like(totals[0], len(batch)), *scores])
+                rows, sums = workload.score(model, batch)
+            totals[0] += rows
+            totals[1:] += torch.stack(sums)
     model.train()
     count, *sums = world.sum(totals).tolist()
     return {f"val/{name}": total / count for name, total in zip(workload.metrics, sums, strict=True)}

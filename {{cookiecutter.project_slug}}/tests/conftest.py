@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from fastgpu.order import Read
 from fastgpu.rows import Ragged, RaggedArray
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,21 @@ def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
     hosts = [rows.host] if isinstance(rows, Ragged) else []
     same = [np.array_equal(found, expected.offsets) for found in [offsets, *hosts]]
     return all(same) and np.array_equal(np.asarray(rows.values)[: offsets[-1]], expected.values)
+
+
+def read_rows(source: Any) -> dict[str, Any]:
+    """All rows of a store, or of what reads like one, in its order."""
+    out: dict[str, Any] = {}
+    for name, field in source.fields.items():
+        if field.is_ragged:
+            offsets = np.concatenate([[0], np.cumsum(source.lengths[name])])
+            out[name] = RaggedArray(np.zeros(offsets[-1], field.dtype), offsets)
+        else:
+            out[name] = np.zeros((len(source), *field.shape), field.dtype)
+    starts = np.cumsum(source.block_rows) - source.block_rows
+    for block, (start, rows) in enumerate(zip(starts.tolist(), source.block_rows.tolist(), strict=True)):
+        source.read([Read(block, 0, np.arange(start, start + rows))], out)
+    return out
 
 
 @pytest.fixture

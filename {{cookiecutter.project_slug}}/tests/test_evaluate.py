@@ -18,11 +18,11 @@ class RowNumbers:
 
     metrics = ("number", "square")
 
-    def score(self, model: nn.Module, batch: Rows) -> list[Tensor]:
+    def score(self, model: nn.Module, batch: Rows) -> tuple[int, list[Tensor]]:
         assert not model.training
         assert not torch.is_grad_enabled()
         number = batch["images"].reshape(len(batch), -1)[:, 0].double() + 1
-        return [number.sum(), (number**2).sum()]
+        return len(batch), [number.sum(), (number**2).sum()]
 
 
 def _metrics(world: World, path: str, tier: str) -> tuple[dict[str, float], bool]:

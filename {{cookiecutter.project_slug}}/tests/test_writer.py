@@ -6,14 +6,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged
+from conftest import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged, read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpu import writer as writer_module
 from fastgpu.launch import UserError
 from fastgpu.layout import DIGESTS
-from fastgpu.order import Read
 from fastgpu.rows import Field, RaggedArray
 from fastgpu.store import open_store
 from fastgpu.writer import Writer, block_rows_of
@@ -31,12 +30,7 @@ def fill(writer: Writer, rows: int, part_rows: int = 7) -> None:
 
 
 def read_all(paths: str | list[str], **options: bool) -> dict[str, np.ndarray]:
-    store = open_store("data.train", paths, {"images": "images", "labels": "labels"}, **options)
-    out = {name: np.zeros((len(store), *field.shape), field.dtype) for name, field in store.fields.items()}
-    starts = np.cumsum(store.block_rows) - store.block_rows
-    for block, (start, rows) in enumerate(zip(starts.tolist(), store.block_rows.tolist(), strict=True)):
-        store.read([Read(block, 0, np.arange(start, start + rows))], out)
-    return out
+    return read_rows(open_store("data.train", paths, {"images": "images", "labels": "labels"}, **options))
 
 
 @settings(max_examples=30, deadline=None)
@@ -221,12 +215,7 @@ def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shard
     paths = [str(path) for path in writer.targets]
     store = open_store("data.train", paths, {name: name for name in SPARSE}, verify=True)
     assert [field.below for field in store.fields.values()] == [ITEMS, None, None]
-    offsets = np.concatenate([[0], np.cumsum(store.lengths["items"])])
-    out = {name: RaggedArray(np.zeros(offsets[-1], store.fields[name].dtype), offsets) for name in ("items", "words")}
-    out["number"] = np.zeros(rows, int)
-    starts = np.cumsum(store.block_rows) - store.block_rows
-    for block, (start, count) in enumerate(zip(starts.tolist(), store.block_rows.tolist(), strict=True)):
-        store.read([Read(block, 0, np.arange(start, start + count))], out)
+    out = read_rows(store)
     assert is_ragged(out["items"], range(rows))
     assert is_ragged(out["words"], range(rows))
     assert out["number"].tolist() == list(range(rows))

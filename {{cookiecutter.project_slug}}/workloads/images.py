@@ -58,6 +58,8 @@ class Workload:
                 raise UserError(f"{store.name}: labels run from {low} to {high}; allowed are 0 to {highest}")
         self.metrics = ("loss", "accuracy_pct") if self.many else ("loss", "top1_pct", "top5_pct")
         self.best = self.metrics[1]  # its highest value makes the best checkpoint
+        self.note = ""
+        """What a person should know of the rows."""
         self.shape_CHW = train.fields["images"].shape
         self._normalize = Normalize(train.attributes, self.shape_CHW[0])
         self.redraws = flip or crop_pad > 0 or crop_share < 1 or jitter > 0 or cutout > 0 or mixup > 0
@@ -97,15 +99,16 @@ class Workload:
         target = labels if labels.is_floating_point() else labels.long()
         return F.cross_entropy(logits_BK, target, label_smoothing=self._smoothing)
 
-    def score(self, model: nn.Module, batch: Rows) -> list[Tensor]:
-        """For each of `metrics` its sum over the batch's rows; divided by the number of rows it is the metric."""
+    def score(self, model: nn.Module, batch: Rows) -> tuple[int, list[Tensor]]:
+        """The number of rows, and of each of `metrics` its sum over them."""
         logits_BK, labels = model(batch["images"]).float(), batch["labels"]
         if self.many:
             loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.classes
-            return [loss, 100 * ((logits_BK > 0) == (labels > 0)).sum() / self.classes]
+            return len(batch), [loss, 100 * ((logits_BK > 0) == (labels > 0)).sum() / self.classes]
         labels_B = labels.long()
         hits_B5 = logits_BK.topk(min(5, self.classes), dim=1).indices == labels_B[:, None]
-        return [F.cross_entropy(logits_BK, labels_B, reduction="sum"), 100 * hits_B5[:, 0].sum(), 100 * hits_B5.sum()]
+        loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+        return len(batch), [loss, 100 * hits_B5[:, 0].sum(), 100 * hits_B5.sum()]
 
 
 def _range(store: Source) -> tuple[int, int]:
