@@ -311,9 +311,22 @@ def test_a_baked_project_is_clean_and_passes_its_own_tests(bake, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_baked_project_installs_and_trains(bake, tmp_path):
+def test_a_project_without_images_passes_its_tests_that_know_of_workloads(bake, tmp_path):
+    assert bake(project_slug="cats", workload="recsys").returncode == 0
+    project, pytest_ = tmp_path / "out" / "cats", ["pytest", "-m", "not slow"]
+    tests = [f"tests/test_{name}.py" for name in ("recsys", "recipes", "config", "convert", "structure", "evaluate")]
+    for command in (["ruff", "check"], ["mypy"], ["pytest", "--collect-only"], [*pytest_, *tests]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=project, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["images", "recsys"])
+def test_a_baked_project_installs_and_trains(bake, tmp_path, workload):
     """As its README says, but for the download: what is installed here already satisfies it."""
-    assert bake(project_slug="cats", license="MIT").returncode == 0
+    assert bake(project_slug="cats", license="MIT", workload=workload).returncode == 0
     project = tmp_path / "out" / "cats"
     install = ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev]"]
     for command in (install, ["train.py", "train.epochs=2"]):

@@ -25,6 +25,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -32,7 +33,7 @@ from fastgpu import auto, pictures, published, survey
 from fastgpu.arrays import open_arrays
 from fastgpu.dataset import DatasetRows, LoaderOptions, open_dataset
 from fastgpu.feed import Pool, Readable, make_feed
-from fastgpu.interactions import split
+from fastgpu.interactions import Split, split
 from fastgpu.launch import Launch, UserError, clear_exit
 from fastgpu.layout import BLOCK_BYTES
 from fastgpu.movielens import COLUMNS, read_ratings
@@ -79,18 +80,30 @@ def movielens(asked: argparse.Namespace) -> int:
             bar.update(rows)
 
         events = read_ratings(Path(asked.source), asked.above, asked.columns.split(","), asked.on_error, tick)
-    found = split(asked.source, events.users, events.items, asked.held_out)
-    print(f"{found.events:,} events above {asked.above:g} of {found.users:,} users, {found.items:,} items; "
-          f"{found.parts['train'].fields['items'].below:,} items of the training users")  # fmt: skip
-    for name in ("val", "test"):
-        hidden = found.parts[name].lengths["held_out"]
-        print(f"{name}: {hidden.sum():,} items to be found; {(hidden == 0).sum():,} of {len(hidden):,} users have none")
-    return _write(asked, found.parts, events.skipped)
+    print(f"{len(events.users):,} ratings are above {asked.above:g}")
+    return _write_split(asked, split(asked.source, events.users, events.items, asked.held_out), events.skipped)
 
 
 def arrays(asked: argparse.Namespace) -> int:
     """Arrays of equal length: name=file.npy, file.npz, name=matrix.npz of scipy.sparse, name=file.h5::/dataset."""
-    return _write(asked, {"": open_arrays(asked.source)})
+    found = open_arrays(asked.source)
+    if not asked.held_out:
+        return _write(asked, {"": found})
+    if list(found.lengths) != list(found.fields)[:1]:
+        raise UserError("--held-out is for one sparse matrix of ones: items=matrix.npz")
+    rows = found.ragged(*found.lengths)
+    users = np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
+    return _write_split(asked, split(found.name, users, rows.values, asked.held_out))
+
+
+def _write_split(asked: argparse.Namespace, found: Split, skipped: Sequence[str] = ()) -> int:
+    trained = found.parts["train"].fields["items"].below
+    print(f"{found.events:,} events of {found.users:,} users with 5 or more, {found.items:,} items; {trained:,} of the "
+          "training users")  # fmt: skip
+    for name in ("val", "test"):
+        hidden = found.parts[name].lengths["held_out"]
+        print(f"{name}: {hidden.sum():,} items to be found; {(hidden == 0).sum():,} of {len(hidden):,} users have none")
+    return _write(asked, found.parts, skipped)
 
 
 def synthetic(asked: argparse.Namespace) -> int:
@@ -295,7 +308,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--columns", default=",".join(COLUMNS), help=f"of the CSV; default: {','.join(COLUMNS)}")
     command.add_argument("--on-error", choices=["stop", "skip"], default="stop",
                          help="at a broken line; skip: list it beside TARGET, fail above 1 %%")  # fmt: skip
-    add_writing(add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True))
+    command = add_writing(add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True))
+    command.add_argument("--held-out", type=int, help="of a sparse matrix: rows to validate, and as many to test")
     command = add_writing(add(synthetic))
     command.add_argument("--kind", choices=["images", "interactions"], default="images")
     command.add_argument("--rows", type=int, help="default: 50,000 images, 6,000 users")

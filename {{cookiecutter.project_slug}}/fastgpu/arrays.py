@@ -61,6 +61,12 @@ class Arrays:
             raise KeyError(name)
         return column
 
+    def ragged(self, name: str) -> RaggedArray:
+        """The rows of a ragged field; raises KeyError for another one."""
+        if name not in self.lengths:
+            raise KeyError(name)
+        return self._columns[name]  # type: ignore[return-value]
+
     def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe."""
         for block, first, places in reads:

@@ -148,3 +148,22 @@ def test_a_sparse_matrix_goes_through_the_command(tmp_path):
     fields = {"items": "items", "items_values": "items_values"}
     store = open_store("data.train", [f"{tmp_path}/y-0000{n}-of-00002.h5" for n in range(2)], fields)
     np.testing.assert_array_equal(as_dense(read_rows(store)), matrix())
+
+
+def test_rows_of_a_sparse_matrix_are_held_out(tmp_path):
+    dense = (np.random.default_rng(0).random((40, 30)) < 0.4).astype(np.float32)
+    save_npz(tmp_path / "x.npz", dense, "csr")
+    save_npz(tmp_path / "counts.npz", matrix(), "csr")
+    result = convert("arrays", f"items={tmp_path}/x.npz", tmp_path / "y.h5", "--held-out", "8")
+    assert result.returncode == 0, result.stderr
+    assert f"{int(dense.sum())} events of 40 users" in result.stdout
+    fields = {"items": "items", "held_out": "held_out", "user": "user"}
+    val = open_store("data.val", str(tmp_path / "y-val.h5"), fields)
+    rows, numbers = read_rows(val), np.array(val.attributes["item_ids"])
+    assert len(val) == 8
+    for row, user in enumerate(rows["user"]):
+        mine = [numbers[each.values[each.offsets[row] : each.offsets[row + 1]]] for each in list(rows.values())[:2]]
+        assert sorted(np.concatenate(mine)) == np.flatnonzero(dense[user]).tolist()
+        assert len(mine[1]) == int(0.2 * dense[user].sum())
+    result = convert("arrays", f"items={tmp_path}/counts.npz", tmp_path / "z.h5", "--held-out", "8")
+    assert "--held-out is for one sparse matrix of ones" in result.stderr

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import ROOT, run_train
 
 from fastgpu.config import Config, describe, flat, keys, load_config
@@ -18,20 +17,6 @@ def load(tmp_path: Path, *texts: str, overrides: tuple[str, ...] = ()) -> Config
         path.write_text(text, encoding="utf-8")
         arguments += ["--config", str(path)]
     return load_config([*arguments, *overrides])
-
-
-def test_the_shipped_file_names_every_key_with_its_default():
-    with (ROOT / "config.yaml").open() as file:
-        tree = yaml.safe_load(file)
-    shipped = {f"{s}.{k}": v for s, section in tree.items() if isinstance(section, dict) for k, v in section.items()}
-    assert {"workload", *shipped} == set(keys())
-    assert load_config(["--config", str(ROOT / "config.yaml")]) == Config()
-
-
-def test_the_shipped_file_is_short_and_points_to_its_schema():
-    lines = (ROOT / "config.yaml").read_text().splitlines()
-    assert lines[0] == "# yaml-language-server: $schema=config.schema.json"
-    assert len(lines) <= 66
 
 
 def test_schema_file_is_that_of_the_models():

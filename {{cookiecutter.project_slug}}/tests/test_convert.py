@@ -184,28 +184,33 @@ def test_a_file_as_repack_writes_it_needs_no_advice(write, tmp_path):
         assert set(file[DIGESTS]) == {"images", "labels"}
 
 
-VAL = "data/digits.h5::/val"
+VAL = "rows.h5::/val"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("repack", "data/digits.h5", "x.h5"), "data/digits.h5 has no rows in /, but /train, /val; name one"),
-        (("repack", "data/digits.h5::/test", "x.h5"), "data/digits.h5 has no group /test; it has train, val"),
+        (("repack", "rows.h5", "x.h5"), "rows.h5 has no rows in /, but /train, /val; name one"),
+        (("repack", "rows.h5::/test", "x.h5"), "rows.h5 has no group /test; it has train, val"),
         (("repack", "absent.h5", "x.h5"), "absent.h5 cannot be read"),
-        (("repack", VAL, "config.yaml"), "config.yaml exists; choose another name, or --force"),
+        (("repack", VAL, "text.h5"), "text.h5 exists; choose another name, or --force"),
         (("repack", VAL, "absent/x.h5"), "absent does not exist; make it first"),
         (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
-        (("info", "config.yaml"), "config.yaml cannot be read"),
+        (("synthetic", "x.h5", "--kind", "interactions", "--items", "40"), "a mean of at most a quarter of the items"),
+        (("info", "text.h5"), "text.h5 cannot be read"),
         (("verify", "absent.h5"), "absent.h5 cannot be read"),
     ],
 )  # fmt: skip
-def test_what_a_person_can_mend_is_one_line(arguments, message):
-    result = convert(*arguments)
+def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message):
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        for group in ("train", "val"):
+            file[f"{group}/images"], file[f"{group}/labels"] = numbered(10), np.arange(10)
+    (tmp_path / "text.h5").write_text("text")
+    result = convert(*arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
-    assert not (ROOT / "x.h5").exists()
+    assert not (tmp_path / "x.h5").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -134,7 +134,7 @@ def test_the_command_prints_the_counts_and_writes_three_files(tmp_path):
     users, items, given = (np.delete(column, 40) for column in ratings())
     pairs = np.unique(np.stack([users, items])[:, given > 3.5], axis=1)
     counts = np.unique(pairs[0], return_counts=True)[1]
-    assert f"{counts[counts >= 5].sum():,} events above 3.5 of {(counts >= 5).sum():,} users" in result.stdout
+    assert f"{counts[counts >= 5].sum():,} events of {(counts >= 5).sum():,} users with 5 or more" in result.stdout
     assert "of 10 users have none" in result.stdout
     assert (tmp_path / "ml.h5.skipped.txt").read_text().startswith(f"{source}:42: 'x' is no")
     train = open_store("data.train", str(tmp_path / "ml-train.h5"), {"items": "items", "user": "user"}, verify=True)

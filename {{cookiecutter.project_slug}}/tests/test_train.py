@@ -14,15 +14,30 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 from conftest import ROOT, numbered, run_ranks, run_train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastgpu.config import Config
+from fastgpu.config import Config, keys, load_config
 
 TAGS = {
     "train/loss", "train/lr", "train/trained_rows_per_s", "data/fresh_rows_per_s", "data/wait_pct", "data/echo",
     "val/loss", "val/top1_pct", "val/top5_pct",
 }  # fmt: skip
+
+
+def test_the_shipped_file_names_every_key_with_its_default():
+    with (ROOT / "config.yaml").open() as file:
+        tree = yaml.safe_load(file)
+    shipped = {f"{s}.{k}": v for s, section in tree.items() if isinstance(section, dict) for k, v in section.items()}
+    assert {"workload", *shipped} == {key for key in keys() if not key.startswith("recsys.")}
+    assert load_config(["--config", str(ROOT / "config.yaml")]) == Config()
+
+
+def test_the_shipped_file_is_short_and_points_to_its_schema():
+    lines = (ROOT / "config.yaml").read_text().splitlines()
+    assert lines[0] == "# yaml-language-server: $schema=config.schema.json"
+    assert len(lines) <= 67
 
 
 def lines(folder: Path) -> list[dict]:

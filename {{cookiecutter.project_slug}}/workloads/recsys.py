@@ -87,8 +87,8 @@ def _items_of(rows: Source, name: str, key: str) -> int:
     """How many items the field's are from."""
     field = rows.fields.get(name)
     if field is None:
-        raise UserError(f"{key} has {', '.join(rows.fields)}; the recsys workload needs {name} of {rows.name}, such as "
-                        f"{key}: {{{name}: {name}}}")  # fmt: skip
+        raise UserError(f"{key} has {', '.join(rows.fields)}; the recsys workload needs {name} of {rows.name}: "
+                        f"add {name}: {name}")  # fmt: skip
     if not field.below:
         raise UserError(f"{rows.name}: {name} is {field}; the recsys workload needs a CSR matrix: `python convert.py`")
     return field.below
