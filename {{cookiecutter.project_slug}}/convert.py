@@ -358,6 +358,7 @@ def _stop(number: int, _: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
+    torch.set_num_threads(1)  # each of the readers works alone
     with clear_exit(Launch()):
         asked = _parse(sys.argv[1:])
         try:

@@ -8,10 +8,11 @@
     attributes                           fastgpu_format = 1, and what the caller knows of the rows
 
 Any HDF5 tool reads them. Blocks of 64 KiB and more begin at a multiple of 4 KiB. They are hashed and compressed by
-threads, and written in order past the library's own chunk cache.
+threads, which also write those that are not compressed; the library writes the others, in order.
 """
 
 import hashlib
+import os
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ from .rows import Field, RaggedArray
 FORMAT = 1
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8  # blocks of ragged rows begin and end inside of chunks, which are decoded whole
 INDPTR = np.dtype(np.int64)
+STATISTICS_PIXELS = 1024  # at least so many of a row's channel, if it has them: the rows differ more than its pixels
 STATISTICS_ROWS = 10_000  # at most so many give `mean` and `std`: their error is below 1 % of the pixels' spread
 Compression = Literal["none", "gzip", "lz4", "zstd"]
 
@@ -249,6 +251,9 @@ class _Column:
         filters: Mapping[str, Any],
         threads: ThreadPoolExecutor,
     ):
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if rows and not filters:
+            plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         self._data = file.create_dataset(
             name,
             (rows or 0, *field.shape),
@@ -257,10 +262,12 @@ class _Column:
             chunks=(block_rows, *field.shape),
             fill_time="never",
             shuffle=bool(filters) and field.dtype.itemsize > 1,
+            dcpl=plan,
             **filters,
         )
-        plan = self._data.id.get_create_plist()
-        self._filters = codecs.filters_of(plan)
+        self._filters = codecs.filters_of(self._data.id.get_create_plist())
+        self._offsets = _chunk_offsets(self._data) if rows and not filters else None
+        self._descriptor = self._data.file.id.get_vfd_handle()
         self._threads = threads
         self._block = np.zeros((block_rows, *field.shape), field.dtype)
         self._held = 0  # rows of it that are filled
@@ -269,11 +276,11 @@ class _Column:
     def append(self, rows: np.ndarray) -> None:
         making = deque[Future[Block]]()
         for block in self._blocks(np.ascontiguousarray(rows, self._block.dtype)):
-            making.append(self._threads.submit(self._make, block, len(block)))
+            making.append(self._threads.submit(self._make, len(self._digests) + len(making), block, len(block)))
             if len(making) > 8:
                 self._write(making.popleft().result())
-        for made in making:
-            self._write(made.result())
+        while making:
+            self._write(making.popleft().result())
 
     def _blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Views of `rows` where a whole block lies in them."""
@@ -294,22 +301,44 @@ class _Column:
         rows = len(self._digests) * len(self._block) + self._held
         if self._held:
             self._block[self._held :] = 0
-            self._write(self._make(self._block, self._held))
+            self._write(self._make(len(self._digests), self._block, self._held))
         if rows < len(self._data):
             self._data.resize(rows, axis=0)
         digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
         self._data.parent.create_dataset(f"{DIGESTS}/{self._data.name.rpartition('/')[2]}", data=digests)
 
-    def _make(self, block: np.ndarray, rows: int) -> Block:
-        data = codecs.encode(block.reshape(-1).view(np.uint8).data, self._filters)
-        return Block(data, hashlib.sha256(block[:rows].data).digest())
+    def _make(self, number: int, block: np.ndarray, rows: int) -> Block:
+        """In a thread: hash a block and encode it; or write it, where its place in the file is known.
+
+        The HDF5 library writes with Python's lock held, which stops the threads that decode.
+        """
+        digest, data = hashlib.sha256(block[:rows].data).digest(), block.reshape(-1).view(np.uint8).data
+        if self._offsets is None:
+            return Block(codecs.encode(data, self._filters), digest)
+        at = int(self._offsets[number])
+        while data:
+            written = os.pwrite(self._descriptor, data, at)
+            data, at = data[written:], at + written
+        return Block(b"", digest)
 
     def _write(self, block: Block) -> None:
         start = len(self._digests) * len(self._block)
-        if start >= len(self._data):
-            self._data.resize(start + len(self._block), axis=0)
-        self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), block.data)
+        if self._offsets is None:
+            if start >= len(self._data):
+                self._data.resize(start + len(self._block), axis=0)
+            self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), block.data)
         self._digests.append(block.digest)
+
+
+def _chunk_offsets(data: h5py.Dataset) -> np.ndarray:
+    """(chunks,) int64: first byte of each in the file, which has room for all of them."""
+    found = np.empty(data.id.get_num_chunks(), np.int64)
+
+    def note(chunk: h5py.h5d.StoreInfo) -> None:
+        found[chunk.chunk_offset[0] // data.chunks[0]] = chunk.byte_offset
+
+    data.id.chunk_iter(note)
+    return found
 
 
 class _RaggedColumn:
@@ -355,7 +384,8 @@ class _Statistics:
         """rows: the ones from number `start` on."""
         for name in self._names:
             for row in rows[name][-start % self._step :: self._step]:
-                pixels = row.reshape(len(row), -1).astype(np.float32)
+                step = row[0].size // STATISTICS_PIXELS | 1  # odd: not one column of the image again and again
+                pixels = row.reshape(len(row), -1)[:, ::step].astype(np.float32)
                 squares = np.einsum("cp,cp->c", pixels, pixels)
                 self._sums.append(np.stack([np.full(len(row), pixels.shape[1]), pixels.sum(1), squares]))
 
