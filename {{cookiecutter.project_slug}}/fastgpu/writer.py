@@ -315,10 +315,12 @@ class _Column:
         digest, data = hashlib.sha256(block[:rows].data).digest(), block.reshape(-1).view(np.uint8).data
         if self._offsets is None:
             return Block(codecs.encode(data, self._filters), digest)
-        at = int(self._offsets[number])
+        start = at = int(self._offsets[number])
         while data:
             written = os.pwrite(self._descriptor, data, at)
             data, at = data[written:], at + written
+        if hasattr(os, "posix_fadvise"):  # Linux then begins to write it to the disk: the last fsync finds little left
+            os.posix_fadvise(self._descriptor, start, at - start, os.POSIX_FADV_DONTNEED)
         return Block(b"", digest)
 
     def _write(self, block: Block) -> None:
