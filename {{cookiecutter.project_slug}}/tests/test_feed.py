@@ -10,6 +10,7 @@ from fastgpu import store as store_module
 from fastgpu.feed import Feed, make_feed
 from fastgpu.launch import UserError
 from fastgpu.order import BlockSampler
+from fastgpu.rows import RaggedArray
 from fastgpu.store import Store, open_store
 
 CPU = torch.device("cpu")
@@ -192,3 +193,26 @@ def test_what_offsets_of_32_bits_cannot_count_is_refused(sparse, monkeypatch):
     ):
         feed_of(sparse, "disk", pool_batches=50)
     feed_of(sparse, "disk", pool_batches=1).close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tier", TIERS)
+def test_on_a_gpu_ragged_rows_stay_whole_and_no_size_is_asked_of_the_device(sparse, tier):
+    device, options = torch.device("cuda", 0), {"pool_batches": 3, "seed": 1}
+    feed = make_feed(sparse, BlockSampler(sparse.block_rows, 8, **options), tier, device, 2)
+    busy, kept = torch.randn(2048, 2048, device=device), []
+    list(feed.pools(0))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for pool in feed.pools(1):
+            for _ in range(20):
+                busy = busy @ busy / 2048  # what follows runs on the device long after the host has moved on
+            for batch in pool.rows.batches(8):
+                kept.append((batch["items"].values.clone(), batch["items"].offsets.clone(), batch["number"].clone()))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for values, offsets, number in kept:
+        assert is_ragged(RaggedArray(values.cpu().numpy(), offsets.cpu().numpy()), number.tolist())
+    feed.close()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastgpu.dist import World, wrap
 from fastgpu.feed import make_feed
 from fastgpu.launch import UserError
-from fastgpu.optim import Step
+from fastgpu.optim import Step, make_optimizer
 from fastgpu.order import BlockSampler
 from fastgpu.rows import Rows
 from fastgpu.store import open_store
@@ -266,3 +266,34 @@ def test_the_recipe_beats_popularity_and_not_the_law_that_made_the_data(made, tm
     assert result.returncode == 0, result.stderr
     found = float(re.findall(r"epoch 30/30 val/ndcg_at_100 ([\d.]+)", result.stdout)[-1])
     assert 1.4 * popularity < found <= oracle
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_on_a_gpu_a_step_on_ragged_rows_never_makes_the_host_wait(precision):
+    gpu = torch.device("cuda", 0)
+    model, rows = AutoEncoder(ITEMS, **SETTINGS).to(gpu), rows_of(users()).to(gpu)
+    step = Step(
+        model, partial(Workload.loss, None), make_optimizer(model, "adamw", 0.1, 0.0, 0.9), precision, gpu, 2, 1.0
+    )
+    step(rows, 0.1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(rows, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_loss_and_scores_are_those_of_the_host():
+    model = AutoEncoder(ITEMS, **SETTINGS).double().eval()
+    rows = rows_of(users(1), held_out=users(2))
+    found = []
+    for device in ("cpu", "cuda"):
+        model, here = model.to(device), rows.to(torch.device(device))
+        scores = Workload.score(None, model, here)
+        found.append([Workload.loss(None, model, here).detach(), scores[0], *scores[1]])
+    for host, device in zip(*found, strict=True):
+        torch.testing.assert_close(device.cpu(), host, rtol=1e-6, atol=1e-6)
