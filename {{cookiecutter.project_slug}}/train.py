@@ -29,7 +29,8 @@ from fastgpu.dist import World, hint, join, wrap
 from fastgpu.echo import auto_factor, echo, times_of_pool
 from fastgpu.evaluate import evaluate
 from fastgpu.feed import make_feed
-from fastgpu.log import Log, gpu_state
+from fastgpu.log import Log, listed
+from fastgpu.monitor import Monitor
 from fastgpu.optim import Step, choose_precision, make_optimizer, schedule
 from fastgpu.order import BlockSampler
 from fastgpu.store import open_store
@@ -78,9 +79,10 @@ def train(cfg: Config, world: World) -> None:
     at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
     resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision, "data.echo": at.echo}
     runs.describe_run(mine, resolved)
-    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}{workload.note}{why}")
+    monitor = Monitor(world.gpus)
+    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}{workload.note}{why}{monitor.note}")
     planned_rows = cfg.train.epochs * order.total_size
-    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed)
+    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved)
     clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()
 
     def report(fresh: float, lr: float) -> Lap:
@@ -89,9 +91,8 @@ def train(cfg: Config, world: World) -> None:
         losses.clear()
         if not math.isfinite(loss):
             raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr}) or optim.clip_norm")
-        lap = clock.lap()
-        lap = lap._replace(wait_s=world.max(lap.wait_s))
-        log.scalars(at.step, {"train/loss": loss, "train/lr": lr} | lap.scalars() | gpu_state(world.device))
+        lap = clock.lap(world.max)
+        log.scalars(at.step, {"train/loss": loss, "train/lr": lr} | lap.scalars() | monitor.scalars(lap.rows_per_s))
         log.progress(fresh, f"epoch {at.epoch + 1}/{cfg.train.epochs} step {at.step} loss {loss:.4f} {lap}")
         return lap
 
@@ -130,18 +131,17 @@ def train(cfg: Config, world: World) -> None:
         if is_best:
             save("best")
         log.scalars(at.step, metrics)
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        log.progress(fresh, f"epoch {at.epoch}/{cfg.train.epochs} {shown}, {epoch_lap}", important=True)
+        log.progress(fresh, f"epoch {at.epoch}/{cfg.train.epochs} {listed(metrics)}, {epoch_lap}", important=True)
         clock.restart()
 
     # ---------------------------------------------------------------- Close
-    log.finish(resolved | {"data.echo": at.echo}, metrics)
-    feed.close()
-    val_feed.close()
+    world.say(log.finish(resolved | {"data.echo": at.echo}, metrics))
+    for each in (feed, val_feed, monitor):
+        each.close()
     with world.together():
         if not saved:
             raise UserError(f"the run is over, but its last checkpoint is not in {folder}: make room, and resume it")
-    world.say(f"done after {at.step} steps; charts: tensorboard --logdir {cfg.run.folder}")
+    world.say(f"done after {at.step} steps; {folder}/report.html; charts: tensorboard --logdir {cfg.run.folder}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ events on the loop's stream. On a CPU, where nothing is queued, plain clocks tel
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -30,13 +30,18 @@ class Lap(NamedTuple):
         """To train on a row, where none had to be waited for."""
         return (self.seconds - self.wait_s) / self.trained_rows
 
+    @property
+    def rows_per_s(self) -> float:
+        """Trained."""
+        return self.trained_rows / self.seconds
+
     def plus(self, other: "Lap") -> "Lap":
         return Lap(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def scalars(self) -> dict[str, float]:
         """As TensorBoard's tags."""
         return {
-            "train/trained_rows_per_s": self.trained_rows / self.seconds,
+            "train/trained_rows_per_s": self.rows_per_s,
             "data/fresh_rows_per_s": self.fresh_rows / self.seconds,
             "data/wait_pct": 100 * self.wait_s / self.seconds,
             "data/echo": self.trained_rows / self.fresh_rows,
@@ -85,12 +90,16 @@ class Clock:
         self._fresh_rows += fresh_rows
         self._trained_rows += trained_rows
 
-    def lap(self) -> Lap:
-        """Since the last lap. Call it where the host has just waited for the device, or it will wait here."""
+    def lap(self, slowest: Callable[[float], float] = float) -> Lap:
+        """Since the last lap. Call it where the host has just waited for the device, or it will wait here.
+
+        slowest: of this rank's wait the longest of any rank's.
+        """
         for began, ended in self._waits:
             ended.synchronize()
             self._wait_s += began.elapsed_time(ended) / 1000
-        lap = Lap(time.perf_counter() - self._t0, self._wait_s, self._fresh_rows, self._trained_rows)
+        seconds = time.perf_counter() - self._t0
+        lap = Lap(seconds, slowest(self._wait_s), self._fresh_rows, self._trained_rows)
         self.restart()
         return lap
 

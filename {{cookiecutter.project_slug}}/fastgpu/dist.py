@@ -33,6 +33,17 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def gpus(self) -> list[str] | None:
+        """UUIDs of the GPUs of this machine's ranks, in their order; None for all ranks but the first.
+
+        Their numbers are not NVML's where CUDA_VISIBLE_DEVICES hides or reorders some; a MIG slice has its own UUID.
+        """
+        if not self.is_first:
+            return None
+        count = self.local_size if self.device.type == "cuda" else 0
+        return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
+
     def __str__(self) -> str:
         if self.device.type == "cuda":
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}" + (" over nccl" if self.size > 1 else "")

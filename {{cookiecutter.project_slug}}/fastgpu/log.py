@@ -3,31 +3,62 @@
 Writing a log must never stop a run: a full disk, say, is told once and then borne.
 """
 
+import atexit
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
+from . import report
+
+LAYOUT = {  # of the page CUSTOM SCALARS: what belongs together in one chart
+    "is the device fed?": {
+        "GPU-Util, SM activity, data wait": [
+            "Multiline",
+            [r"gpu\d+/util_pct", r"gpu\d+/sm_active_pct", "data/wait_pct"],
+        ],
+        "rows a second": ["Multiline", ["data/fresh_rows_per_s", "train/trained_rows_per_s"]],
+    },
+    "what holds it up?": {
+        "CPU": ["Multiline", ["host/cpu_.*_pct"]],
+        "disk and page cache": ["Multiline", ["host/disk_read_mb_per_s", "host/page_cache_refaults_per_s"]],
+        "GPU clocks and power": ["Multiline", [r"gpu\d+/clock_limited_pct", r"gpu\d+/power_w"]],
+    },
+}
+WAIT_PCT, WAIT_POINTS = 10.0, 4  # a mean above this over so many points is told, once
 PLAIN_EVERY_S = 5.0  # between two lines where the output is no terminal
+
+
+def listed(values: Mapping[str, float]) -> str:
+    """`val/loss 0.01234, val/top1_pct 99.72`."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 class Log:
     """The sinks of a run's scalars; without a folder (every rank but the first) nothing happens."""
 
-    def __init__(self, folder: Path | None, planned_rows: int, consumed_rows: int = 0):
+    def __init__(
+        self, folder: Path | None, planned_rows: int, consumed_rows: int = 0, config: Mapping[str, Any] | None = None
+    ):
+        """config: as resolved, for TensorBoard's TEXT page."""
         self._folder, self._warned, self._t0 = folder, False, time.monotonic()
-        self._printed_s = self._t0
+        self._printed_s, self._waits, self._charts = self._t0, list[float](), set[str]()
         self._writer: SummaryWriter | None = None
         with self._surviving():
-            self._writer = SummaryWriter(str(folder)) if folder else None
+            if folder:
+                self._writer = SummaryWriter(str(folder))
+                lines = (f"    {key}: {json.dumps(value)}" for key, value in (config or {}).items())  # Markdown: code
+                self._writer.add_text("config", "\n".join(lines))
+        if folder:
+            atexit.register(self._report)  # whatever ends the run, but a signal that kills
         plain = folder is None or not sys.stderr.isatty()
         self._bar = tqdm(
             total=planned_rows, initial=consumed_rows, unit=" rows", unit_scale=True, dynamic_ncols=True, disable=plain
@@ -37,6 +68,9 @@ class Log:
         """One point of each tag (`group/name_unit`) at this optimizer step."""
         if not self._folder:
             return
+        self._waits.append(values.get("data/wait_pct", 0.0))
+        self._warn_of_waiting()
+        self._lay_out(values)
         with self._surviving(), (self._folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time_s": round(time.monotonic() - self._t0, 3), **values}) + "\n")
         if self._writer:
@@ -56,8 +90,30 @@ class Log:
             print(text, flush=True)
             self._printed_s = time.monotonic()
 
-    def finish(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Hyperparameters beside the final metrics (tags already logged) on TensorBoard's HPARAMS page; then close."""
+    def _lay_out(self, values: Mapping[str, float]) -> None:
+        """The charts that have something to show; again when there are more of them."""
+        charts = {chart: lines for page in LAYOUT.values() for chart, lines in page.items()}
+        new = {
+            chart for chart, (_, tags) in charts.items() if any(re.fullmatch(t, tag) for t in tags for tag in values)
+        }
+        if self._writer and not new <= self._charts:
+            self._charts |= new
+            pages = {page: {chart: found[chart] for chart in found if chart in self._charts}
+                     for page, found in LAYOUT.items()}  # fmt: skip
+            with self._surviving():
+                self._writer.add_custom_scalars({page: found for page, found in pages.items() if found})
+
+    def _warn_of_waiting(self) -> None:
+        """Once a run, when it is sure. The first point holds what only happens at the start."""
+        if len(self._waits) == WAIT_POINTS + 1 and (share := sum(self._waits[1:]) / WAIT_POINTS) > WAIT_PCT:
+            text = f"warning: input-bound: {share:.0f} % of the time waits for data; README.md says what to change"
+            self._bar.write(text) if not self._bar.disable else print(text, flush=True)
+
+    def finish(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+        """Hyperparameters beside the final metrics (tags already logged) on TensorBoard's HPARAMS page; then close.
+
+        Returns a table of the run.
+        """
         self._bar.close()
         if self._writer:
             plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in config.items()}
@@ -65,6 +121,13 @@ class Log:
                 for summary in hparams(plain, dict(metrics)):
                     self._writer._get_file_writer().add_summary(summary)
                 self._writer.close()
+        self._report()
+        return report.table(report.read_metrics(self._folder)) if self._folder else ""
+
+    def _report(self) -> None:
+        atexit.unregister(self._report)
+        if self._folder:
+            report.write_report(self._folder)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
@@ -76,13 +139,3 @@ class Log:
             if not self._warned:
                 print(f"warning: cannot write logs to {self._folder} ({error}); training goes on", flush=True)
             self._warned = True
-
-
-def gpu_state(device: torch.device) -> dict[str, float]:
-    """What the driver says of this rank's GPU now; a missing counter is left out, never a zero."""
-    if device.type != "cuda":
-        return {}
-    state = {"gpu/mem_peak_gib": torch.cuda.max_memory_allocated(device) / (1 << 30)}
-    with suppress(ModuleNotFoundError, RuntimeError):  # no NVML
-        state["gpu/util_pct"] = torch.cuda.utilization(device)
-    return state

@@ -3,12 +3,12 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_monitor import GPU_TAGS, HOST_TAGS
 
 from fastgpu import log as log_module
-from fastgpu.log import Log, gpu_state
+from fastgpu.clock import Lap
+from fastgpu.log import Log
 
 
 def test_the_same_scalars_in_tensorboard_and_json_lines(tmp_path):
@@ -77,18 +77,36 @@ def test_where_there_is_no_terminal_lines_are_few(tmp_path, monkeypatch, capsys)
     log.finish({}, {})
 
 
-def test_no_gpu_gives_no_counter():
-    assert gpu_state(torch.device("cpu")) == {}
+def test_every_custom_chart_names_tags_that_there_are():
+    known = {f"gpu0/{name}" for name in GPU_TAGS} | {f"host/{name}" for name in HOST_TAGS}
+    known |= set(Lap(1, 1, 1, 1).scalars())
+    for page in log_module.LAYOUT.values():
+        for kind, patterns in page.values():
+            assert kind == "Multiline"
+            for pattern in patterns:
+                assert any(re.fullmatch(pattern, tag) for tag in known), pattern
 
 
-@pytest.mark.parametrize("util", [None, 37])
-def test_a_counter_that_is_missing_is_left_out(monkeypatch, util):
-    def utilization(_):
-        if util is None:
-            raise ModuleNotFoundError("pynvml")
-        return util
+def test_charts_that_have_nothing_to_show_are_left_out(tmp_path, monkeypatch):
+    laid = []
+    log = Log(tmp_path, 100)
+    monkeypatch.setattr(log._writer, "add_custom_scalars", laid.append)
+    for tags in (["data/wait_pct"], ["data/wait_pct"], ["gpu1/power_w", "train/loss"]):
+        log.scalars(1, dict.fromkeys(tags, 1.0))
+    charts = [[chart for page in pages.values() for chart in page] for pages in laid]
+    first = "GPU-Util, SM activity, data wait"
+    assert charts == [[first], [first, "GPU clocks and power"]]
+    log.finish({}, {})
 
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    expected = {"gpu/mem_peak_gib": 3.0} | ({"gpu/util_pct": 37} if util else {})
-    assert gpu_state(torch.device("cuda", 0)) == expected
+
+def test_a_run_that_waits_is_told_once(tmp_path, capsys):
+    log = Log(tmp_path, 100)
+    for step, wait in enumerate([100, 40, 42, 41, 41, 90, 90]):  # the first is the start's
+        log.scalars(step, {"data/wait_pct": float(wait)})
+    log.finish({}, {})
+    assert capsys.readouterr().out.count("warning: input-bound: 41 % of the time waits for data") == 1
+    log = Log(tmp_path, 100)
+    for step, wait in enumerate([100, 0, 20, 3, 2, 90, 90]):
+        log.scalars(step, {"data/wait_pct": float(wait)})
+    log.finish({}, {})
+    assert "input-bound" not in capsys.readouterr().out

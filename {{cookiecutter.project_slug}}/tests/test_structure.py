@@ -13,8 +13,8 @@ MODULES = sorted((ROOT / "fastgpu").glob("*.py"))
 SOURCES = [ROOT / "train.py", ROOT / "convert.py", *MODULES, *sorted((ROOT / "workloads").glob("*.py"))]
 
 FLOORS = [  # a module imports only from floors below its own
-    {"launch", "rows", "order", "clock", "log", "codecs", "durable", "augment"},
-    {"apex", "ranking"},
+    {"launch", "rows", "order", "clock", "monitor", "report", "codecs", "durable", "augment"},
+    {"apex", "ranking", "log"},
     {"config", "dist", "layout", "arrays", "pictures", "auto", "checkpoint", "runs", "optim", "echo"},
     {"store", "prefetch", "dataset", "writer", "survey", "published", "movielens", "interactions"},
     {"feed", "synthetic"},

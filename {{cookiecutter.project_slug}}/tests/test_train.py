@@ -62,11 +62,16 @@ def test_the_shipped_config_reaches_its_accuracy_and_leaves_a_record(tmp_path):
     final = lines(folder)[-1]
     assert final["val/top1_pct"] >= 98
     assert final["step"] == 440  # 20 epochs of 22 whole batches
-    assert set().union(*lines(folder)) == TAGS | {"step", "time_s"}
+    tags = set().union(*lines(folder)) - {"step", "time_s"}
+    assert {tag for tag in tags if not tag.startswith("host/")} == TAGS
+    assert {"host/cpu_user_pct", "host/rss_gib"} <= tags
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == TAGS
-    assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    assert set(events.Tags()["scalars"]) == tags
+    assert "config/text_summary" in events.Tags()["tensors"]
+    left = {"config.yaml", "run.json", "metrics.jsonl", "report.html", "checkpoints"}
+    assert left <= {path.name for path in folder.iterdir()}
+    assert re.search(r"data wait +[\d.]+ % of the time", done.stdout)
     assert len(list(folder.glob("checkpoints/best-*"))) == 1
     assert "1 CPU process" in done.stdout
     assert "on the device tier" in done.stdout
