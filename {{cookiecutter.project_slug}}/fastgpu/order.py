@@ -154,7 +154,7 @@ class BlockSampler(DistributedSampler):
         ends = np.cumsum(self._block_rows[fullest], dtype=np.int64)
         full = values[fullest][: int(np.searchsorted(ends, pool_rows + cut)) + 1].sum()
         padding = 0 if self.drop_last else self.lanes // self.num_replicas * int(lengths.max())
-        return int(min(longest, full + padding))
+        return int(min(longest, full)) + padding
 
     def row_numbers(self, plan: PoolPlan) -> np.ndarray:
         """(rows,) int64: which row of the store lies at each place of the pool."""

@@ -175,6 +175,8 @@ def test_no_pool_has_more_values_than_memory_was_made_for(sparse):
             most = order.most_values(lengths)
             found = [int(lengths[order.row_numbers(plan)].sum()) for epoch in range(20) for plan in order.pools(epoch)]
             assert max(found) <= most <= lengths.sum() + lengths.max() * 2
+    order = BlockSampler(np.ones(3, np.int32), 4, lanes=2, shuffle=False, drop_last=False)  # padded with its first row
+    assert order.most_values(np.array([100, 0, 0])) >= 200
     rng = np.random.default_rng(0)  # long rows lie together
     order = BlockSampler(np.full(50, 100, np.int32), 10, pool_batches=30)
     lengths = np.sort(rng.pareto(1, 5000).astype(np.int32))
