@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from string import Template
 from typing import Any, NamedTuple
 
@@ -75,12 +75,14 @@ def lines_of(metrics: Sequence[Mapping[str, float]], tag: str) -> list[Line]:
 
 
 def summary(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """(what, value, unit): medians over the points of the run; the last one of each validation metric."""
+    """(what, value, unit): means over the points of the run but the first, which holds what only happens at the start;
+    the last one of each validation metric."""
     found = []
     for tag, (what, unit) in ROWS.items():
         for line in lines_of(metrics, tag):
             gpu = f" of {line.tag.partition('/')[0]}" if "/" not in tag and line.tag.startswith("gpu") else ""
-            found.append((what + gpu, _say(median(value for _, value in line.points)), unit))
+            values = [value for _, value in line.points]
+            found.append((what + gpu, _say(fmean(values[1:] or values)), unit))
     last = {tag: value for point in metrics for tag, value in point.items() if tag.startswith("val/")}
     return found + [(f"{tag.removeprefix('val/')} of validation", f"{value:.4g}", "") for tag, value in last.items()]
 

@@ -35,6 +35,7 @@ from .rows import Field, RaggedArray
 
 FORMAT = 1
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8  # blocks of ragged rows begin and end inside of chunks, which are decoded whole
+LEAST_CHUNK_BYTES = 16 << 10
 INDPTR = np.dtype(np.int64)
 STATISTICS_PIXELS = 1024  # at least so many of a row's channel, if it has them: the rows differ more than its pixels
 STATISTICS_ROWS = 10_000  # at most so many give `mean` and `std`: their error is below 1 % of the pixels' spread
@@ -351,7 +352,8 @@ class _RaggedColumn:
         threads: ThreadPoolExecutor,
     ):  # fmt: skip
         self._group, self._below = file.create_group(name), field.below
-        chunk = min(RAGGED_BLOCK_BYTES, max(1, rows * field.row_bytes)) // field.dtype.itemsize
+        block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, rows // LEAST_BLOCKS))
+        chunk = max(LEAST_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
         what = "indices" if field.below else "values"
         self._values = _Column(self._group, what, field._replace(mean_values=None), None, chunk, filters, threads)
         chunk = min(RAGGED_BLOCK_BYTES // INDPTR.itemsize, rows + 1)

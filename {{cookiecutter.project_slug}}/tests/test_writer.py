@@ -205,6 +205,7 @@ def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shard
     folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer_module, "RAGGED_BLOCK_BYTES", block_bytes)
+        patch.setattr(writer_module, "LEAST_CHUNK_BYTES", 4)
         with Writer(folder / "rows.h5", rows, SPARSE, shards=shards, compression=compression) as writer:
             for start in range(0, rows, part_rows):
                 numbers = np.arange(start, min(start + part_rows, rows))
