@@ -296,9 +296,10 @@ def _parse(text: str, where: str, prefix: str, source: dict[str, str]) -> Any:
 
 
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Key by key; the value of a key is replaced as a whole, `data.fields` too, or one could not leave a field out."""
     for key, value in layer.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
+        if key in _sections() and isinstance(value, dict) and isinstance(tree.get(key), dict):
+            tree[key] |= value
         else:
             tree[key] = value
 

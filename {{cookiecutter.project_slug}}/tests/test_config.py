@@ -29,6 +29,14 @@ def test_every_key_has_an_explanation_in_the_help():
     assert "None" not in text
 
 
+def test_a_mapping_is_replaced_and_not_mixed_with_the_one_before(tmp_path):
+    assert load(tmp_path, "data: {fields: {images: x, labels: y}, echo: 2}", "data: {fields: {items: z}}").data == (
+        load(tmp_path, "data: {echo: 2}", overrides=("data.fields={items: z}",)).data
+    )
+    config = load(tmp_path, "data: {fields: {images: x, labels: y}}", overrides=("data.fields={items: z}",))
+    assert config.data.fields == {"items": "z"}
+
+
 def test_later_files_win_and_the_command_line_wins_over_all(tmp_path):
     config = load(
         tmp_path,
