@@ -355,7 +355,14 @@ def _stop(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
+def _report_unraisable(lost: Any) -> None:
+    """Of what a destructor raised, tell all but that the command was stopped."""
+    if not isinstance(lost.exc_value, SystemExit):
+        sys.__unraisablehook__(lost)
+
+
 if __name__ == "__main__":
+    sys.unraisablehook = _report_unraisable
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
     torch.set_num_threads(1)  # each of the readers works alone

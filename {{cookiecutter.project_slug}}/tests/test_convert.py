@@ -235,3 +235,15 @@ def test_a_signal_whose_exception_was_lost_ends_repack_all_the_same(write, tmp_p
     with pytest.raises(SystemExit, match="143"):
         convert_script.repack(convert_script._parse(["repack", write(500), str(tmp_path / "new.h5")]))
     assert not list(tmp_path.glob("*new*"))
+
+
+@pytest.mark.parametrize(("raised", "told"), [("SystemExit(130)", False), ("ValueError('a bug')", True)])
+def test_of_what_a_destructor_raises_only_the_stop_is_not_told(capsys, monkeypatch, raised, told):
+    monkeypatch.setattr(sys, "unraisablehook", convert_script._report_unraisable)
+
+    class Odd:
+        def __del__(self):
+            raise eval(raised)
+
+    Odd()
+    assert ("Traceback" in capsys.readouterr().err) == told
