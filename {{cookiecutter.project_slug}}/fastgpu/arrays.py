@@ -10,19 +10,17 @@ import numpy as np
 
 from .launch import UserError
 from .order import Read
-from .rows import Field, RaggedArray
+from .rows import Field, RaggedArray, Source
 
 BLOCK_BYTES = 2 << 20  # of neighbouring rows: what lies on a disk is not read row by row
 
 
-class Arrays:
+class Arrays(Source):
     """Columns of equal length as a source of blocks.
 
     columns: {field: (N, *shape) or RaggedArray of N rows}. block_rows: (blocks,) rows of each, if they are not to be
     cut into about 2 MiB. below: {ragged field: number of items that its values are from}.
     """
-
-    in_workers = False
 
     def __init__(
         self,
@@ -49,10 +47,6 @@ class Arrays:
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, (rows, *shape); raises KeyError for a ragged one."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .launch import RankError, UserError
 from .order import BlockSampler, PoolPlan, Read
-from .rows import Field
+from .rows import Field, Source
 
 POLL_S = 1  # how soon a dead worker is noticed
 
@@ -31,7 +31,7 @@ class LoaderOptions(NamedTuple):
     timeout_s: int = 300
 
 
-class DatasetRows:
+class DatasetRows(Source):
     """The rows of a map-style Dataset, seen as a store whose blocks are single rows.
 
     Its items are mappings, or sequences in the order of `fields`, of arrays, tensors or numbers of one shape each.
@@ -52,16 +52,11 @@ class DatasetRows:
         self.block_rows = np.ones(rows, np.int32)
         sample = _collate([self.items[0, 0]])
         self.fields = {key: Field(value.numpy().dtype, tuple(value.shape[1:])) for key, value in sample.items()}
-        self.lengths: dict[str, np.ndarray] = {}
         names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
         self.attributes: dict[str, Any] = {"class_names": list(names)} if names else {}
 
     def __len__(self) -> int:
         return len(self.block_rows)
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, where the Dataset has it as an attribute; else KeyError."""

@@ -143,6 +143,15 @@ class Layout:
             out[places] = self._checked(rows)
         self._file.check_unchanged()
 
+    def read_all(self, dtype: np.dtype) -> np.ndarray:
+        """All rows, (rows, *shape), for what is held in memory; a few chunks at a time, since a place takes 8 bytes."""
+        out = np.empty((self._rows, *self.field.shape), dtype)
+        step = self.chunk_rows * max(1, BLOCK_BYTES // max(1, self.chunk_rows * self.field.row_bytes))
+        for start in range(0, self._rows, step):
+            some = out[start : start + step]
+            self.read([Run(start, np.arange(len(some)))], some)
+        return out
+
     def _by_chunk(self, runs: Iterable[Run]) -> Iterator[tuple[int, int, np.ndarray]]:
         """(chunk, first row in it, places) of every part of a run that lies in one chunk."""
         for start, places in runs:

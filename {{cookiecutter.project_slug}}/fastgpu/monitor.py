@@ -32,7 +32,7 @@ class Monitor:
     """
 
     def __init__(self, gpus: Sequence[str] | None, nvml: Any = None, poll_s: float = POLL_S):
-        self.note, self._missing = "", list[str]()
+        self.note = ""
         self._seen: dict[str, list[float]] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._counters: list[tuple[str, Counter]] = []
@@ -40,18 +40,19 @@ class Monitor:
         if gpus is None:
             return
         self._counters += [("host/", counter) for counter in _host()]
+        missing = list[str]()
         try:
             for number, names in enumerate(gpus):
                 nvml = nvml or _nvml()
                 self._counters += [(f"gpu{number}/", counter) for counter in _gpu(nvml, names)]
         except Exception as error:  # no driver, no module, or a GPU that it does not know
-            self._missing.append(f"GPU counters ({error})")
+            missing.append(f"GPU counters ({error})")
         if gpus:
             self._counters.append(("gpu0/", _peak_memory))
-        self._poll()  # what is missing shows here; what counts up begins here
+        missing += self._poll()  # what is missing shows here; what counts up begins here
         self._seen = {}
-        if self._missing:
-            self.note = f"\nnot measured here: {', '.join(self._missing)}"
+        if missing:
+            self.note = f"\nnot measured here: {', '.join(missing)}"
         self._thread = threading.Thread(target=self._run, args=(poll_s,), name="monitor", daemon=True)
         self._thread.start()
 
@@ -73,19 +74,23 @@ class Monitor:
 
     def _run(self, poll_s: float) -> None:
         while not self._closing.wait(poll_s):
-            self._poll()
+            if missing := self._poll():
+                print(f"no longer measured: {', '.join(missing)}", flush=True)
 
-    def _poll(self) -> None:
+    def _poll(self) -> list[str]:
+        """Look once; returns the counters that could not be read, which are not asked again."""
+        missing = []
         for prefix, counter in list(self._counters):
             try:
                 found = counter()
             except Exception as error:  # whatever a driver raises must not reach the run
                 self._counters.remove((prefix, counter))
-                self._missing.append(f"{prefix}{counter.__name__.strip('_')} ({error})")
+                missing.append(f"{prefix}{counter.__name__.strip('_')} ({error})")
                 continue
             with self._lock:
                 for name, value in found.items():
                     self._seen.setdefault(prefix + name, []).append(value)
+        return missing
 
 
 def _mean(values: list[float]) -> float:

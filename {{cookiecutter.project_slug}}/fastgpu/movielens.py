@@ -47,11 +47,14 @@ def read_ratings(
     columns: names of the user's, the item's and the rating's. tick: called with the rows read and the share of the file
     that is done. Raises UserError with file and line for one that is no rating, or with "skip" if more than 1 % are.
     """
+    skipped = list[str]()
     try:
-        found, skipped = list(_blocks(source, columns, tick)), list[str]()
+        liked = [block[block["rating"] > above] for block in _blocks(source, columns, tick)]
+    except UserError:  # which is a ValueError, too
+        raise
     except ValueError:  # which line was it?
         found, skipped = _read_carefully(source, columns, on_error)
-    liked = [block[block["rating"] > above] for block in found]
+        liked = [block[block["rating"] > above] for block in found]
     if not sum(map(len, liked)):
         raise UserError(f"{source} has no rating above {above:g}")
     users, items = (np.concatenate([block[name] for block in liked]) for name in ("user", "item"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .launch import UserError
 from .order import Read
-from .rows import Field
+from .rows import Field, Source
 
 Resize = Literal["shorter", "exact", "pad"]
 OnError = Literal["stop", "skip"]
@@ -49,14 +49,12 @@ class Listing(NamedTuple):
     attributes: dict[str, Any]
 
 
-class ImageFiles:
+class ImageFiles(Source):
     """Rows `images`, uint8 (N, 3, H, W), and `labels`; a block is one file.
 
     open_file: name -> its bytes, from any thread. on_error: `stop` raises UserError for the first image that cannot be
     decoded, with its name; `skip` notes it in `failed` ({row: why}) and gives a row whose field `keep` is False.
     """
-
-    in_workers = False
 
     def __init__(
         self, name: str, listing: Listing, open_file: Callable[[str], IO[bytes]], shape: Shape, on_error: OnError
@@ -75,14 +73,9 @@ class ImageFiles:
         if on_error == "skip":
             self.fields[KEEP] = Field(np.dtype(bool), ())
         self.block_rows = np.ones(len(listing.names), np.int32)
-        self.lengths: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self._listing.names)
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
         """The labels; raises KeyError for what must be decoded."""

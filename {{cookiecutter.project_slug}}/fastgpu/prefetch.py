@@ -7,8 +7,8 @@ A slot is one pool's place: staging on the host and, on a GPU, its twin on the d
     loop            reads slot.device after its stream has waited for `copied`; when it asks for the next pool,
                     `used` is recorded behind all it has queued, and the slot is free again
 
-Everything is allocated once. Nothing in the steady loop allocates, synchronises the host with the device, or calls
-`record_stream`. On a CPU host and device are the same memory and the events are no-ops; the rest is the same code.
+The pools' memory is allocated once. Nothing in the steady loop allocates on the device, synchronises the host with it,
+or calls `record_stream`. On a CPU host and device are the same memory and the events are no-ops; the rest is the same.
 """
 
 import os
@@ -38,7 +38,7 @@ class Supplier(Protocol):
 
     fields: dict[str, Field]
     block_rows: np.ndarray
-    lengths: dict[str, np.ndarray]
+    lengths: Mapping[str, np.ndarray]
 
     @property
     def row_bytes(self) -> int: ...

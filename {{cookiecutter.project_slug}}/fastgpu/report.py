@@ -171,7 +171,7 @@ def _svg(lines: Sequence[Line]) -> str:
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most MOST_POINTS of them, the last one among them."""
     step = -(-len(points) // MOST_POINTS)
-    return points[:: -step or 1][::-1]
+    return points[::-1][::step][::-1]
 
 
 def _say(value: Any) -> str:

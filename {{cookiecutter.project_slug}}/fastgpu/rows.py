@@ -5,9 +5,10 @@ A column is a tensor (rows, ...), or `Ragged`: rows of any number of values each
 Shapes: B rows, N values of all of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -57,9 +58,9 @@ class Source(Protocol):
     fields: dict[str, Field]
     attributes: dict[str, Any]
     block_rows: np.ndarray
-    lengths: dict[str, np.ndarray]
+    lengths: Mapping[str, np.ndarray] = MappingProxyType({})
     """{ragged field: (rows,) int32, the number of values of each row}"""
-    in_workers: bool
+    in_workers: bool = False
     """Whether worker processes read them, one row a block, maybe drawn anew in each epoch."""
 
     def __len__(self) -> int: ...
@@ -67,6 +68,7 @@ class Source(Protocol):
     @property
     def row_bytes(self) -> int:
         """Of all fields, of ragged ones in the mean."""
+        return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape); raises KeyError if it is not at hand."""
@@ -140,7 +142,7 @@ class Ragged:
 
     def take(self, index: np.ndarray, out: "Ragged | None" = None) -> "Ragged":
         """A copy of the rows at `index`, (n,) on the host, in the memory of `out` if there is one."""
-        starts, counts = self.host[index], np.diff(self.host)[index]
+        starts, counts = self.host[index], self.host[index + 1] - self.host[index]
         out = out or Ragged.empty(_numpy_dtype(self.values), len(index), int(counts.sum()), self.device)
         host = out.host[: len(index) + 1]
         np.cumsum(counts, out=host[1:])
@@ -197,11 +199,6 @@ class Rows:
             if isinstance(column, Ragged) else torch.empty_like(column, device=device)
             for name, column in self.columns.items()
         })  # fmt: skip
-
-    @classmethod
-    def cat(cls, parts: Sequence["Rows"]) -> "Rows":
-        """Rows one after the other; of tensors only."""
-        return cls({name: torch.cat([part[name] for part in parts]) for name in parts[0].columns})
 
     def __getitem__(self, name: str) -> Any:
         return self.columns[name]

@@ -18,17 +18,15 @@ import numpy as np
 from .launch import UserError
 from .layout import BLOCK_BYTES, COLUMN_BYTES, LEAST_BLOCKS, Layout, Options, Run
 from .order import Read
-from .rows import MOST_VALUES, OFFSET, Field
+from .rows import MOST_VALUES, OFFSET, Field, Source
 
 
-class Store:
+class Store(Source):
     """The rows of one or more HDF5 files, one after the other, as blocks that are cheap to read whole.
 
     block_rows: (blocks,) int32, rows of each block; fields: dtype and shape of a row; attributes: those of the first
     file or group. Picklable; holds no h5py object and no file that a fork would share.
     """
-
-    in_workers = False
 
     def __init__(self, parts: Sequence["_Part"]):
         self._parts = parts
@@ -44,10 +42,6 @@ class Store:
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields.values())
 
     def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe.
@@ -152,9 +146,7 @@ class _Part:
         self.columns: dict[str, np.ndarray] = {}  # of a ragged field: its values
         for name, field in self.fields.items():
             if name != widest and rows * field.row_bytes <= COLUMN_BYTES:
-                count = len(found[name].values)
-                self.columns[name] = np.empty((count, *field.shape), field.dtype)
-                layouts[name].read([Run(0, np.arange(count))], self.columns[name])
+                self.columns[name] = layouts[name].read_all(field.dtype)
         step = layouts[widest].chunk_rows
         if self.fields[widest].is_ragged:
             step = max(1, min(BLOCK_BYTES // self.fields[widest].row_bytes, rows // LEAST_BLOCKS))
@@ -232,8 +224,7 @@ def _open_field(key: str, root: h5py.Group, part: str, source: str, options: Opt
 
 def _indptr(key: str, part: str, source: str, values: h5py.Dataset, options: Options) -> np.ndarray:
     indptr = _open_dataset(key, values.parent, part, "indptr", options)
-    found = np.empty(indptr.shape, np.int64)
-    Layout(f"{key}: {part}: {source}/indptr", indptr, options).read([Run(0, np.arange(len(found)))], found)
+    found = Layout(f"{key}: {part}: {source}/indptr", indptr, options).read_all(np.dtype(np.int64))
     if found.ndim != 1 or not len(found) or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] != len(values):
         raise UserError(f"{key}: {part}: {source} is damaged: its indptr should rise from 0 to the "
                         f"{len(values):,} values")  # fmt: skip

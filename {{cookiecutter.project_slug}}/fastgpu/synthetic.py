@@ -10,27 +10,24 @@ from .arrays import Arrays
 from .interactions import csr, hide, rows_of
 from .order import Read
 from .ranking import rank
-from .rows import Field, Ragged, RaggedArray
+from .rows import Field, Ragged, RaggedArray, Source
 
 BLOCK_ROWS = 64
 NOISE = 64  # standard deviation of a pixel; the pictures of the classes are 0..255
 
 
-class SyntheticImages:
+class SyntheticImages(Source):
     """Noisy pictures, one smooth picture a class; a function of (seed, row) that takes no memory.
 
     shape: (C, H, W). part: 0 to train, 1 to validate: other noise on the same pictures, which are plain enough for
     a small network to learn, and the noise too strong for one pixel.
     """
 
-    in_workers = False
-
     def __init__(self, rows: int, shape: tuple[int, int, int], classes: int, seed: int, part: int = 0):
         self.name = f"synthetic images, seed {seed}"
         self._rows, self._shape, self._classes, self._stream = rows, shape, classes, (seed, 1 + part)
         self.fields = {"images": Field(np.dtype(np.uint8), shape), "labels": Field(np.dtype(np.int64), ())}
         self.attributes: dict[str, Any] = {"class_names": [str(number) for number in range(classes)]}
-        self.lengths: dict[str, np.ndarray] = {}
         self.block_rows = np.diff(np.arange(0, rows, BLOCK_ROWS), append=rows).astype(np.int32)
         rng = np.random.default_rng(seed)
         coarse = rng.random((classes, shape[0], 4, 4), np.float32)
@@ -39,10 +36,6 @@ class SyntheticImages:
 
     def __len__(self) -> int:
         return self._rows
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
         """The labels of all rows; raises KeyError for the images."""

@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,16 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return make
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """On a GPU: whatever makes the host wait for it raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -164,7 +164,7 @@ def test_without_a_driver_the_host_is_watched_all_the_same(monkeypatch):
     assert {tag for tag in found if tag.startswith("host/")} == {f"host/{name}" for name in HOST_TAGS}
 
 
-def test_a_counter_that_breaks_on_the_way_does_not_reach_the_run(monkeypatch):
+def test_a_counter_that_breaks_on_the_way_is_told_once_and_does_not_reach_the_run(capsys):
     driver = Driver()
     monitor = Monitor(["a"], driver, POLL_S)
     driver.missing = ("nvmlDeviceGetTemperature",)
@@ -175,6 +175,7 @@ def test_a_counter_that_breaks_on_the_way_does_not_reach_the_run(monkeypatch):
     assert "gpu0/temperature_c" not in found
     assert found["gpu0/pcie_width"] == 16
     monitor.close()
+    assert capsys.readouterr().out.count("no longer measured: gpu0/temperature (nvmlDeviceGetTemperature Not Supp") == 1
 
 
 def test_each_lap_has_its_own_values_and_closing_ends_the_thread():

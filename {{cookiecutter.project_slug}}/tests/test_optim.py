@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from conftest import in_world
+from conftest import in_world, no_host_sync
 from torch import nn
 
 from fastgpu.dist import World, wrap
@@ -161,8 +161,5 @@ def test_a_step_never_makes_the_host_wait(precision):
     step = Step(made, loss, make_optimizer(made, "adamw", 0.1, 0.0, 0.9), precision, gpu, 2, 1.0)
     rows = batch().to(gpu)
     step(rows, 0.1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         step(rows, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import convert, run_train
+from conftest import convert, no_host_sync, run_train
 from test_ranking import ragged_of
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgpu.dist import World, wrap
 from fastgpu.feed import make_feed
@@ -42,34 +42,36 @@ def dense(rows: Rows, values: Tensor) -> Tensor:
     return x
 
 
-class Reference(nn.Module):
-    """The same network as it is usually written, on dense rows, with the random numbers of the sparse one."""
+def sparse_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Loss and logits."""
+    logits, penalty = model(rows["items"].values, rows["items"].offsets)
+    return multinomial_nll(logits, rows["items"]) + penalty, logits
 
-    def __init__(self, model: AutoEncoder):
-        super().__init__()
-        self.model = model
 
-    def loss(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Loss and logits, the parameters those of the model."""
-        m, dtype = self.model, self.model.weight_IH.dtype
-        count = len(rows["items"].values)
-        x = dense(rows, torch.ones(count, dtype=dtype))
-        coins = (torch.rand(count, dtype=dtype) >= m.dropout) / (1 - m.dropout) if m.training and m.dropout else 1
-        h = F.linear(F.normalize(x) * dense(rows, coins * torch.ones(count, dtype=dtype)), m.weight_IH.T, m.bias_H)
-        code, penalty = m.encode(h), 0.0
-        if m.variational:
-            mean, log_var = code.chunk(2, 1)
-            code = mean
-            if m.training:
-                m.passes += 1
-                code = mean + torch.exp(log_var / 2) * torch.randn_like(mean)
-            prior, found = torch.distributions.Normal(0, 1), torch.distributions.Normal(mean, torch.exp(log_var / 2))
-            weight = m.kl_weight * min(1, m.passes.item() / m.kl_anneal_steps)
-            penalty = weight * torch.distributions.kl_divergence(found, prior).sum(1).mean()
-        else:
-            code = torch.tanh(code)
-        logits = m.output(m.decode(code))
-        return -(F.log_softmax(logits, 1) * x).sum(1).mean() + penalty, logits
+def dense_loss(m: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The same as it is usually written, on dense rows, with the random numbers of the sparse one."""
+    dtype = m.weight_IH.dtype
+    count = len(rows["items"].values)
+    x = dense(rows, torch.ones(count, dtype=dtype))
+    coins = (torch.rand(count, dtype=dtype) >= m.dropout) / (1 - m.dropout) if m.training and m.dropout else 1
+    h = F.linear(F.normalize(x) * dense(rows, coins * torch.ones(count, dtype=dtype)), m.weight_IH.T, m.bias_H)
+    code, penalty = m.encode(h), 0.0
+    if m.variational:
+        mean, log_var = code.chunk(2, 1)
+        code = mean
+        if m.training:
+            m.passes += 1
+            code = mean + torch.exp(log_var / 2) * torch.randn_like(mean)
+        prior, found = torch.distributions.Normal(0, 1), torch.distributions.Normal(mean, torch.exp(log_var / 2))
+        weight = m.kl_weight * min(1, m.passes.item() / m.kl_anneal_steps)
+        penalty = weight * torch.distributions.kl_divergence(found, prior).sum(1).mean()
+    else:
+        code = torch.tanh(code)
+    logits = m.output(m.decode(code))
+    return -(F.log_softmax(logits, 1) * x).sum(1).mean() + penalty, logits
+
+
+LOSSES = {"sparse": sparse_loss, "dense": dense_loss}
 
 
 @pytest.fixture(params=[(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
@@ -84,15 +86,11 @@ def test_forward_loss_and_gradients_are_those_of_dense_rows(exact, variational, 
     dtype, error = exact
     model = AutoEncoder(ITEMS, **SETTINGS | {"variational": variational, "hidden": hidden}).to(dtype).train(training)
     rows, found = rows_of(users()), []
-    for form in ("sparse", "dense"):
+    for form in LOSSES:
         torch.manual_seed(7)
         model.zero_grad()
         model.passes.fill_(4)
-        if form == "sparse":
-            logits, penalty = model(rows["items"].values, rows["items"].offsets)
-            loss = multinomial_nll(logits, rows["items"]) + penalty
-        else:
-            loss, logits = Reference(model).loss(rows)
+        loss, logits = LOSSES[form](model, rows)
         loss.backward()
         found.append((logits.detach(), loss.detach(), *(p.grad.clone() for p in model.parameters())))
     for sparse, full in zip(*found, strict=True):
@@ -104,18 +102,14 @@ def test_forward_loss_and_gradients_are_those_of_dense_rows(exact, variational, 
 def test_thirty_steps_of_training_are_those_of_dense_rows(exact, variational):
     dtype, error = exact
     models = []
-    for form in ("sparse", "dense"):
+    for form in LOSSES:
         torch.manual_seed(1)
         model = AutoEncoder(ITEMS, **SETTINGS | {"variational": variational}).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0, eps=1e-4)
         losses, rows = [], rows_of(users())
         for number in range(30):
             torch.manual_seed(number)
-            if form == "sparse":
-                logits, penalty = model(rows["items"].values, rows["items"].offsets)
-                loss = multinomial_nll(logits, rows["items"]) + penalty
-            else:
-                loss, _ = Reference(model).loss(rows)
+            loss, _ = LOSSES[form](model, rows)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -278,11 +272,8 @@ def test_on_a_gpu_a_step_on_ragged_rows_never_makes_the_host_wait(precision):
         model, partial(Workload.loss, None), make_optimizer(model, "adamw", 0.1, 0.0, 0.9), precision, gpu, 2, 1.0
     )
     step(rows, 0.1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         step(rows, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
