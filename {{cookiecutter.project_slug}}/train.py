@@ -5,14 +5,11 @@ torchrun --standalone --nproc-per-node=gpu train.py         every GPU of this ma
 python train.py data.batch_rows=512 train.epochs=3          any key of config.yaml; --help lists them
 """
 
-import math
 import sys
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fastgpu.config import Config, flat, load_config
-from fastgpu.launch import UserError, clear_exit, read_launch
+from fastgpu.launch import clear_exit, read_launch
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a typo in the config is told at once
     launch = read_launch()
@@ -24,42 +21,37 @@ import torch
 import workloads
 from fastgpu import apex, auto, checkpoint, runs
 from fastgpu.clock import Clock, Lap
-from fastgpu.dataset import LoaderOptions, open_dataset
 from fastgpu.dist import World, hint, join, wrap
 from fastgpu.echo import auto_factor, echo, times_of_pool
 from fastgpu.evaluate import evaluate
 from fastgpu.feed import make_feed
 from fastgpu.log import Log, listed
 from fastgpu.monitor import Monitor
-from fastgpu.optim import Step, choose_precision, make_optimizer, schedule
+from fastgpu.optim import Step, check_finite, choose_precision, make_optimizer, schedule
 from fastgpu.order import BlockSampler
-from fastgpu.store import open_store
+from fastgpu.sources import opener
+from fastgpu.tune import settle_readers
 
 
-def train(cfg: Config, world: World) -> None:
-    # ---------------------------------------------------------------- Rows: from the file to pools on the device
+def open_rows(cfg: Config, world: World) -> tuple[Any, Any, Any, auto.Sizes]:
+    """Rows to train on and to validate with, what is done with them, and in which portions they move."""
+    data = cfg.data
+    open_source = opener(data.dataset, data.verify, data.trust_links, cfg.hdf5.model_dump(), cfg.loader.model_dump())
     with world.together():
-        open_rows: Any = partial(open_store, verify=cfg.data.verify, trust_links=cfg.data.trust_links,
-                                 chunk_cache=cfg.hdf5.model_dump())  # fmt: skip
-        if cfg.data.dataset != "none":
-            options = LoaderOptions(cfg.loader.prefetch_factor, cfg.loader.persistent_workers, cfg.loader.timeout_s)
-            open_rows = partial(open_dataset, factory=cfg.data.dataset, options=options)
-        store = open_rows("data.train", cfg.data.train, cfg.data.fields)
-        val_store = open_rows("data.val", cfg.data.val, cfg.data.val_fields or cfg.data.fields)
-        workload = workloads.make(cfg.workload, store, val_store, cfg.options)
-        sizes = auto.sizes(
-            store, val_store, world.size, world.local_size, world.device, cfg.optim.accumulation, cfg.data.tier,
-            cfg.data.batch_rows, cfg.data.lanes, cfg.data.pool_batches, cfg.data.readers, cfg.loader.workers,
-            cfg.loader.prefetch_factor, cfg.data.prefetch_pools)  # fmt: skip
-        ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": sizes.pool_batches}
-        order = BlockSampler(store.block_rows, sizes.batch_rows, lanes=sizes.lanes, seed=cfg.run.seed, **ranks)
-        val_order = BlockSampler(val_store.block_rows, sizes.batch_rows, shuffle=False, drop_last=False, **ranks)
-        where = (sizes.tier, world.device, sizes.readers, cfg.data.prefetch_pools, cfg.data.pin_memory)
-        feed, val_feed = make_feed(store, order, *where), make_feed(val_store, val_order, *where)
+        rows = open_source("data.train", data.train, data.fields)
+        val_rows = open_source("data.val", data.val, data.val_fields or data.fields)
+        sizes = auto.sizes(rows, val_rows, world.size, world.local_size, world.device, cfg.optim.accumulation,
+                           data.tier, data.batch_rows, data.lanes, data.pool_batches, data.readers, cfg.loader.workers,
+                           cfg.loader.prefetch_factor, data.prefetch_pools)  # fmt: skip
+        workload = workloads.make(cfg.workload, rows, val_rows, cfg.options)
+    return rows, val_rows, workload, settle_readers(rows, sizes, world, cfg.run.seed)
+
+
+def make_step(cfg: Config, world: World, workload: Any) -> tuple[Any, Step, str]:
+    """The model on the device, what trains it, and a line about NVIDIA Apex if there is something to say."""
+    with world.together():
         kernels, why = apex.choose(cfg.optim.fused, cfg.optim.name)
     world.agree(kernels, "install NVIDIA Apex on every machine, or set optim.fused=torch")
-
-    # ---------------------------------------------------------------- Model: on the device
     torch.manual_seed(cfg.run.seed)
     layout = torch.channels_last if cfg.train.channels_last else torch.contiguous_format
     model = workload.model().to(world.device, memory_format=layout)
@@ -67,30 +59,40 @@ def train(cfg: Config, world: World) -> None:
     precision = choose_precision(cfg.train.precision, world.device)
     shared = wrap(world, model, cfg.dist.strategy, cfg.optim.accumulation == 1, cfg.train.compile)
     step = Step(shared, workload.loss, optimizer, precision, world.device, cfg.optim.accumulation, cfg.optim.clip_norm)
+    return model, step, why
 
-    # ---------------------------------------------------------------- Run: its folder, and where it left off
+
+def train(cfg: Config, world: World) -> None:
+    # ---------------------------------------------------------------- Rows on the device, model, the run's folder
+    rows, val_rows, workload, sizes = open_rows(cfg, world)
+    ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": sizes.pool_batches}
+    order = BlockSampler(rows.block_rows, sizes.batch_rows, lanes=sizes.lanes, seed=cfg.run.seed, **ranks)
+    val_order = BlockSampler(val_rows.block_rows, sizes.batch_rows, shuffle=False, drop_last=False, **ranks)
+    where = (sizes.tier, world.device, sizes.readers, cfg.data.prefetch_pools, cfg.data.pin_memory)
+    with world.together():
+        feed, val_feed = make_feed(rows, order, *where), make_feed(val_rows, val_order, *where)
+    model, step, why = make_step(cfg, world, workload)
     resume, parts = cfg.run.resume == "auto", {"model": model, "step": step}
     with world.together():
-        mine = runs.open_run(Path(cfg.run.folder), cfg.run.name, resume) if world.is_first else None
-    folder: Path = world.from_first(mine)
+        mine = runs.open_run(cfg.run.folder, cfg.run.name, resume) if world.is_first else None
+    folder = world.from_first(mine)
     with world.together():
         at = checkpoint.resume(folder, parts, order.identity, world.device) if resume else checkpoint.Progress()
     world.agree(at, f"put run.folder ({cfg.run.folder}) on a file system that all nodes share")
     at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
-    resolved = flat(cfg) | auto.resolved(sizes, store.in_workers) | {"train.precision": precision, "data.echo": at.echo}
+    resolved = flat(cfg) | auto.resolved(sizes, rows.in_workers, step.precision) | {"data.echo": at.echo}
     runs.describe_run(mine, resolved)
     monitor = Monitor(world.gpus)
-    world.say(f"{folder}: {world}, {precision}, from step {at.step}\n{sizes.text}{workload.note}{why}{monitor.note}")
+    world.say(f"{folder}: {world}, {step.precision}, at step {at.step}\n{sizes.text}{workload.note}{why}{monitor.note}")
     planned_rows = cfg.train.epochs * order.total_size
-    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved)
+    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved, str(world))
     clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()
 
     def report(fresh: float, lr: float) -> Lap:
         """Log the steps since the last report: the only place of the loop where the host waits for the device."""
         loss = world.sum(torch.stack(losses).mean()).item() / world.size
         losses.clear()
-        if not math.isfinite(loss):
-            raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr}) or optim.clip_norm")
+        check_finite(loss, at.step, cfg.optim.lr)
         lap = clock.lap(world.max)
         log.scalars(at.step, {"train/loss": loss, "train/lr": lr} | lap.scalars() | monitor.scalars(lap.rows_per_s))
         log.progress(fresh, f"epoch {at.epoch + 1}/{cfg.train.epochs} step {at.step} loss {loss:.4f} {lap}")
@@ -102,8 +104,6 @@ def train(cfg: Config, world: World) -> None:
 
     # ---------------------------------------------------------------- Loop: epochs > pools > batches
     saved, saved_step = True, at.step
-    if at.epoch >= cfg.train.epochs:
-        world.say(f"the run has all its {at.epoch} epochs; raise train.epochs to go on")
     while at.epoch < cfg.train.epochs:
         epoch_lap, fresh = Lap(), float(at.epoch * order.total_size + at.consumed)
         for pool in clock.waits(feed.pools(at.epoch, at.consumed)):
@@ -138,10 +138,10 @@ def train(cfg: Config, world: World) -> None:
     world.say(log.finish(resolved | {"data.echo": at.echo}, metrics))
     for each in (feed, val_feed, monitor):
         each.close()
-    with world.together():
-        if not saved:
-            raise UserError(f"the run is over, but its last checkpoint is not in {folder}: make room, and resume it")
-    world.say(f"done after {at.step} steps; {folder}/report.html; charts: tensorboard --logdir {cfg.run.folder}")
+    world.require(saved, f"the run is over, but its last checkpoint is not in {folder}: make room, and resume it")
+    world.say(
+        f"done: epoch {at.epoch}, step {at.step}; {folder}/report.html; charts: tensorboard --logdir {cfg.run.folder}"
+    )
 
 
 if __name__ == "__main__":

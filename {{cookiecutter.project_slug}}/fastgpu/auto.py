@@ -30,9 +30,18 @@ class Sizes(NamedTuple):
     pool_batches: int
     readers: int
     """Threads, or worker processes of a Dataset."""
+    readers_are_open: bool
+    """Whether the config leaves their number to `tune.settle_readers`; it begins with this rank's share of the CPUs."""
+    who: str
+    """What the readers are."""
     tier: Tier
-    text: str
-    """What a person is told of it."""
+    told: str
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """What a person is told of it."""
+        return f"{self.told}; {self.readers} {self.who}{self.note}"
 
 
 def sizes(
@@ -59,25 +68,24 @@ def sizes(
     values = [int(lengths.sum(dtype=np.int64)) for each in (train, val) for lengths in each.lengths.values()]
     streams = train.in_workers or max(values, default=0) > MOST_VALUES
     tier, text = choose_tier(tier, need_bytes, device, local_ranks, train.name, streams)
+    asked: int | Auto = readers
     if train.in_workers:
         readers = choose_workers(workers, prefetch_factor, a_rank * train.row_bytes, local_ranks)
     else:
         readers = choose_readers(readers, local_ranks)
-    who = "worker processes" if train.in_workers else "reader threads"
-    text += (
-        f"\na step: {batch_rows} rows, {a_rank} a rank; a pool: {pool_batches} steps; {lanes} lanes; {readers} {who}"
-    )
+    who, is_open = ("worker processes", workers) if train.in_workers else ("reader threads", asked)
+    text += f"\na step: {batch_rows} rows, {a_rank} a rank; a pool: {pool_batches} steps; {lanes} lanes"
+    note = warn_of_class_order(train, pool_batches * batch_rows)
     if tier == "device" and prefetch_pools != 2:
-        text += "\ndata.prefetch_pools has no effect on the device tier"
-    text += warn_of_class_order(train, pool_batches * batch_rows)
-    return Sizes(a_rank, lanes, pool_batches, readers, tier, text)
+        note = f"\ndata.prefetch_pools has no effect on the device tier{note}"
+    return Sizes(a_rank, lanes, pool_batches, readers, is_open == "auto", who, tier, text, note)
 
 
-def resolved(sizes: Sizes, in_workers: bool) -> dict[str, Any]:
+def resolved(sizes: Sizes, in_workers: bool, precision: str) -> dict[str, Any]:
     """The keys of the config that they answer."""
     found = {"lanes": sizes.lanes, "pool_batches": sizes.pool_batches, "tier": sizes.tier}
     readers = {"loader.workers": sizes.readers} if in_workers else {"data.readers": sizes.readers}
-    return {f"data.{name}": value for name, value in found.items()} | readers
+    return {f"data.{name}": value for name, value in found.items()} | readers | {"train.precision": precision}
 
 
 def choose_rank_batch(batch_rows: int, ranks: int, accumulation: int, rows: int, name: str) -> int:

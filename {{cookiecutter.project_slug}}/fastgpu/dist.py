@@ -101,6 +101,18 @@ class World:
             if value != first:
                 raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
 
+    def each(self, value: float) -> list[float]:
+        """The value of every rank."""
+        values = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        values[self.rank] = value
+        return self.sum(values).tolist()
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Raise UserError(otherwise) on every rank if it does not hold on one."""
+        with self.together():
+            if not holds:
+                raise UserError(otherwise)
+
     def reseed(self, *numbers: int) -> torch.Generator:
         """Seed every generator from the numbers and the rank; returns the device's.
 

@@ -89,6 +89,16 @@ class Layout:
                 raise UserError(f"{what} has no checksums for data.verify; `python convert.py repack` writes them")
             self._digests = found[:]
 
+    @property
+    def filters(self) -> str:
+        """Names of those that the chunks went through, joined by +."""
+        return " + ".join(codecs.NAMES.get(code, f"filter {code}") for code, _ in self._filters)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes come past the HDF5 library."""
+        return self._offsets is not None
+
     def _find_chunks(self, data: h5py.Dataset) -> None:
         """The table of chunks, unless they split rows or cannot be decoded here."""
         wanted = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from . import report
+from . import bottleneck, diagnosis, report
 
 LAYOUT = {  # of the page CUSTOM SCALARS: what belongs together in one chart
     "is the device fed?": {
@@ -33,7 +34,7 @@ LAYOUT = {  # of the page CUSTOM SCALARS: what belongs together in one chart
         "GPU clocks and power": ["Multiline", [r"gpu\d+/clock_limited_pct", r"gpu\d+/power_w"]],
     },
 }
-WAIT_PCT, WAIT_POINTS = 10.0, 4  # a mean above this over so many points is told, once
+WAIT_POINTS = 4  # over so many points a run must be input-bound to say so, once
 PLAIN_EVERY_S = 5.0  # between two lines where the output is no terminal
 
 
@@ -46,11 +47,17 @@ class Log:
     """The sinks of a run's scalars; without a folder (every rank but the first) nothing happens."""
 
     def __init__(
-        self, folder: Path | None, planned_rows: int, consumed_rows: int = 0, config: Mapping[str, Any] | None = None
+        self,
+        folder: Path | None,
+        planned_rows: int,
+        consumed_rows: int = 0,
+        config: Mapping[str, Any] | None = None,
+        world: str = "",
     ):
-        """config: as resolved, for TensorBoard's TEXT page."""
+        """config: as resolved, for TensorBoard's TEXT page. world: what it runs on, as diagnose.py calls it."""
         self._folder, self._warned, self._t0 = folder, False, time.monotonic()
         self._printed_s, self._waits, self._charts = self._t0, list[float](), set[str]()
+        self._ceiling = diagnosis.ceiling(folder.parent, world, config or {}) if folder else None
         self._writer: SummaryWriter | None = None
         with self._surviving():
             if folder:
@@ -68,6 +75,8 @@ class Log:
         """One point of each tag (`group/name_unit`) at this optimizer step."""
         if not self._folder:
             return
+        if self._ceiling and "train/trained_rows_per_s" in values:
+            values = {**values, "data/feed_ratio": values["train/trained_rows_per_s"] / self._ceiling}
         self._waits.append(values.get("data/wait_pct", 0.0))
         self._warn_of_waiting()
         self._lay_out(values)
@@ -105,8 +114,9 @@ class Log:
 
     def _warn_of_waiting(self) -> None:
         """Once a run, when it is sure. The first point holds what only happens at the start."""
-        if len(self._waits) == WAIT_POINTS + 1 and (share := sum(self._waits[1:]) / WAIT_POINTS) > WAIT_PCT:
-            text = f"warning: input-bound: {share:.0f} % of the time waits for data; README.md says what to change"
+        said = bottleneck.of_run(fmean(self._waits[1:])) if len(self._waits) == WAIT_POINTS + 1 else ""
+        if said.startswith("input-bound"):
+            text = f"warning: {said}"
             self._bar.write(text) if not self._bar.disable else print(text, flush=True)
 
     def finish(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
@@ -118,6 +128,8 @@ class Log:
         if self._writer:
             plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in config.items()}
             with self._surviving():
+                found = report.verdicts(self._folder, report.read_metrics(self._folder)) if self._folder else []
+                self._writer.add_text("verdict", "\n\n".join(found))
                 for summary in hparams(plain, dict(metrics)):
                     self._writer._get_file_writer().add_summary(summary)
                 self._writer.close()

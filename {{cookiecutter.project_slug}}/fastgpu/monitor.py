@@ -43,7 +43,7 @@ class Monitor:
         missing = list[str]()
         try:
             for number, names in enumerate(gpus):
-                nvml = nvml or _nvml()
+                nvml = nvml or open_nvml()
                 self._counters += [(f"gpu{number}/", counter) for counter in _gpu(nvml, names)]
         except Exception as error:  # no driver, no module, or a GPU that it does not know
             missing.append(f"GPU counters ({error})")
@@ -97,23 +97,31 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _nvml() -> Any:
+def open_nvml() -> Any:
+    """The module pynvml, ready. Raises its NVMLError where there is no driver."""
     import pynvml
 
     pynvml.nvmlInit()
     return pynvml
 
 
-def _gpu(nvml: Any, uuid: str) -> list[Counter]:
-    """Counters of one GPU. Raises what NVML raises if there is no such GPU."""
-    handle = None
+def gpu_handle(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of a GPU, or of a slice of one. Raises RuntimeError if there is no such GPU."""
     for prefix in ("GPU-", "MIG-", ""):
         with suppress(nvml.NVMLError):
-            handle = nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
-            break
-    if handle is None:
-        raise RuntimeError(f"NVML knows no GPU {uuid}")
-    limits = sum(getattr(nvml, f"nvmlClocksEventReason{name}") for name in LIMITS)
+            return nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
+    raise RuntimeError(f"NVML knows no GPU {uuid}")
+
+
+def clock_limits(nvml: Any, handle: Any) -> list[str]:
+    """What keeps a GPU's clocks down now, in NVML's words."""
+    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    return [name for name in LIMITS if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")]
+
+
+def _gpu(nvml: Any, uuid: str) -> list[Counter]:
+    """Counters of one GPU."""
+    handle = gpu_handle(nvml, uuid)
     state: dict[str, Any] = {"seen_us": 0, "gpm": None}
 
     def utilisation() -> dict[str, float]:
@@ -150,14 +158,14 @@ def _gpu(nvml: Any, uuid: str) -> list[Counter]:
     def temperature() -> dict[str, float]:
         return {"temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)}
 
-    def clock_limits() -> dict[str, float]:
-        return {"clock_limited_pct": 100.0 * bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & limits)}
+    def clocks() -> dict[str, float]:
+        return {"clock_limited_pct": 100.0 * bool(clock_limits(nvml, handle))}
 
     def pcie() -> dict[str, float]:
         received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)  # of 20 ms, in KB/s
         return {"pcie_rx_mb_per_s": received / 1000, "pcie_width": nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)}
 
-    return [utilisation, sm_activity, memory, power, temperature, clock_limits, pcie]
+    return [utilisation, sm_activity, memory, power, temperature, clocks, pcie]
 
 
 def _host() -> list[Counter]:

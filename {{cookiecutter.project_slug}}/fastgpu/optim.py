@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import apex
+from .launch import UserError
 from .rows import Rows
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -57,6 +58,12 @@ def choose_precision(precision: Precision | Literal["auto"], device: torch.devic
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
+def check_finite(loss: float, step: int, lr: float) -> None:
+    """Raises UserError if training has come to nothing. lr: optim.lr, for the message."""
+    if not math.isfinite(loss):
+        raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({lr}) or optim.clip_norm")
+
+
 class Step:
     """One optimizer step: forward and backward over `accumulation` equal parts of a batch, clip, update.
 
@@ -74,7 +81,7 @@ class Step:
         accumulation: int = 1,
         clip_norm: float = 0.0,
     ):
-        self.model, self._loss, self._optimizer = model, loss, optimizer
+        self.model, self._loss, self._optimizer, self.precision = model, loss, optimizer, precision
         self._accumulation, self._clip_norm = accumulation, clip_norm
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         dtype = torch.float16 if precision == "fp16" else torch.bfloat16

@@ -12,6 +12,8 @@ from statistics import fmean
 from string import Template
 from typing import Any, NamedTuple
 
+from . import bottleneck, diagnosis
+
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 200, 70, 10, 24
 MOST_POINTS = 600  # of a line; more are thinned out
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569")
@@ -19,6 +21,7 @@ ROWS = {  # tag -> what the table calls it, unit
     "data/fresh_rows_per_s": ("fresh rows", "a second"),
     "train/trained_rows_per_s": ("trained rows", "a second"),
     "data/wait_pct": ("data wait", "% of the time"),
+    "data/feed_ratio": ("feed ratio", "of the speed that diagnose.py measured without a feed"),
     "util_pct": ("GPU-Util", "%"),
     "util_min_pct": ("GPU-Util, least", "%"),
     "sm_active_pct": ("SM activity", "%"),
@@ -87,6 +90,14 @@ def summary(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]
     return found + [(f"{tag.removeprefix('val/')} of validation", f"{value:.4g}", "") for tag, value in last.items()]
 
 
+def verdicts(folder: Path, metrics: Sequence[Mapping[str, float]]) -> list[str]:
+    """Whether the run was fed, and what diagnose.py found of just such a run, if it was asked."""
+    means = {tag: fmean([v for _, v in line.points[1:] or line.points]) for tag in ("data/wait_pct", "util_pct")
+             for line in lines_of(metrics, tag)[:1]}  # fmt: skip
+    found = [bottleneck.of_run(means["data/wait_pct"], means.get("util_pct"))] if "data/wait_pct" in means else []
+    return found + [line for line in [diagnosis.of_run(folder)] if line]
+
+
 def table(metrics: Sequence[Mapping[str, float]]) -> str:
     """The summary for a terminal; empty if nothing was logged."""
     rows = summary(metrics)
@@ -111,11 +122,12 @@ def write_report(folder: Path) -> None:
         lines = [line for tag in tags for line in lines_of(metrics, tag)]
         if lines:
             charts.append(f"<h2>{html.escape(title)}</h2>{_svg(lines)}")
+    said = "".join(f"<p>{html.escape(line)}</p>" for line in verdicts(folder, metrics))
     details = ""
     for path in (*sorted(folder.glob("*.yaml")), *sorted(folder.glob("run*.json"))):
         text = html.escape(path.read_text(encoding="utf-8"))
         details += f"<details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"
-    page = PAGE.substitute(name=html.escape(folder.name), rows=rows, charts="".join(charts), details=details)
+    page = PAGE.substitute(name=html.escape(folder.name), said=said, rows=rows, charts="".join(charts), details=details)
     try:
         (folder / "report.html").write_text(page, encoding="utf-8")
     except OSError as error:
@@ -131,6 +143,7 @@ table { border-collapse: collapse } td { padding: .1rem .8rem .1rem 0 } .number 
 svg { width: 100%; height: auto } pre { overflow: auto; background: #f1f5f9; padding: .6rem }
 </style>
 <h1>$name</h1>
+$said
 <table>$rows</table>
 $charts
 $details

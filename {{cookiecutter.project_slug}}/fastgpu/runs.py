@@ -16,11 +16,12 @@ import yaml
 from .launch import UserError
 
 
-def open_run(runs: Path, name: str, resume: bool) -> Path:
-    """`runs/name`, made if need be; "auto" is the newest run when resuming, else (or if there is none) date and time.
+def open_run(parent: str, name: str, resume: bool) -> Path:
+    """`parent/name`, made if need be; "auto" is the newest run when resuming, else (or if there is none) date and time.
 
     Raises UserError if it cannot be written, or if it holds checkpoints that a new run would mix with its own.
     """
+    runs = Path(parent)
     if name == "auto":
         name = (_newest(runs) if resume else None) or _unused(runs, time.strftime("%Y%m%d-%H%M%S"))
     folder = runs / name

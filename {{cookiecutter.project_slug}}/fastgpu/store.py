@@ -43,6 +43,16 @@ class Store(Source):
     def __len__(self) -> int:
         return int(self.block_rows.sum())
 
+    @property
+    def filters(self) -> str:
+        """How the rows are compressed or checked: `gzip`; empty: they are not."""
+        return self._parts[0].widest.filters
+
+    @property
+    def by_h5py(self) -> bool:
+        """Whether only the HDF5 library can read them, one thread at a time."""
+        return not self._parts[0].widest.is_direct
+
     def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe.
 
@@ -150,6 +160,7 @@ class _Part:
         step = layouts[widest].chunk_rows
         if self.fields[widest].is_ragged:
             step = max(1, min(BLOCK_BYTES // self.fields[widest].row_bytes, rows // LEAST_BLOCKS))
+        self.widest = layouts[widest]
         self.block_start = np.arange(0, rows, step)
         self.block_rows = np.diff(self.block_start, append=rows).astype(np.int32)
         return layouts

@@ -158,7 +158,7 @@ def test_without_a_driver_the_host_is_watched_all_the_same(monkeypatch):
     def fail():
         raise NVMLError("Shared Library Not Found")
 
-    monkeypatch.setattr(monitor_module, "_nvml", fail)
+    monkeypatch.setattr(monitor_module, "open_nvml", fail)
     monitor, found = watch(None, ["a"])
     assert "GPU counters (Shared Library Not Found)" in monitor.note
     assert {tag for tag in found if tag.startswith("host/")} == {f"host/{name}" for name in HOST_TAGS}
@@ -181,6 +181,7 @@ def test_a_counter_that_breaks_on_the_way_is_told_once_and_does_not_reach_the_ru
 def test_each_lap_has_its_own_values_and_closing_ends_the_thread():
     driver = Driver(util=(80,))
     monitor, _ = watch(driver, ["a"])
+    monitor.scalars(1.0)  # of a look that came before the end
     assert monitor.scalars(1.0) == {}
     assert not [thread for thread in threading.enumerate() if thread.name == "monitor"]
     assert driver.samples <= 1  # of GPM: the one to compare the next with

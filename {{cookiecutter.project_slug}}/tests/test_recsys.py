@@ -245,7 +245,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(made):
     shutil.rmtree(last)
     result = run_train(*base, "run.name=again", "run.resume=auto")
     assert result.returncode == 0, result.stderr
-    assert f"from step {int(inside.name[-9:])}" in result.stdout
+    assert f"at step {int(inside.name[-9:])}" in result.stdout
     for name, value in weights_of(made, "whole").items():
         assert torch.equal(value, weights_of(made, "again")[name])
 

@@ -16,13 +16,13 @@ def saved(path, step=1):
 
 def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.time, "strftime", lambda _: "20260102-030405")
-    assert open_run(tmp_path, "auto", False).name == "20260102-030405"
-    assert open_run(tmp_path, "auto", False).name == "20260102-030405-2"
-    assert open_run(tmp_path, "mine", False).name == "mine"
+    assert open_run(str(tmp_path), "auto", False).name == "20260102-030405"
+    assert open_run(str(tmp_path), "auto", False).name == "20260102-030405-2"
+    assert open_run(str(tmp_path), "mine", False).name == "mine"
     saved(tmp_path / "mine")
     with pytest.raises(UserError, match="run.name: .*mine holds a run; use run.resume=auto to go on with it"):
-        open_run(tmp_path, "mine", False)
-    assert open_run(tmp_path, "mine", True).name == "mine"
+        open_run(str(tmp_path), "mine", False)
+    assert open_run(str(tmp_path), "mine", True).name == "mine"
 
 
 def test_resuming_takes_the_run_that_saved_last(tmp_path):
@@ -30,20 +30,20 @@ def test_resuming_takes_the_run_that_saved_last(tmp_path):
         saved(tmp_path / name)
         os.utime(tmp_path / name / "checkpoints" / "last-000000001", (number, number))
     (tmp_path / "empty").mkdir()
-    assert open_run(tmp_path, "auto", True).name == "a"
+    assert open_run(str(tmp_path), "auto", True).name == "a"
 
 
 def test_resuming_without_a_run_starts_one(tmp_path):
-    assert open_run(tmp_path / "none", "auto", True).is_dir()
-    assert open_run(tmp_path, "mine", True).is_dir()
+    assert open_run(str(tmp_path / "none"), "auto", True).is_dir()
+    assert open_run(str(tmp_path), "mine", True).is_dir()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder or free it"):
-        open_run(tmp_path / "file", "x", False)
+        open_run(str(tmp_path / "file"), "x", False)
     with pytest.raises(UserError, match="run.folder: cannot write"):
-        open_run(tmp_path, "x" * 300, False)
+        open_run(str(tmp_path), "x" * 300, False)
 
 
 def test_the_description_can_be_run_again(tmp_path):

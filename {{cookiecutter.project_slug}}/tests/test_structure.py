@@ -12,15 +12,21 @@ from conftest import ROOT
 from fastgpu import config
 
 MODULES = sorted((ROOT / "fastgpu").glob("*.py"))
-SOURCES = [ROOT / "train.py", ROOT / "convert.py", *MODULES, *sorted((ROOT / "workloads").glob("*.py"))]
+SOURCES = [
+    ROOT / "train.py",
+    ROOT / "diagnose.py",
+    ROOT / "convert.py",
+    *MODULES,
+    *sorted((ROOT / "workloads").glob("*.py")),
+]
 
 FLOORS = [  # a module imports only from floors below its own
-    {"launch", "rows", "order", "clock", "monitor", "report", "codecs", "durable", "augment"},
-    {"apex", "ranking", "log"},
-    {"config", "dist", "layout", "arrays", "pictures", "auto", "checkpoint", "runs", "optim", "echo"},
-    {"store", "prefetch", "dataset", "writer", "survey", "published", "movielens", "interactions"},
-    {"feed", "synthetic"},
-    {"evaluate"},
+    {"launch", "rows", "order", "clock", "monitor", "codecs", "durable", "augment", "bottleneck", "plot"},
+    {"apex", "ranking", "diagnosis"},
+    {"config", "dist", "layout", "arrays", "pictures", "auto", "checkpoint", "runs", "optim", "echo", "report"},
+    {"store", "prefetch", "dataset", "writer", "survey", "published", "movielens", "interactions", "log"},
+    {"feed", "synthetic", "sources", "preflight"},
+    {"evaluate", "ceilings", "tune"},
 ]
 
 

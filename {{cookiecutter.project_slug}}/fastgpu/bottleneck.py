@@ -1,0 +1,310 @@
+"""What holds a training loop up, and what to change: measurements in, verdict out. Nothing here measures.
+
+Reading, decoding, copying and training overlap, so a loop takes as long as the longest of them. Each was measured
+without the others (ceilings.py); the one that the loop's own time comes down to is the cause. What a change would give
+follows from the same rule: the longest of what is left.
+
+All times are seconds a step: one optimizer step's rows over all ranks, echoed or not.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median, median_low, quantiles
+from typing import Literal, NamedTuple
+
+Cause = Literal["READ", "DECODE", "AUGMENT", "COPY", "LAUNCH", "SYNC", "COMM", "STRAGGLER", "COMPUTE", "INCONCLUSIVE"]
+MEANING: dict[Cause, str] = {
+    "READ": "the loop waits for bytes from storage",
+    "DECODE": "the loop waits for CPUs that make rows of the bytes",
+    "AUGMENT": "the transform takes a large part of the step",
+    "COPY": "the loop waits for copies from host to device",
+    "LAUNCH": "the device waits for the host to queue its kernels",
+    "SYNC": "the step makes the host wait for the device",
+    "COMM": "ranks wait for each other's gradients",
+    "STRAGGLER": "all ranks wait for one",
+    "COMPUTE": "the device computes all the time: nothing to mend",
+    "INCONCLUSIVE": "the measurements do not say",
+}
+DEAD_BAND = 0.05  # a loss below this is none
+AUGMENT_SHARE = 0.25  # of a step: less is a transform's good right
+UNEVEN = 1.15  # a rank that takes so many times the others' time is a straggler
+IDLE_SHARE = 0.2  # of a step in which the device has nothing queued
+NEAR = 0.1  # a time within this of the loop's explains it
+
+
+class Timing(NamedTuple):
+    """Of one thing, measured in several rounds."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        return median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range of the rounds, relative to their median; of three, half their range."""
+        low, _, high = quantiles(self.rounds, n=4, method="inclusive") if len(self.rounds) > 1 else (0.0, 0.0, 0.0)
+        return (high - low) / self.step_s
+
+
+class Measured(NamedTuple):
+    """What was measured; None: does not exist here (no copies from a device tier) or cannot be seen."""
+
+    batch_rows: int
+    """Of a step, over all ranks."""
+    compute: Timing
+    """Transform and step on one batch that stays on the device, all ranks together."""
+    loop: Timing
+    """The training loop itself; its rounds go with those of `compute`."""
+    copy: Timing | None = None
+    """Transform and step on pools that are copied from staging memory which nobody has to fill."""
+    supply: Timing | None = None
+    """The feed without a step behind it."""
+    cached: Timing | None = None
+    """The same from a few blocks again and again, so from the page cache."""
+    transform_s: float = 0.0
+    """Of `compute`."""
+    ranks_compute_s: tuple[float, ...] = ()
+    """Of each rank on its own, without sharing gradients."""
+    ranks_supply_s: tuple[float, ...] = ()
+    busy_s: float | None = None
+    """Of a step on its own, in which the device worked."""
+    syncs: tuple[str, ...] = ()
+    """Places in the code where a step made the host wait for the device."""
+    cpu_s: float = 0.0
+    """If CPUs were all that counts: CPU time of a step and of its supply, divided by the CPUs."""
+
+    @property
+    def feed_ratio(self) -> Timing:
+        """Speed of the loop relative to `compute`, round by round."""
+        return Timing(
+            tuple(compute / loop for compute, loop in zip(self.compute.rounds, self.loop.rounds, strict=True))
+        )
+
+
+class Facts(NamedTuple):
+    """What a change can be made of."""
+
+    readers_key: str = "data.readers"
+    """Or loader.workers."""
+    readers: int = 1
+    tier: str = "disk"
+    near_tier: str | None = None
+    """The nearest other one that the rows fit."""
+    echo: float = 1.0
+    most_echo: float = 4.0
+    float_fields: Mapping[str, int] = {}
+    """{field of floats: bytes of a value}; a byte may do."""
+    filters: str = ""
+    """How the rows are compressed."""
+    pins: bool = True
+    fp16: bool = False
+    lighter: tuple[str, ...] = ()
+    """Config lines that each leave something of the transform out."""
+    dataset: str = ""
+    """The call of convert.py that decodes the user's own Dataset once."""
+    unused: tuple[str, ...] = ()
+    """Config lines that may make a step faster."""
+
+
+class Verdict(NamedTuple):
+    """One cause, one change."""
+
+    cause: Cause
+    why: str
+    change: str
+    """`key=value` of the config where there is one, else what to do."""
+    gain: float
+    """Predicted speed of the loop after the change / now."""
+    sure: Literal["high", "medium", "low"]
+    also: str = ""
+    """What else would help, though nobody can say how much."""
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the supply of rows is what the loop waits for."""
+        return self.cause in ("READ", "DECODE")
+
+
+class _Found(NamedTuple):
+    cause: Cause
+    why: str
+    limit_s: float
+    """What the loop's time should be, if this is the cause."""
+
+
+def of_run(wait_pct: float, util_pct: float | None = None) -> str:
+    """What a run says of itself, in a line. wait_pct: of the time, for data. util_pct: GPU-Util, where there is one."""
+    if wait_pct > 100 * NEAR:
+        return f"input-bound: {wait_pct:.0f} % of the time waits for data; run `python diagnose.py`"
+    if util_pct is not None and util_pct < 100 * (1 - IDLE_SHARE):
+        return (
+            f"fed, but the GPU is idle {100 - util_pct:.0f} % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"
+        )
+    return f"fed: {wait_pct:.1f} % of the time waits for data"
+
+
+def worth_trying(cause: Cause, facts: Facts) -> list[str]:
+    """Config lines whose effect cannot be told from the ceilings; measure them and give `judge` the numbers."""
+    if cause in ("READ", "DECODE"):
+        return [f"{facts.readers_key}={facts.readers * 2}"]
+    if cause == "COPY" and not facts.pins:
+        return ["data.pin_memory=true"]
+    return list(facts.lighter) if cause == "AUGMENT" else []
+
+
+def judge(m: Measured, facts: Facts, tried: Mapping[str, float] | None = None) -> Verdict:
+    """The cause, and the change that promises most.
+
+    tried: {config line: seconds a step of that part of the loop which the line changes}: of the supply (READ, DECODE),
+    the copies (COPY), the step (AUGMENT).
+    """
+    noise = max(m.feed_ratio.spread, m.loop.spread / 2)
+    found = _input(m) if _loss(m) > max(DEAD_BAND, noise) else _step(m)
+    if found is None and _loss(m) > max(DEAD_BAND, noise):
+        found = _step(m, only=("LAUNCH", "SYNC"))  # such a step suffers from every other thread of its process
+        if found is None or found.cause == "COMPUTE":
+            ceilings = max(m.compute.step_s, *(t.step_s for t in (m.copy, m.supply) if t))
+            why = f"the loop takes {m.loop.step_s / ceilings:.2f} x as long as its slowest part alone"
+            return Verdict("INCONCLUSIVE", why, "run it again on a quiet machine, or look at --trace", 1.0, "low")
+    assert found
+    slowest_s = max((timing.step_s for timing in (m.copy, m.supply) if timing), default=0.0)
+    if noise > DEAD_BAND and abs(slowest_s / m.compute.step_s - 1) < 2 * noise:
+        why = f"rounds differ by {100 * noise:.0f} %, supply and compute by less than twice that"
+        return Verdict("INCONCLUSIVE", why, "run it again on a quiet machine, or with --seconds 10", 1.0, "low")
+    change, step_s = _change(found.cause, m, facts, tried or {})
+    off = abs(m.loop.step_s - found.limit_s) / m.loop.step_s
+    sure: Literal["high", "medium", "low"] = "high" if off < NEAR / 2 and noise < DEAD_BAND else "medium"
+    return Verdict(found.cause, found.why, change, max(1.0, m.loop.step_s / step_s), sure, _also(found.cause, facts))
+
+
+def _loss(m: Measured) -> float:
+    """Share of the compute ceiling's speed that the loop does not reach."""
+    return 1 - m.feed_ratio.step_s
+
+
+def _input(m: Measured) -> _Found | None:
+    """Which part of the way to the device takes as long as the loop; None: none."""
+    loop_s = m.loop.step_s
+    if m.copy and m.copy.step_s >= (1 - NEAR) * loop_s and (not m.supply or m.copy.step_s > 0.95 * m.supply.step_s):
+        return _Found("COPY", "a step with copies alone takes as long as the loop", m.copy.step_s)
+    if m.supply and m.supply.step_s >= (1 - NEAR) * loop_s:
+        if slow := _straggler(m.ranks_supply_s):
+            return _Found("STRAGGLER", f"{slow} to supply a batch", m.supply.step_s)
+        cached_s = m.cached.step_s if m.cached else m.supply.step_s
+        share = 1 - cached_s / m.supply.step_s
+        if share > 0.5:
+            return _Found("READ", f"{100 * share:.0f} % of the supply's time is storage's", m.supply.step_s)
+        why = "the supply is as slow from the page cache" if share < DEAD_BAND else \
+            f"{100 * (1 - share):.0f} % of the supply's time is left from the page cache"  # fmt: skip
+        return _Found("DECODE", why, m.supply.step_s)
+    if m.supply and m.cpu_s >= (1 - NEAR) * loop_s:
+        return _Found("DECODE", "supply and step together need all the CPUs", m.cpu_s)
+    return None
+
+
+def _step(m: Measured, only: Sequence[Cause] = ()) -> _Found:
+    """What makes the step itself slower than it could be; COMPUTE: nothing."""
+    step_s, alone_s = m.compute.step_s, max(m.ranks_compute_s, default=m.compute.step_s)
+    lost: dict[Cause, tuple[float, str]] = {}
+    if slow := _straggler(m.ranks_compute_s):
+        others = sorted(m.ranks_compute_s)[:-1]
+        lost["STRAGGLER"] = (1 - median_low(others) / alone_s, f"{slow} for a step of its own")
+    if (share := 1 - alone_s / step_s) > DEAD_BAND and len(m.ranks_compute_s) > 1:
+        lost["COMM"] = (share, f"{100 * share:.0f} % of a step goes by until all gradients are there")
+    if m.busy_s is not None and (idle := 1 - m.busy_s / alone_s) > IDLE_SHARE:
+        text = f"the device has nothing to do for {100 * idle:.0f} % of a step"
+        if m.syncs:
+            share = 1 - max(m.busy_s, alone_s - m.busy_s) / alone_s
+            lost["SYNC"] = (share, f"{text}; the host waits for it at {', '.join(m.syncs)}")
+        else:
+            lost["LAUNCH"] = (idle, f"{text}, although its batch lies there")
+    if (share := m.transform_s / step_s) > AUGMENT_SHARE:
+        lost["AUGMENT"] = (share, f"the transform takes {100 * share:.0f} % of a step")
+    lost = {cause: found for cause, found in lost.items() if found[0] > DEAD_BAND and (not only or cause in only)}
+    if lost:
+        cause = max(lost, key=lambda each: lost[each][0])
+        return _Found(cause, lost[cause][1], m.loop.step_s)
+    return _Found("COMPUTE", f"the loop has {100 * m.feed_ratio.step_s:.1f} % of its speed without a feed", step_s)
+
+
+def _straggler(ranks_s: Sequence[float]) -> str:
+    """Which rank takes far longer than the others, in words."""
+    if len(ranks_s) < 2:
+        return ""
+    slowest = max(range(len(ranks_s)), key=lambda rank: ranks_s[rank])
+    others_s = median_low([seconds for rank, seconds in enumerate(ranks_s) if rank != slowest])
+    if ranks_s[slowest] < UNEVEN * others_s:
+        return ""
+    return f"rank {slowest} takes {ranks_s[slowest] / others_s:.2f} x as long as the others"
+
+
+def _change(cause: Cause, m: Measured, facts: Facts, tried: Mapping[str, float]) -> tuple[str, float]:
+    """What to do, and seconds a step of the loop when it is done."""
+    compute_s, loop_s = m.compute.step_s, m.loop.step_s
+    copy_s = m.copy.step_s if m.copy else compute_s
+    if cause in ("READ", "DECODE"):
+        supply_s = m.supply.step_s if m.supply else loop_s
+        shares = supply_s < (1 - NEAR) * loop_s  # fast enough alone, but from the CPUs that the step needs
+        options = {} if shares else {line: max(copy_s, seconds) for line, seconds in tried.items()}
+        if facts.near_tier:
+            options[f"data.tier={facts.near_tier}"] = compute_s if facts.near_tier == "device" else copy_s
+        best = min(options, key=lambda line: options[line], default="")
+        if best and options[best] < (1 - DEAD_BAND) * loop_s:
+            return best, options[best]
+        if shares:
+            return f"data.echo={min(facts.most_echo, 2 * facts.echo):g}", (compute_s + loop_s) / 2
+        return _echo(m, facts, supply_s)
+    if cause == "COPY":
+        if tried:
+            return min(tried.items(), key=lambda item: item[1])
+        if facts.near_tier == "device":
+            return "data.tier=device", compute_s
+        if facts.float_fields:
+            names, size = ", ".join(facts.float_fields), max(facts.float_fields.values())
+            supply_s = m.supply.step_s / size if m.supply else 0.0
+            return f"store {names} as uint8: {size} x fewer bytes; the transform makes floats of them on the device", \
+                max(compute_s, copy_s / size, supply_s)  # fmt: skip
+        return _echo(m, facts, copy_s)
+    if cause == "SYNC" and m.busy_s is not None:
+        alone_s = max(m.ranks_compute_s, default=compute_s)
+        left_s = loop_s - alone_s + max(m.busy_s, alone_s - m.busy_s)
+        if facts.fp16:
+            return "train.precision=bf16", left_s  # the loss scaler of fp16 asks in each step whether all was finite
+        return f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", left_s
+    if cause == "LAUNCH" and m.busy_s is not None:  # rows of a few steps in one: the host's time is a step's
+        times = min(64, 1 << max(1, int(compute_s / m.busy_s).bit_length() - 1))
+        step_s = max(loop_s - compute_s + compute_s / times, m.busy_s)
+        return f"data.batch_rows={m.batch_rows * times}", step_s
+    if cause == "COMM":
+        alone_s = max(m.ranks_compute_s)
+        return f"data.batch_rows={m.batch_rows * 2}", loop_s - (compute_s - alone_s) / 2
+    if cause == "STRAGGLER":
+        is_step = bool(_straggler(m.ranks_compute_s))
+        *others, slowest = sorted(m.ranks_compute_s if is_step else m.ranks_supply_s)
+        left_s = loop_s - (slowest - median_low(others))
+        rank = (m.ranks_compute_s if is_step else m.ranks_supply_s).index(slowest)
+        return f"look at the machine of rank {rank}: other processes, clocks, its disk", max(
+            left_s, 0.0 if is_step else compute_s)  # fmt: skip
+    if cause == "AUGMENT":
+        best = min(tried, key=lambda line: tried[line], default="")
+        if best and tried[best] < (1 - DEAD_BAND) * compute_s:
+            return best, loop_s - compute_s + tried[best]
+        return "make `transform` of the workload lighter, or try train.compile=true", loop_s - m.transform_s
+    return "nothing", loop_s
+
+
+def _also(cause: Cause, facts: Facts) -> str:
+    if cause == "DECODE" and facts.dataset:
+        return f"decode once instead of in each epoch: {facts.dataset}"
+    if cause == "DECODE" and facts.filters:
+        return f"rows without {facts.filters}: python convert.py repack"
+    if cause == "READ":
+        return "a nearer disk, or blocks of 2 MiB (python convert.py info)"
+    return ", ".join(facts.unused) if cause in ("COMPUTE", "LAUNCH") else ""
+
+
+def _echo(m: Measured, facts: Facts, supply_s: float) -> tuple[str, float]:
+    """Train on each pool as often as costs no time."""
+    factor = round(min(facts.most_echo, facts.echo * supply_s / m.compute.step_s), 2)
+    return f"data.echo={factor:g}", max(m.compute.step_s, supply_s * facts.echo / factor)

@@ -1,0 +1,114 @@
+"""The command, on real data and real processes; what it concludes is tested in test_ceilings.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT
+
+QUICK = ("--seconds", "0.05", "train.precision=fp32")
+
+
+def diagnose(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    data = [f"data.train={ROOT / 'data/digits.h5'}::/train", f"data.val={ROOT / 'data/digits.h5'}::/val"]
+    config = ["--config", str(ROOT / "config.yaml")]
+    return subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "diagnose.py"), *config, *QUICK, *data, *arguments],
+        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_a_table_a_picture_and_a_profile(tmp_path):
+    done = diagnose("data.tier=disk", "--plot", "x.png", "--trace", "3", "--min-feed", "0.01", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("compute", "supply from the page cache", "supply", "the training loop", "feed ratio"):
+        assert f"{part} " in done.stdout
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    events = json.loads((tmp_path / "runs" / "trace.json").read_text())["traceEvents"]
+    assert sum("Optimizer.step" in event.get("name", "") for event in events) == 3
+    assert json.loads((tmp_path / "runs" / "diagnosis.json").read_text())["world"] == "1 CPU process"
+
+
+def test_two_ranks_as_json_and_an_exit_code_for_a_script(tmp_path):
+    done = diagnose("--json", "--min-feed", "5", cwd=tmp_path, ranks=2)
+    assert done.returncode == 1  # no loop is five times as fast as its own step
+    found = json.loads(done.stdout)
+    assert found["world"] == "2 CPU processes over gloo"
+    assert len(found["measured"]["ranks_compute_s"]) == 2
+    assert found["verdict"]["cause"]
+
+
+def test_wrong_words_end_in_one_line(tmp_path):
+    for words, said in {
+        ("--plot", "x.pdf"): "--plot is x.pdf; it should end in .html or .png",
+        ("--seconds", "0"): "--seconds is 0; it should be above 0",
+        ("--seconds", "soon"): "invalid float value: 'soon'",
+        ("--batch",): "--batch says what --tune may change; give both",
+        ("data.reader=1",): "did you mean data.readers?",
+        ("--quick",): '"--quick" is not understood',
+        ("data.train=none.h5",): "none.h5 does not exist",
+    }.items():
+        done = diagnose(*words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert said in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_every_flag():
+    done = subprocess.run([sys.executable, "diagnose.py", "-h"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    source = (ROOT / "diagnose.py").read_text()
+    for flag in ("--json", "--tune", "--batch", "--seconds", "--min-feed", "--plot", "--trace"):
+        assert flag in done.stdout
+        assert f'"{flag}"' in source
+
+
+def test_what_is_not_the_bottleneck_is_not_tuned(tmp_path):
+    done = diagnose("--tune", "data.tier=device", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "supplying rows is not what holds this up; there is nothing to tune" in done.stdout
+    assert not list(tmp_path.glob("tuned.*"))
+
+
+SLOW_DATASET = """
+import time
+import numpy as np
+from torch.utils.data import Dataset
+
+class Slow(Dataset):
+    class_names = ["a", "b"]
+
+    def __init__(self, path):
+        self.images, self.labels = np.load(path), np.zeros(512, np.int64)
+
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, row):
+        time.sleep(0.004)
+        return self.images[row], 0
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_dataset_is_named_tuned_and_then_faster(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_DATASET)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 255, (512, 1, 8, 8), np.uint8))
+    slow = ["data.dataset=slow:Slow", "data.train=x.npy", "data.val=x.npy", "model.width=4", "data.batch_rows=32"]
+    done = diagnose(*slow, "loader.workers=1", "--tune", "--seconds", "0.5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "DECODE" in done.stdout
+    assert "decode once instead of in each epoch: python convert.py repack --dataset slow:Slow x.npy" in done.stdout
+    (overlay,) = tmp_path.glob("tuned.*.yaml")
+    tuned = yaml.safe_load(overlay.read_text())
+    assert tuned["loader"]["workers"] > 1
+    before = json.loads((tmp_path / "runs" / "diagnosis.json").read_text())
+    after = diagnose(*slow, "--config", str(overlay), "--json", "--seconds", "0.5", cwd=tmp_path)
+    assert json.loads(after.stdout)["feed_ratio"] > 1.5 * before["feed_ratio"]
