@@ -259,7 +259,7 @@ def measure(
         works["cached"] = cached.pass_by, cached.pass_by, feeds.ahead + feeds.cached_pools
     if world.size == 1:
         del works["alone"]
-    units, found, cpu_s = dict[str, int](), {name: list[list[float]]() for name in works}, dict[str, list[float]]()
+    units, found, cpu_shares = dict[str, int](), {name: list[list[float]]() for name in works}, list[float]()
     for number in range(rounds):
         for name, (work, before, lead) in works.items():
             tell(f"round {number + 1} of {rounds}: {name}")
@@ -269,8 +269,8 @@ def measure(
             before(lead)
             before_s, t0 = _cpu_s(), time.perf_counter()
             found[name].append(time_of(world, device, work, units[name]))
-            passed_s = time.perf_counter() - t0
-            cpu_s.setdefault(name, []).append((_cpu_s() - before_s) / passed_s * found[name][-1][world.rank])
+            if name == "loop":
+                cpu_shares.append((_cpu_s() - before_s) / (time.perf_counter() - t0) * world.local_size / cpus())
 
     times = {name: Timing(tuple(map(max, of_rounds))) for name, of_rounds in found.items()}  # the slowest rank's
 
@@ -284,7 +284,6 @@ def measure(
     tell("the device")
     busy_s = device.busy_s(watched)
     syncs = device.syncs(watched)
-    cpu = sum(Timing(tuple(cpu_s[name])).step_s for name in ("compute", "supply") if name in cpu_s)
     return Measured(
         batch_rows=parts.batch_rows * world.size,
         compute=times["compute"],
@@ -297,7 +296,7 @@ def measure(
         ranks_supply_s=by_rank("supply"),
         busy_s=None if busy_s is None else world.max(busy_s / WATCHED_STEPS),
         syncs=tuple(syncs),
-        cpu_s=world.max(cpu) / max(1, cpus() // world.local_size),
+        cpu_share=world.max(Timing(tuple(cpu_shares)).step_s),
     )
 
 

@@ -64,7 +64,7 @@ def as_json(world: str, config: Mapping[str, Any], m: Measured, v: Verdict, pref
         "compute_rows_per_s": m.batch_rows / m.compute.step_s,
         "verdict": v._asdict(),
         "ceilings": ceilings,
-        "measured": {"transform_s": m.transform_s, "busy_s": m.busy_s, "syncs": m.syncs, "cpu_s": m.cpu_s,
+        "measured": {"transform_s": m.transform_s, "busy_s": m.busy_s, "syncs": m.syncs, "cpu_share": m.cpu_share,
                      "ranks_compute_s": m.ranks_compute_s, "ranks_supply_s": m.ranks_supply_s},
         "preflight": preflight,
         "config": dict(config),
