@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-IN_README = ("loader", "order", "decode", "recsys", "diagnose", "gpu")  # results whose targets README.md shows, in this order
+IN_README = ("loader", "order", "decode", "recsys", "diagnose", "gpu")  # whose targets README.md shows, in this order
 BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->\n"
 
 

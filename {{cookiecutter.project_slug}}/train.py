@@ -82,7 +82,7 @@ def train(cfg: Config, world: World) -> None:
     at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
     resolved = flat(cfg) | auto.resolved(sizes, rows.in_workers, step.precision) | {"data.echo": at.echo}
     runs.describe_run(mine, resolved)
-    monitor = Monitor(world.gpus)
+    monitor = Monitor(world.gpus, world.by_machine)
     world.say(f"{folder}: {world}, {step.precision}, at step {at.step}\n{sizes.text}{workload.note}{why}{monitor.note}")
     planned_rows = cfg.train.epochs * order.total_size
     log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved, str(world))

@@ -28,6 +28,8 @@ class World:
     size: int
     local_size: int
     device: torch.device
+    local_rank: int = 0
+    """Among the ranks of this machine."""
 
     @property
     def is_first(self) -> bool:
@@ -35,11 +37,11 @@ class World:
 
     @property
     def gpus(self) -> list[str] | None:
-        """UUIDs of the GPUs of this machine's ranks, in their order; None for all ranks but the first.
+        """UUIDs of the GPUs of this machine's ranks, in their order; None for all of them but the first.
 
         Their numbers are not NVML's where CUDA_VISIBLE_DEVICES hides or reorders some; a MIG slice has its own UUID.
         """
-        if not self.is_first:
+        if self.local_rank:
             return None
         count = self.local_size if self.device.type == "cuda" else 0
         return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
@@ -107,6 +109,16 @@ class World:
         values[self.rank] = value
         return self.sum(values).tolist()
 
+    def by_machine(self, values: dict[str, float]) -> dict[str, float]:
+        """The values of every machine's first rank: those of rank 0 by their names, others' as `machine1/<name>`."""
+        if self.size == self.local_size:
+            return values
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, (self.local_rank == 0, values))
+        machines = [of_rank for speaks, of_rank in found if speaks]
+        return {f"machine{number}/{name}" if number else name: value
+                for number, of_rank in enumerate(machines) for name, value in of_rank.items()}  # fmt: skip
+
     def require(self, holds: bool, otherwise: str) -> None:
         """Raise UserError(otherwise) on every rank if it does not hold on one."""
         with self.together():
@@ -137,7 +149,8 @@ def join(launch: Launch, device: Literal["auto", "cuda", "cpu"], timeout_s: int)
 
     Alone, no process group exists and no port is opened. Raises UserError if the device is not to be had.
     """
-    world = World(launch.rank, launch.size, launch.local_size, _choose_device(launch, device))
+    chosen = _choose_device(launch, device)
+    world = World(launch.rank, launch.size, launch.local_size, chosen, launch.local_rank)
     if world.size == 1:
         yield world
         return

@@ -24,14 +24,20 @@ LAYOUT = {  # of the page CUSTOM SCALARS: what belongs together in one chart
     "is the device fed?": {
         "GPU-Util, SM activity, data wait": [
             "Multiline",
-            [r"gpu\d+/util_pct", r"gpu\d+/sm_active_pct", "data/wait_pct"],
+            [r"(machine\d+/)?gpu\d+/util_pct", r"(machine\d+/)?gpu\d+/sm_active_pct", "data/wait_pct"],
         ],
         "rows a second": ["Multiline", ["data/fresh_rows_per_s", "train/trained_rows_per_s"]],
     },
     "what holds it up?": {
-        "CPU": ["Multiline", ["host/cpu_.*_pct"]],
-        "disk and page cache": ["Multiline", ["host/disk_read_mb_per_s", "host/page_cache_refaults_per_s"]],
-        "GPU clocks and power": ["Multiline", [r"gpu\d+/clock_limited_pct", r"gpu\d+/power_w"]],
+        "CPU": ["Multiline", [r"(machine\d+/)?host/cpu_.*_pct"]],
+        "disk and page cache": [
+            "Multiline",
+            [r"(machine\d+/)?host/disk_read_mb_per_s", r"(machine\d+/)?host/page_cache_refaults_per_s"],
+        ],
+        "GPU clocks and power": [
+            "Multiline",
+            [r"(machine\d+/)?gpu\d+/clock_limited_pct", r"(machine\d+/)?gpu\d+/power_w"],
+        ],
     },
 }
 WAIT_POINTS = 4  # over so many points a run must be input-bound to say so, once

@@ -23,16 +23,18 @@ GIB, MB = 1 << 30, 1e6
 LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 """Of NVML's nvmlClocksEventReason...: what keeps the clocks down although there is work."""
 Counter = Callable[[], dict[str, float]]
+Merge = Callable[[dict[str, float]], dict[str, float]]
 
 
 class Monitor:
     """Samples in a thread from now on; `scalars` gives what passed since it was last called.
 
-    gpus: their UUIDs; None: nothing is sampled. nvml: the module pynvml, or one with its functions.
+    gpus: their UUIDs; None: nothing is sampled. merged: hands on what `scalars` gives, joined with what other machines'
+    monitors give. nvml: the module pynvml, or one with its functions.
     """
 
-    def __init__(self, gpus: Sequence[str] | None, nvml: Any = None, poll_s: float = POLL_S):
-        self.note = ""
+    def __init__(self, gpus: Sequence[str] | None, merged: Merge = dict, nvml: Any = None, poll_s: float = POLL_S):
+        self.note, self._merged = "", merged
         self._seen: dict[str, list[float]] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._counters: list[tuple[str, Counter]] = []
@@ -63,7 +65,7 @@ class Monitor:
         found = {tag: (min if tag.endswith("_min_pct") else _mean)(values) for tag, values in seen.items()}
         for tag in [tag for tag in found if tag.endswith("/power_w") and rows_per_s]:
             found[tag.replace("power_w", "energy_j_per_1000_rows")] = 1000 * found[tag] / rows_per_s
-        return found
+        return self._merged(found)
 
     def close(self) -> None:
         """End the thread."""

@@ -5,6 +5,7 @@ python -m fastgpu.report runs/<name>     makes the page again, also of a run tha
 
 import html
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,9 +71,9 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def lines_of(metrics: Sequence[Mapping[str, float]], tag: str) -> list[Line]:
-    """Of a tag such as data/wait_pct; of a bare name such as util_pct those of every GPU."""
+    """Of a tag such as data/wait_pct; of a bare name such as util_pct those of every GPU of every machine."""
     tags = dict.fromkeys(name for point in metrics for name in point)
-    names = [tag] if "/" in tag else [name for name in tags if name.startswith("gpu") and name.endswith(f"/{tag}")]
+    names = [tag] if "/" in tag else [name for name in tags if re.fullmatch(rf"(machine\d+/)?gpu\d+/{tag}", name)]
     found = [Line(name, [(point["time_s"], point[name]) for point in metrics if name in point]) for name in names]
     return [line for line in found if line.points]
 
@@ -83,7 +84,7 @@ def summary(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]
     found = []
     for tag, (what, unit) in ROWS.items():
         for line in lines_of(metrics, tag):
-            gpu = f" of {line.tag.partition('/')[0]}" if "/" not in tag and line.tag.startswith("gpu") else ""
+            gpu = "" if "/" in tag else f" of {line.tag.rpartition('/')[0]}"
             values = [value for _, value in line.points]
             found.append((what + gpu, _say(fmean(values[1:] or values)), unit))
     last = {tag: value for point in metrics for tag, value in point.items() if tag.startswith("val/")}

@@ -202,8 +202,8 @@ PLANTED = [
             "store images as uint8: 4 x fewer bytes", {"bytes_per_s": 4 * BUS}, Facts(float_fields={"images": 4})),
     Planted("a value read in each step", {"launch_s": 0.004, "item": True}, "SYNC",
             "leave the value on the device at mine.py:12", {"launch_s": 0.004}),
-    Planted("a model too small for its launches", {"step_s": 0.001, "launch_s": 0.008}, "LAUNCH",
-            f"data.batch_rows={8 * BATCH}", {"step_s": 0.001, "launch_s": 0.008, "batch_rows": 8 * BATCH}),
+    Planted("a model too small for its launches", {"step_s": 0.002, "launch_s": 0.009}, "LAUNCH",
+            f"data.batch_rows={4 * BATCH}", {"step_s": 0.002, "launch_s": 0.009, "batch_rows": 4 * BATCH}),
     Planted("none: the device computes all the time", {"step_s": 0.008, "disk_s": 0.002}, "COMPUTE", "nothing",
             {"step_s": 0.008, "disk_s": 0.002}),
 ]  # fmt: skip

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from conftest import in_world
@@ -167,3 +169,30 @@ def test_our_own_mistakes_keep_their_traceback():
 
 def test_module_reads_no_environment():
     assert not hasattr(dist, "os")
+
+
+def _two_machines(world: World) -> tuple[dict[str, float], list[str] | None, list[float]]:
+    there = dataclasses.replace(world, local_size=1, local_rank=0)
+    second = dataclasses.replace(world, local_rank=1)
+    return there.by_machine({"host/rss_gib": float(world.rank)}), second.gpus, world.each(world.rank + 0.5)
+
+
+def test_what_each_machine_measures_comes_together():
+    for merged, of_second, each in in_world(2, _two_machines):
+        assert merged == {"host/rss_gib": 0.0, "machine1/host/rss_gib": 1.0}
+        assert of_second is None  # one monitor a machine
+        assert each == [0.5, 1.5]
+    assert ALONE.by_machine({"a": 1.0}) == {"a": 1.0}
+    assert ALONE.gpus == []
+
+
+def _one_refuses(world: World) -> str:
+    try:
+        world.require(world.rank == 0, "no room")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_lacks_every_rank_says():
+    assert in_world(2, _one_refuses) == ["no room"] * 2

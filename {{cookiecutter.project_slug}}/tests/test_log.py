@@ -57,6 +57,7 @@ def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
 def test_a_folder_that_vanishes_does_not_stop_a_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     log = Log(tmp_path / "run", 100)
+    log._writer.flush()  # its thread opens the file
     for path in (tmp_path / "run").iterdir():
         path.unlink()
     (tmp_path / "run").rmdir()

@@ -102,7 +102,7 @@ def quick(monkeypatch):
 
 
 def watch(driver, gpus: list[str] | None, polls: int = 6) -> tuple[Monitor, dict[str, float]]:
-    monitor = Monitor(gpus, driver, POLL_S)
+    monitor = Monitor(gpus, nvml=driver, poll_s=POLL_S)
     deadline = time.monotonic() + 10
     while gpus is not None and time.monotonic() < deadline:
         if len(monitor._seen.get("host/rss_gib", [])) >= polls:
@@ -166,7 +166,7 @@ def test_without_a_driver_the_host_is_watched_all_the_same(monkeypatch):
 
 def test_a_counter_that_breaks_on_the_way_is_told_once_and_does_not_reach_the_run(capsys):
     driver = Driver()
-    monitor = Monitor(["a"], driver, POLL_S)
+    monitor = Monitor(["a"], nvml=driver, poll_s=POLL_S)
     driver.missing = ("nvmlDeviceGetTemperature",)
     time.sleep(10 * POLL_S)
     monitor.scalars(1.0)
