@@ -1,3 +1,6 @@
+from itertools import pairwise
+from time import perf_counter, sleep
+
 import pytest
 import torch
 
@@ -80,3 +83,37 @@ def test_on_a_gpu_work_still_queued_is_no_wait():
     torch.cuda.synchronize()
     lap = clock.lap()
     assert lap.wait_s < 0.2 * lap.seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_wait_is_that_of_a_trace():
+    clock, x = Clock(torch.device("cuda", 0)), torch.randn(4096, 4096, device="cuda")
+
+    def pools():
+        for number in range(6):
+            sleep(0.03 * bool(number))
+            yield number
+
+    def work():
+        nonlocal x
+        for _ in range(20):
+            x = x @ x / 4096
+
+    work()
+    torch.cuda.synchronize()
+    watched_s = 0.0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        clock.restart()
+        for _ in clock.waits(pools()):
+            work()
+            t0 = perf_counter()
+            clock.count(1, 1)
+            watched_s += perf_counter() - t0
+        torch.cuda.synchronize()
+        lap = clock.lap()
+    on_device = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
+    kernels = sorted((each.time_range.start, each.time_range.end) for each in on_device)
+    gaps_s = sum(max(0, later[0] - earlier[1]) for earlier, later in pairwise(kernels)) / 1e6
+    assert lap.wait_s == pytest.approx(gaps_s, abs=0.01 * lap.seconds)
+    assert watched_s < 0.01 * lap.seconds
