@@ -50,11 +50,11 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
         options, words = parse(sys.argv[1:])
         config = load_config(words)
 
+import copy
 import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,14 @@ class Bench:
         self.cfg = load_config([*words])
         self.rows, self.val_rows, self.workload, self.sizes = open_rows(self.cfg, world)
         self.model, step, _ = make_step(self.cfg, world, self.workload)
-        self.step, rng = step, world.reseed(self.cfg.run.seed)
+        self.step, alone, rng = step, copy.copy(step), world.reseed(self.cfg.run.seed)
+        alone.model = self.model
+        if self.cfg.train.compile and world.size > 1:  # what was compiled is DDP around it
+            self.model.compile()
         self.transform = lambda rows: self.workload.transform(rows, rng)
         times = 1.0 if self.cfg.data.echo == "auto" else self.cfg.data.echo
-
-        def alone(rows: Any) -> Any:
-            with getattr(step.model, "no_sync", nullcontext)():
-                return step(rows, 0.0)
-
-        self.parts = Parts(self.transform, lambda rows: step(rows, 0.0), alone, self.sizes.batch_rows, times)
+        self.parts = Parts(self.transform, lambda rows: step(rows, 0.0), lambda rows: alone(rows, 0.0),
+                           self.sizes.batch_rows, times)  # fmt: skip
         with world.together():
             self.batch = first_batch(self.rows, self.order(self.rows, self.sizes, 1), self.sizes.readers, world.device)
         world.require(self.fits(), f"data.batch_rows is {self.cfg.data.batch_rows}: out of memory; use fewer")
