@@ -235,7 +235,9 @@ def diagnose(words: Sequence[str], world: World, asked: argparse.Namespace) -> i
     verdict: Verdict = world.from_first(judge(m, facts))
     if tries := worth_trying(verdict.cause, facts):
         verdict = world.from_first(judge(m, facts, {word: bench.try_word(verdict.cause, word) for word in tries}))
-    head = f"{world}, {m.batch_rows} rows a step, {sizes.tier} tier, {sizes.readers} {sizes.who}"
+    head = f"{world}, {m.batch_rows} rows a step, {sizes.tier} tier" + (
+        f", {sizes.who}: {sizes.readers}" if m.supply else ""
+    )
     resolved = flat(cfg) | auto.resolved(sizes, bench.rows.in_workers, bench.step.precision)
     numbers = diagnosis.as_json(str(world), resolved, m, verdict, [each._asdict() for each in found])
     say(f"\n{diagnosis.table(head, m, verdict)}")

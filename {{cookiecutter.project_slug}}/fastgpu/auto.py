@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     @property
     def text(self) -> str:
         """What a person is told of it."""
-        return f"{self.told}; {self.readers} {self.who}{self.note}"
+        return f"{self.told}; {self.who}: {self.readers}{self.note}"
 
 
 def sizes(

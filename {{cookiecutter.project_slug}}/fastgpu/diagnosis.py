@@ -75,7 +75,8 @@ def ceiling(folder: Path, world: str, config: Mapping[str, Any]) -> float | None
     """Rows/s of `compute`, if the diagnosis in this folder is of such a step on such a machine; else None."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        is_same = found["world"] == world and _agree(found["config"], config, STEP_SECTIONS)
+        is_sure = found["verdict"]["cause"] != "INCONCLUSIVE"
+        is_same = is_sure and found["world"] == world and _agree(found["config"], config, STEP_SECTIONS)
         return float(found["compute_rows_per_s"]) if is_same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -91,6 +92,8 @@ def of_run(run: Path) -> str:
         if not _agree(found["config"], config, (*STEP_SECTIONS, "data", "loader")):
             return ""
         v = Verdict(**found["verdict"])
+        if v.cause == "INCONCLUSIVE":
+            return ""
         return (f"diagnose.py, {found['date']}: {v.cause}: {MEANING[v.cause]} ({v.why}); change: {v.change}, "
                 f"{v.gain:.2f} x the speed predicted")  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):

@@ -205,5 +205,5 @@ def test_trains(tmp_path):
         cwd=tmp_path, ranks=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "1 worker processes" in done.stdout
+    assert "worker processes: 1" in done.stdout
     assert "top1_pct 100" in done.stdout + done.stderr

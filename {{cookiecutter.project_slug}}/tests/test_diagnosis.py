@@ -52,6 +52,11 @@ def test_a_later_run_knows_its_ceiling(run):
     assert diagnosis.ceiling(run.parent, "8 x GPU", FLAT) is None
     assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT | {"model.width": 64}) is None
     assert diagnosis.ceiling(run, "1 CPU process", FLAT) is None  # there is no such file
+    noisy = json.loads((run.parent / diagnosis.FILE).read_text())
+    noisy["verdict"]["cause"] = "INCONCLUSIVE"
+    (run.parent / diagnosis.FILE).write_text(json.dumps(noisy))
+    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT) is None
+    assert diagnosis.of_run(run) == ""
     (run.parent / diagnosis.FILE).write_text("{")
     assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT) is None
     assert diagnosis.of_run(run) == ""

@@ -111,7 +111,7 @@ def test_auto_tries_a_few_numbers_of_readers_and_says_so(write, monkeypatch):
     monkeypatch.setattr(tune, "_row_s", lambda *args: {2: 1.0, 4: 0.5, 8: 0.48}[args[-1]])
     sizes = settled(alone, path, "disk", "auto")
     assert sizes.readers == 4
-    assert "4 reader threads (auto; rows/s by their number: 2: 1, 4: 2, 8: 2)" in sizes.text
+    assert "reader threads: 4 (auto; rows/s by their number: 2: 1, 4: 2, 8: 2)" in sizes.text
     assert settled(alone, path, "disk", 3).readers == 3
     assert settled(alone, path, "host", "auto").readers == 4  # its share of the CPUs: nothing was tried
     assert "by their number" not in settled(alone, path, "device", "auto").text
