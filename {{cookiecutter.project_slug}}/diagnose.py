@@ -16,7 +16,7 @@ import argparse
 import sys
 
 from fastgpu.config import flat, load_config
-from fastgpu.launch import UserError, clear_exit, read_launch
+from fastgpu.launch import RankError, UserError, clear_exit, read_launch
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -34,8 +34,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"command line: {error}; see --help") from None
     if found.plot and not found.plot.endswith((".html", ".png")):
         raise UserError(f"--plot is {found.plot}; it should end in .html or .png")
-    if found.seconds <= 0:
-        raise UserError(f"--seconds is {found.seconds:g}; it should be above 0")
+    if not 0 < found.seconds < 3600:
+        raise UserError(f"--seconds is {found.seconds:g}; it should be above 0 and below an hour")
+    if found.trace < 0:
+        raise UserError(f"--trace is {found.trace}; it should be a number of steps")
     if found.batch and not found.tune:
         raise UserError("--batch says what --tune may change; give both")
     return found, words
@@ -46,16 +48,18 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
         raise SystemExit(0)
-    with clear_exit(launch):
+    with clear_exit(launch, "interrupted"):
         options, words = parse(sys.argv[1:])
         config = load_config(words)
 
 import copy
+import gc
 import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +72,11 @@ from fastgpu.ceilings import Feeds, Parts, Pools, TorchDevice, first_batch, make
 from fastgpu.dist import World, join
 from fastgpu.order import BlockSampler
 from fastgpu.plot import write_bars
+from fastgpu.rows import MOST_VALUES
 from train import make_step, open_rows
 
 POOL_S = 0.1  # to train on or to supply: larger pools are cut while measuring, or a few of them would take minutes
+MOST_POOL_S = 2.0  # to supply a pool whose size is tried
 BATCHES = (2, 4, 8, 16, 32, 64)  # x data.batch_rows, with --batch
 LIGHTER: dict[str, Any] = {"crop_share": 1.0, "jitter": 0.0, "mixup": 0.0, "cutout": 0, "crop_pad": 0, "flip": False}
 
@@ -88,27 +94,33 @@ class Bench:
         alone.model = self.model
         if self.cfg.train.compile and world.size > 1:  # what was compiled is DDP around it
             self.model.compile()
-        self.transform = lambda rows: self.workload.transform(rows, rng)
+        workload = self.workload  # a closure over self would keep all of it alive
+        self.transform = lambda rows: workload.transform(rows, rng)
         times = 1.0 if self.cfg.data.echo == "auto" else self.cfg.data.echo
         self.parts = Parts(self.transform, lambda rows: step(rows, 0.0), lambda rows: alone(rows, 0.0),
                            self.sizes.batch_rows, times)  # fmt: skip
+        world.agree(self.sizes.tier, "set data.tier: free memory differs")
+        self.seed, self.pool_batches = self.cfg.run.seed, 1
         with world.together():
             self.batch = first_batch(self.rows, self.order(self.rows, self.sizes, 1), self.sizes.readers, world.device)
         world.require(self.fits(), f"data.batch_rows is {self.cfg.data.batch_rows}: out of memory; use fewer")
-        self.compute_s, self.pool_batches = self.compute(self.transform).step_s, 1
-        slowest_s = max(self.compute_s, self.supply({}).step_s if self.sizes.tier == "disk" else 0.0)
-        self.pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
+        self.compute_s = self.compute(self.transform).step_s
+        supply = self.supply({}) if self.sizes.tier == "disk" else None
+        self.supply_s = supply.step_s if supply else 0.0
+        self.pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / max(self.compute_s, self.supply_s))))
 
     def order(self, rows: Any, sizes: auto.Sizes, pool_batches: int) -> BlockSampler:
+        """Another one each time, or a cold file would be warm for whatever is measured second."""
+        self.seed += 1
         return BlockSampler(
             rows.block_rows, sizes.batch_rows, rank=self.world.rank, world_size=self.world.size, lanes=sizes.lanes,
-            pool_batches=pool_batches, seed=self.cfg.run.seed,
+            pool_batches=pool_batches, seed=self.seed,
         )  # fmt: skip
 
     def fits(self) -> bool:
-        """Whether the device has room for a step."""
+        """Whether the device has room for a step; a shared one: DDP must see its first before the bare model runs."""
         try:
-            self.parts.alone(self.transform(self.batch))
+            self.parts.step(self.transform(self.batch))
         except torch.cuda.OutOfMemoryError:
             return False
         return True
@@ -128,14 +140,15 @@ class Bench:
 
         return self.timing(work, 3)
 
-    def feeds(self, words: Sequence[str] = ()) -> Feeds:
+    def feeds(self, words: Sequence[str] = (), only_real: bool = False) -> Feeds:
         """As with these words on the command line, too."""
         cfg = load_config([*self.words, *words])
         rows, _, _, sizes = open_rows(cfg, self.world) if words else (self.rows, None, None, self.sizes)
         is_pool_asked = any(word.startswith("data.pool_batches=") for word in words)
         order = self.order(rows, sizes, sizes.pool_batches if is_pool_asked else self.pool_batches)
         with self.world.together():
-            return make_feeds(rows, order, sizes, self.world.device, cfg.data.prefetch_pools, cfg.data.pin_memory)
+            return make_feeds(rows, order, sizes, self.world.device, cfg.data.prefetch_pools, cfg.data.pin_memory,
+                              only_real)  # fmt: skip
 
     def measure(self) -> Measured:
         feeds, is_seen = self.feeds(), self.world.is_first and sys.stderr.isatty()
@@ -146,31 +159,41 @@ class Bench:
             show("")
         return found
 
-    def supply(self, lines: Mapping[str, Any]) -> Timing:
-        """Of the supply with these lines in the config."""
-        feeds = self.feeds(_words(lines))
+    def supply(self, lines: Mapping[str, Any]) -> Timing | None:
+        """Of the supply with these lines in the config; None if they cannot be here, for want of memory say."""
+        try:
+            feeds = self.feeds(_words(lines), only_real=True)
+        except RankError:
+            raise
+        except UserError:  # on every rank
+            return None
         pools = Pools(feeds.real, self.parts)
         pools.pass_by(2 * feeds.ahead)
-        found = self.timing(pools.pass_by, 2)
+        found = self.timing(pools.pass_by, 2 * feeds.burst)
         feeds.close()
         return found
 
     def search(self, lines: Mapping[str, Any], demand_s: float) -> tune.Choice:
         """What feeds a demand, beside these lines."""
         by_h5py = getattr(self.rows, "by_h5py", False)
-        cpus = max(1, auto.cpus() // self.world.local_size)
-        ladders = tune.ladders(cpus, self.sizes.pool_batches, self.rows.in_workers, by_h5py)
-        return tune.search(lambda more: self.supply({**lines, **more}), demand_s, ladders)
+        share = int(-self.world.max(-max(1, auto.cpus() // self.world.local_size)))
+        now = self.supply(lines)
+        now_s = now.step_s if now else inf
+        pools = [self.sizes.pool_batches * times for times in (1, 2, 4)]
+        pools = [each for each in pools if each * now_s < MOST_POOL_S]
+        ladders = tune.ladders(share, pools, self.rows.in_workers, by_h5py)
+        return tune.search(lambda more: self.supply({**lines, **more}), now_s, demand_s, ladders)
 
     def try_word(self, cause: str, word: str) -> float:
-        """Seconds a step of the part of the loop that the word changes."""
+        """Seconds a step of the part of the loop that the word changes; inf if it cannot be here."""
         if cause == "AUGMENT":
             cfg = load_config([*self.words, word])
             other = workloads.make(cfg.workload, self.rows, self.val_rows, cfg.options)
             rng = self.world.reseed(cfg.run.seed)
             return self.compute(lambda rows: other.transform(rows, rng)).step_s
         if cause != "COPY":
-            return self.supply(dict([word.split("=", 1)])).step_s
+            timing = self.supply(dict([word.split("=", 1)]))
+            return timing.step_s if timing else inf
         feeds = self.feeds([word])
         assert feeds.staged
         pools = Pools(feeds.staged, self.parts)
@@ -184,13 +207,16 @@ class Bench:
         need = (len(rows) + len(self.val_rows)) * rows.row_bytes
         free = {"device": torch.cuda.mem_get_info()[0] if is_gpu else 0,
                 "host": auto.free_host_bytes() // self.world.local_size}  # fmt: skip
-        near = next((tier for tier, room in free.items() if need < 0.8 * room), None)
+        nearer = [] if rows.in_workers else {"disk": ["device", "host"], "host": ["device"]}.get(self.sizes.tier, [])
+        values = max((int(each.sum(dtype="int64")) for each in rows.lengths.values()), default=0)
+        near = next((tier for tier in nearer if need < 0.8 * free[tier] and values <= MOST_VALUES), None)
         faster = {"train.compile=true": not cfg.train.compile, "train.precision=bf16": cfg.train.precision == "fp32",
                   "train.channels_last=true": not cfg.train.channels_last}  # fmt: skip
         return Facts(
             readers_key="loader.workers" if rows.in_workers else "data.readers",
             readers=self.sizes.readers,
-            near_tier=near if self.sizes.tier == "disk" and not rows.in_workers else None,
+            near_tier=near,
+            most_batch_rows=len(rows),
             echo=self.parts.echo,
             most_echo=4.0 if self.workload.redraws else 2.0,
             float_fields={name: field.dtype.itemsize for name, field in rows.fields.items() if field.dtype.kind == "f"},
@@ -215,22 +241,21 @@ class Bench:
             list(islice(loop, steps))
             self.device.synchronize()
         feeds.close()
-        if self.world.is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(path))
+        with self.world.together():
+            if self.world.is_first:
+                write(path, lambda path: profile.export_chrome_trace(str(path)))
 
 
 def diagnose(words: Sequence[str], world: World, asked: argparse.Namespace) -> int:
     """Measure, say what was found, and return the exit code."""
-    bench = Bench(words, world, asked.seconds)
-    cfg, sizes, folder = bench.cfg, bench.sizes, Path(bench.cfg.run.folder)
-    say = (lambda _: None) if asked.json else world.say
-    paths = [cfg.data.train] if isinstance(cfg.data.train, str) else cfg.data.train
-    state_bytes = 3 * sum(each.nbytes for each in bench.model.parameters())  # and two moments of the optimizer
+    cfg = load_config([*words])
+    folder, say = Path(cfg.run.folder), (lambda _: None) if asked.json else world.say
     with world.together():
-        found = preflight.look(world.device, world.local_size, world.gpus or [], paths, [*cfg.data.fields.values()],
-                               bench.rows.in_workers, cfg.run.folder, state_bytes)  # fmt: skip
+        found = preflight.look(world.device, world.local_size, world.gpus or [], cfg.data.train,
+                               [*cfg.data.fields.values()], cfg.data.dataset != "none", cfg.run.folder)  # fmt: skip
     say("\n".join(map(str, found)))
+    bench = Bench(words, world, asked.seconds)
+    sizes = bench.sizes
     m, facts = bench.measure(), bench.facts()
     verdict: Verdict = world.from_first(judge(m, facts))
     if tries := worth_trying(verdict.cause, facts):
@@ -239,20 +264,26 @@ def diagnose(words: Sequence[str], world: World, asked: argparse.Namespace) -> i
         f", {sizes.who}: {sizes.readers}" if m.supply else ""
     )
     resolved = flat(cfg) | auto.resolved(sizes, bench.rows.in_workers, bench.step.precision)
-    numbers = diagnosis.as_json(str(world), resolved, m, verdict, [each._asdict() for each in found])
+    resolved["data.echo"] = bench.parts.echo
+    on = f"{world}, {bench.rows.row_bytes} B"
+    numbers = diagnosis.as_json(on, resolved, m, verdict, [each._asdict() for each in found])
     say(f"\n{diagnosis.table(head, m, verdict)}")
-    if asked.json:
-        world.say(json.dumps(numbers, indent=2))
     if asked.trace:
         bench.trace(asked.trace, folder / "trace.json")
         say(f"profile of {asked.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
     with world.together():
-        if world.is_first:
-            write(folder / diagnosis.FILE, lambda path: path.write_text(json.dumps(numbers, indent=2)))
         if world.is_first and asked.plot:
             write(Path(asked.plot), lambda path: write_bars(path, f"{verdict.cause}: {head}", diagnosis.drawn(m)))
+    if world.is_first:
+        try:
+            write(folder / diagnosis.FILE, lambda path: path.write_text(json.dumps(numbers, indent=2)))
+        except UserError as error:
+            say(f"not kept for later runs: {error}")
     if asked.tune:
-        say(tuned(bench, m, verdict, facts, asked.batch))
+        numbers["tuned"] = tuned(bench, m, verdict, facts, asked.batch)
+        say(numbers["tuned"])
+    if asked.json:
+        world.say(json.dumps(numbers, indent=2))
     return int(m.feed_ratio.step_s < asked.min_feed)
 
 
@@ -265,7 +296,7 @@ def tuned(bench: Bench, m: Measured, verdict: Verdict, facts: Facts, batch: bool
         if is_larger:
             more, demand_s, said = larger_batch(bench, demand_s)
             notes, lines = notes + said, lines | more
-        if verdict.is_input or (is_larger and "data.batch_rows" in lines):
+        if "data.batch_rows" in lines or (verdict.is_input and not is_larger):
             choice = bench.search(lines, demand_s)
             notes += [f"{' '.join(_words(each.lines))}: {m.batch_rows / each.timing.step_s:,.0f} rows/s supplied, "
                       f"+-{100 * each.timing.spread:.0f} %" for each in choice.tried]  # fmt: skip
@@ -273,16 +304,19 @@ def tuned(bench: Bench, m: Measured, verdict: Verdict, facts: Facts, batch: bool
                 return "\n".join([*notes, "inconclusive: this machine is too noisy to tell; nothing is written"])
             lines |= choice.lines
     if choice and choice.outcome == "not enough":
-        supply_s = min(each.timing.step_s for each in choice.tried)
-        lines["data.echo"] = round(max(1.0, min(facts.most_echo, facts.echo * supply_s / demand_s)), 2)
-        notes.append("that is not enough: data.echo trains on each row more than once")
+        supply_s = min((each.timing.step_s for each in choice.tried), default=0.0)
+        factor = round(min(facts.most_echo, facts.echo * supply_s / demand_s), 2)
+        if factor > 1.05 * facts.echo:
+            lines["data.echo"] = factor
+            notes.append("that is not enough: data.echo trains on each row more than once")
     if not lines:
         return "\n".join([*notes, "nothing is better than it is"])
     host = platform.node()
     path = Path(f"tuned.{host}.yaml")
+    named = any(word.startswith("--config") for word in bench.words)
     notes = [f"by diagnose.py --tune on {time.strftime('%Y-%m-%d')}, {host}: {bench.world}, {auto.cpus()} CPUs, "
              f"torch {torch.__version__}", f"demand: {m.batch_rows / demand_s:,.0f} rows/s", *notes,
-             f"to use it: --config config.yaml --config {path}"]  # fmt: skip
+             f"to use it: {'the same words, and' if named else '--config config.yaml'} --config {path}"]  # fmt: skip
     with bench.world.together():
         if bench.world.is_first:
             write(path, lambda path: path.write_text(tune.overlay(lines, notes)))
@@ -297,8 +331,12 @@ def larger_batch(bench: Bench, step_s: float) -> tuple[dict[str, Any], float, li
     rows, lines, notes = bench.cfg.data.batch_rows, dict[str, Any](), list[str]()
     for times in BATCHES:
         word = f"data.batch_rows={rows * times}"
+        gc.collect()  # the bench before
+        torch.cuda.empty_cache()
         try:
             now_s = Bench([*bench.words, word], bench.world, bench.seconds).compute_s / times
+        except RankError:
+            raise
         except UserError as error:  # on every rank: not so much memory, or not so many rows
             notes.append(f"{word}: {error}")
             break
@@ -324,6 +362,6 @@ def write(path: Path, how: Callable[[Path], object]) -> None:
 
 
 if __name__ == "__main__":
-    with clear_exit(launch), join(launch, config.dist.device, config.dist.timeout_s) as world:
+    with clear_exit(launch, "interrupted"), join(launch, config.dist.device, config.dist.timeout_s) as world:
         code = diagnose(words, world, options)
     raise SystemExit(code)

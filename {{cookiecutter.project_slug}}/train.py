@@ -85,7 +85,7 @@ def train(cfg: Config, world: World) -> None:
     monitor = Monitor(world.gpus, world.by_machine)
     world.say(f"{folder}: {world}, {step.precision}, at step {at.step}\n{sizes.text}{workload.note}{why}{monitor.note}")
     planned_rows = cfg.train.epochs * order.total_size
-    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved, str(world))
+    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved, f"{world}, {rows.row_bytes} B")
     clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()
 
     def report(fresh: float, lr: float) -> Lap:

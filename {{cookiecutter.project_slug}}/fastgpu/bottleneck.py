@@ -29,6 +29,7 @@ AUGMENT_SHARE = 0.25  # of a step: less is a transform's good right
 UNEVEN = 1.15  # a rank that takes so many times the others' time is a straggler
 IDLE_SHARE = 0.2  # of a step in which the device has nothing queued
 CPU_SHARE = 0.85  # used: there is none left for more
+WAIT_PCT = 10.0  # of a run's time, from where on it is input-bound
 NEAR = 0.1  # a time within this of the loop's explains it
 
 
@@ -89,9 +90,9 @@ class Facts(NamedTuple):
     readers_key: str = "data.readers"
     """Or loader.workers."""
     readers: int = 1
-    tier: str = "disk"
     near_tier: str | None = None
-    """The nearest other one that the rows fit."""
+    """A nearer one than now that the rows fit."""
+    most_batch_rows: int = 1 << 40
     echo: float = 1.0
     most_echo: float = 4.0
     float_fields: Mapping[str, int] = {}
@@ -136,7 +137,7 @@ class _Found(NamedTuple):
 
 def of_run(wait_pct: float, util_pct: float | None = None) -> str:
     """What a run says of itself, in a line. wait_pct: of the time, for data. util_pct: GPU-Util, where there is one."""
-    if wait_pct > 100 * NEAR:
+    if wait_pct > WAIT_PCT:
         return f"input-bound: {wait_pct:.0f} % of the time waits for data; run `python diagnose.py`"
     if util_pct is not None and util_pct < 100 * (1 - IDLE_SHARE):
         return (
@@ -148,7 +149,7 @@ def of_run(wait_pct: float, util_pct: float | None = None) -> str:
 def worth_trying(cause: Cause, facts: Facts) -> list[str]:
     """Config lines whose effect cannot be told from the ceilings; measure them and give `judge` the numbers."""
     if cause in ("READ", "DECODE"):
-        return [f"{facts.readers_key}={facts.readers * 2}"]
+        return [f"{facts.readers_key}={max(1, facts.readers * 2)}"]
     if cause == "COPY" and not facts.pins:
         return ["data.pin_memory=true"]
     return list(facts.lighter) if cause == "AUGMENT" else []
@@ -163,7 +164,7 @@ def judge(m: Measured, facts: Facts, tried: Mapping[str, float] | None = None) -
     loss, noise = 1 - m.feed_ratio.step_s, max(m.feed_ratio.spread, m.loop.spread / 2)
     slowest_s = max((timing.step_s for timing in (m.copy, m.supply) if timing), default=0.0)
     is_close = abs(slowest_s / m.compute.step_s - 1) < 2 * noise
-    if noise > DEAD_BAND and (is_close or DEAD_BAND < loss < noise):
+    if noise > DEAD_BAND and loss < 2 * noise and (is_close or DEAD_BAND < loss < noise):
         why = (
             f"rounds differ by {100 * noise:.0f} %, too much to tell {'supply from compute' if is_close else 'a loss'}"
         )
@@ -188,8 +189,9 @@ def _input(m: Measured) -> _Found | None:
     if m.supply and m.supply.step_s >= (1 - NEAR) * loop_s:
         if slow := _straggler(m.ranks_supply_s):
             return _Found("STRAGGLER", f"{slow} to supply a batch", m.supply.step_s)
-        cached_s = m.cached.step_s if m.cached else m.supply.step_s
-        share = 1 - cached_s / m.supply.step_s
+        if not m.cached:
+            return _Found("DECODE", "the supply out of RAM takes as long as the loop", m.supply.step_s)
+        share = 1 - m.cached.step_s / m.supply.step_s
         if share > 0.5:
             return _Found("READ", f"{100 * share:.0f} % of the supply's time is storage's", m.supply.step_s)
         why = "the supply is as slow from the page cache" if share < DEAD_BAND else \
@@ -211,10 +213,10 @@ def _step(m: Measured, only: Sequence[Cause] = ()) -> _Found:
         lost["COMM"] = (share, f"{100 * share:.0f} % of a step goes by until all gradients are there")
     if m.busy_s is not None and (idle := 1 - m.busy_s / alone_s) > IDLE_SHARE:
         text = f"the device has nothing to do for {100 * idle:.0f} % of a step"
+        host_s = alone_s - m.busy_s  # if the two never overlap, as when each step waits
         if m.syncs:
-            share = 1 - max(m.busy_s, alone_s - m.busy_s) / alone_s
-            lost["SYNC"] = (share, f"{text}; the host waits for it at {', '.join(m.syncs)}")
-        else:
+            lost["SYNC"] = (1 - max(m.busy_s, host_s) / alone_s, f"{text}; the host waits at {', '.join(m.syncs)}")
+        if not m.syncs or host_s > 2 * m.busy_s:
             lost["LAUNCH"] = (idle, f"{text}, although its batch lies there")
     if (share := m.transform_s / step_s) > AUGMENT_SHARE:
         lost["AUGMENT"] = (share, f"the transform takes {100 * share:.0f} % of a step")
@@ -249,8 +251,8 @@ def _change(cause: Cause, m: Measured, facts: Facts, tried: Mapping[str, float])
         best = min(options, key=lambda line: options[line], default="")
         if best and options[best] < (1 - DEAD_BAND) * loop_s:
             return best, options[best]
-        if shares:
-            return f"data.echo={min(facts.most_echo, 2 * facts.echo):g}", (compute_s + loop_s) / 2
+        if shares and 2 * facts.echo <= facts.most_echo:
+            return f"data.echo={2 * facts.echo:g}", (compute_s + loop_s) / 2
         return _echo(m, facts, supply_s)
     if cause == "COPY":
         if tried:
@@ -271,18 +273,21 @@ def _change(cause: Cause, m: Measured, facts: Facts, tried: Mapping[str, float])
         return f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", left_s
     if cause == "LAUNCH" and m.busy_s is not None:  # rows of a few steps in one: the host's time is a step's
         times = min(64, 1 << max(1, int(compute_s / m.busy_s).bit_length() - 1))
-        step_s = max(loop_s - compute_s + compute_s / times, m.busy_s)
-        return f"data.batch_rows={m.batch_rows * times}", step_s
+        while times > 1 and m.batch_rows * times > facts.most_batch_rows:
+            times //= 2
+        if times == 1:
+            return "try train.compile=true: there are no rows for a larger batch", loop_s
+        return f"data.batch_rows={m.batch_rows * times}", max(loop_s - compute_s + compute_s / times, m.busy_s)
     if cause == "COMM":
-        alone_s = max(m.ranks_compute_s)
-        return f"data.batch_rows={m.batch_rows * 2}", loop_s - (compute_s - alone_s) / 2
+        if m.batch_rows * 2 > facts.most_batch_rows:
+            return "fewer ranks: there are no rows for a larger batch", loop_s
+        return f"data.batch_rows={m.batch_rows * 2}", loop_s - (compute_s - max(m.ranks_compute_s)) / 2
     if cause == "STRAGGLER":
-        is_step = bool(_straggler(m.ranks_compute_s))
-        *others, slowest = sorted(m.ranks_compute_s if is_step else m.ranks_supply_s)
-        left_s = loop_s - (slowest - median_low(others))
-        rank = (m.ranks_compute_s if is_step else m.ranks_supply_s).index(slowest)
-        return f"look at the machine of rank {rank}: other processes, clocks, its disk", max(
-            left_s, 0.0 if is_step else compute_s)  # fmt: skip
+        is_supply = bool(m.supply and m.supply.step_s >= (1 - NEAR) * loop_s and _straggler(m.ranks_supply_s))
+        ranks_s = m.ranks_supply_s if is_supply else m.ranks_compute_s
+        *others, slowest = sorted(ranks_s)
+        left_s = max(loop_s - (slowest - median_low(others)), compute_s if is_supply else 0.0)
+        return f"look at the machine of rank {ranks_s.index(slowest)}: other processes, clocks, its disk", left_s
     if cause == "AUGMENT":
         best = min(tried, key=lambda line: tried[line], default="")
         if best and tried[best] < (1 - DEAD_BAND) * compute_s:
@@ -302,6 +307,9 @@ def _also(cause: Cause, facts: Facts) -> str:
 
 
 def _echo(m: Measured, facts: Facts, supply_s: float) -> tuple[str, float]:
-    """Train on each pool as often as costs no time."""
+    """Train on each pool as often as costs no time, if that is more often than now."""
     factor = round(min(facts.most_echo, facts.echo * supply_s / m.compute.step_s), 2)
+    if factor < (1 + DEAD_BAND) * facts.echo:
+        return "fewer bytes a row, or a faster machine (python convert.py info says how far the file is from best)", \
+            m.loop.step_s  # fmt: skip
     return f"data.echo={factor:g}", max(m.compute.step_s, supply_s * facts.echo / factor)

@@ -33,6 +33,7 @@ from .order import BlockSampler, Read
 from .rows import Ragged, Rows
 
 ROUNDS = 5
+REFILL_S = 2.0  # to wait at most until a feed has read ahead what it may
 WATCHED_STEPS = 10  # of a profile
 
 
@@ -65,8 +66,10 @@ class TorchDevice:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             self.synchronize()
-        kernels_us = sum(event.self_device_time_total for event in profile.key_averages())
-        return kernels_us / 1e6 or None  # none is seen where a container forbids profiling
+        kernels_us = (each.time_range.elapsed_us() for each in profile.events()
+                      if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
+                      and not each.name.startswith("Mem"))  # fmt: skip
+        return sum(kernels_us) / 1e6 or None  # none is seen where a container forbids profiling
 
     def syncs(self, work: Callable[[], object]) -> list[str]:
         if not self._is_gpu:
@@ -78,7 +81,9 @@ class TorchDevice:
                 work()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = (f"{_short(each.filename)}:{each.lineno}" for each in found if "synchroniz" in str(each.message))
+        places = (
+            f"{_short(each.filename)}:{each.lineno}" for each in found if "called a synchronizing" in str(each.message)
+        )
         return list(dict.fromkeys(places))
 
 
@@ -105,6 +110,8 @@ class Feeds(NamedTuple):
     """Pools that lie ready when a feed was not asked for a while: they are taken before time counts."""
     cached_pools: int = 0
     """Of `cached`, until all its blocks have been read once."""
+    burst: int = 1
+    """Pools that may come at once, since as many workers began at once."""
 
     def close(self) -> None:
         """End their threads."""
@@ -114,16 +121,25 @@ class Feeds(NamedTuple):
 
 
 def make_feeds(
-    rows: Any, order: BlockSampler, sizes: Sizes, device: torch.device, prefetch_pools: int, pins: bool
+    rows: Any,
+    order: BlockSampler,
+    sizes: Sizes,
+    device: torch.device,
+    prefetch_pools: int,
+    pins: bool,
+    only_real: bool = False,
 ) -> Feeds:
     """The feed of a run with these sizes, and where rows are streamed the two that leave something out."""
     where = (device, sizes.readers, prefetch_pools, pins)
     real = make_feed(rows, order, sizes.tier, *where)
     if sizes.tier == "device":
         return Feeds(real, ahead=0)
-    ahead = prefetch_pools + 1
+    ahead, burst = prefetch_pools + 1, 1
     if rows.in_workers:
         ahead += ceil(sizes.readers * rows.options.prefetch_factor / order.pool_batches)
+        burst = max(1, ceil(sizes.readers / order.pool_batches))
+    if only_real:
+        return Feeds(real, ahead=ahead, burst=burst)
     few = copy.copy(rows)  # its first blocks: at least two pools, and a block for each lane
     need = 2 * order.pool_batches * order.global_rows
     blocks = max(order.lanes, int(np.searchsorted(np.cumsum(rows.block_rows), need)) + 1)
@@ -133,7 +149,7 @@ def make_feeds(
     few_order = _like(order, few.block_rows, order.pool_batches)
     cached = make_feed(few, few_order, "disk", *where) if sizes.tier == "disk" else None
     staged = _staged(rows, order, sizes, where) if device.type == "cuda" else None
-    return Feeds(real, staged, cached, ahead, few_order.pools_an_epoch)
+    return Feeds(real, staged, cached, ahead, few_order.pools_an_epoch, burst)
 
 
 def _like(order: BlockSampler, block_rows: np.ndarray, pool_batches: int) -> BlockSampler:
@@ -149,7 +165,7 @@ class _Staged(Arrays):
     def __init__(self, pool: Rows, fields: dict[str, Any], slots: int):
         columns = {name: column.numpy() for name, column in pool.columns.items()}
         below = {name: field.below for name, field in fields.items()}
-        super().__init__("staged", columns, None, np.full(len(pool), 1, np.int32), below)
+        super().__init__("staged", columns, None, np.array([len(pool)], np.int32), below)
         self._fills_left = slots * len(pool)
 
     def read(self, reads: Any, out: Any) -> None:
@@ -199,8 +215,8 @@ def time_of(world: World, device: Device, work: Callable[[int], int], units: int
 
 
 def units_for(world: World, device: Device, work: Callable[[int], int], seconds: float, least: int = 1) -> int:
-    """How many steps or pools take about so long; the same number on every rank."""
-    units, t0 = least, time.perf_counter()
+    """How many steps or pools take about so long, a multiple of `least`; the same number on every rank."""
+    units = least
     while True:
         device.synchronize()
         t0 = time.perf_counter()
@@ -208,7 +224,7 @@ def units_for(world: World, device: Device, work: Callable[[int], int], seconds:
         device.synchronize()
         passed_s = world.max(time.perf_counter() - t0)
         if passed_s > seconds / 4:
-            return max(least, round(units * seconds / passed_s))
+            return least * max(1, round(units / least * seconds / passed_s))
         units *= 4
 
 
@@ -265,12 +281,14 @@ def measure(
             tell(f"round {number + 1} of {rounds}: {name}")
             if number == 0:
                 before(max(lead, 1))
-                units[name] = units_for(world, device, work, seconds, 2 if name not in STEPS else 3)
+                units[name] = units_for(world, device, work, seconds, 3 if name in STEPS else 2 * feeds.burst)
             before(lead)
             before_s, t0 = _cpu_s(), time.perf_counter()
             found[name].append(time_of(world, device, work, units[name]))
             if name == "loop":
                 cpu_shares.append((_cpu_s() - before_s) / (time.perf_counter() - t0) * world.local_size / cpus())
+            if name not in STEPS:  # what it reads ahead now must not take the CPUs from what comes next
+                time.sleep(min(REFILL_S, feeds.ahead * (time.perf_counter() - t0) / units[name]))
 
     times = {name: Timing(tuple(map(max, of_rounds))) for name, of_rounds in found.items()}  # the slowest rank's
 
@@ -294,7 +312,7 @@ def measure(
         transform_s=max(0.0, times["compute"].step_s - times["bare"].step_s),
         ranks_compute_s=by_rank("alone") or (times["compute"].step_s,),
         ranks_supply_s=by_rank("supply"),
-        busy_s=None if busy_s is None else world.max(busy_s / WATCHED_STEPS),
+        busy_s=world.max((busy_s or 0.0) / WATCHED_STEPS) or None,
         syncs=tuple(syncs),
         cpu_share=world.max(Timing(tuple(cpu_shares)).step_s),
     )
@@ -308,7 +326,6 @@ class Pools:
 
     def __init__(self, feed: Feed, parts: Parts):
         self._parts, self._pools, self._number = parts, _endless(feed), 0
-        self._rng: torch.Generator | None = None
 
     def train(self, pools: int) -> int:
         """Steps that were done on so many pools."""

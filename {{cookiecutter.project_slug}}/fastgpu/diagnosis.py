@@ -12,10 +12,10 @@ from .bottleneck import MEANING, Measured, Timing, Verdict
 from .plot import Bar
 
 FILE = "diagnosis.json"
-STEP_KEYS = ("workload", "data.batch_rows", "optim.name", "optim.fused", "optim.accumulation", "train.precision",
-             "train.channels_last", "train.compile", "dist.strategy")  # fmt: skip
+STEP_KEYS = ("workload", "data.batch_rows", "optim.name", "optim.fused", "optim.accumulation", "optim.clip_norm",
+             "train.precision", "train.channels_last", "train.compile", "dist.strategy")  # fmt: skip
 STEP_SECTIONS = ("model", "augment", "recsys")
-"""What decides how long a step takes, beside the machine."""
+"""Keys that decide how long a step takes, beside the machine and the size of a row."""
 
 
 def bars(m: Measured) -> list[tuple[str, Timing]]:

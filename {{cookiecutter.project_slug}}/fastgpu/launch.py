@@ -42,7 +42,9 @@ def read_launch() -> Launch:
 
 
 @contextmanager
-def clear_exit(launch: Launch) -> Iterator[None]:
+def clear_exit(
+    launch: Launch, interrupted: str = "interrupted; run.resume=auto goes on from the last checkpoint"
+) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2, the same on every rank. Bugs keep their traceback.
 
     A signal that kills (a bug in a driver, a file cut while its mapping is read) leaves a traceback, too.
@@ -56,5 +58,5 @@ def clear_exit(launch: Launch) -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if launch.speaks:
-            print("\ninterrupted; run.resume=auto goes on from the last checkpoint", file=sys.stderr, flush=True)
+            print(f"\n{interrupted}", file=sys.stderr, flush=True)
         raise SystemExit(130) from None

@@ -60,7 +60,8 @@ class Log:
         config: Mapping[str, Any] | None = None,
         world: str = "",
     ):
-        """config: as resolved, for TensorBoard's TEXT page. world: what it runs on, as diagnose.py calls it."""
+        """config: as resolved, for TensorBoard's TEXT page. world: what it runs on and bytes of a row, as
+        diagnose.py has it."""
         self._folder, self._warned, self._t0 = folder, False, time.monotonic()
         self._printed_s, self._waits, self._charts = self._t0, list[float](), set[str]()
         self._ceiling = diagnosis.ceiling(folder.parent, world, config or {}) if folder else None
@@ -83,8 +84,9 @@ class Log:
             return
         if self._ceiling and "train/trained_rows_per_s" in values:
             values = {**values, "data/feed_ratio": values["train/trained_rows_per_s"] / self._ceiling}
-        self._waits.append(values.get("data/wait_pct", 0.0))
-        self._warn_of_waiting()
+        if "data/wait_pct" in values:
+            self._waits.append(values["data/wait_pct"])
+            self._warn_of_waiting()
         self._lay_out(values)
         with self._surviving(), (self._folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time_s": round(time.monotonic() - self._t0, 3), **values}) + "\n")

@@ -15,10 +15,11 @@ from . import apex
 from .auto import cpus, free_host_bytes
 from .launch import UserError
 from .monitor import clock_limits, gpu_handle, open_nvml
+from .store import expand
 from .survey import advise, columns_of
 
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
-LEAST_FILES, LEAST_SHM = 1024, 1 << 30
+LEAST_FILES, LEAST_SHM, LEAST_DISK = 1024, 1 << 30, 2 << 30
 GIB = 1 << 30
 
 
@@ -38,31 +39,34 @@ def look(
     device: torch.device,
     local_ranks: int,
     gpus: Sequence[str],
-    data: Sequence[str],
+    data: str | Sequence[str],
     datasets: Sequence[str],
     in_workers: bool,
     folder: str,
-    checkpoint_bytes: int,
     nvml: Any = None,
 ) -> list[Finding]:
     """Look at this machine.
 
-    gpus: UUIDs of those in use. data: paths, `file.h5` or `file.h5::/group`. datasets: names of those that are read.
-    folder: where runs are kept. Whatever cannot be seen here is left out.
+    gpus: UUIDs of those in use. data: files, `file.h5` or `file.h5::/group`, or a glob; or what a Dataset is made of
+    (in_workers). datasets: names of those that are read. folder: where runs are kept. What cannot be seen is left out.
     """
     found = [
         Finding("versions", f"python {sys.version.split()[0]}, torch {torch.__version__}, h5py {h5py.__version__} "
                             f"(HDF5 {h5py.version.hdf5_version})"),
         _processes(device, local_ranks),
         _room(local_ranks, in_workers),
-        _disk(folder, checkpoint_bytes),
+        _disk(folder),
     ]  # fmt: skip
     for uuid in gpus:
         found += _quiet(lambda uuid=uuid: list(_gpu(nvml or open_nvml(), uuid)))  # type: ignore[misc]
     why = apex.reason_against("optimizers", "FusedAdam", "amp_C")
     found.append(Finding("Apex", why or "NVIDIA Apex is there, with its kernels"))
-    for path in data[:1]:
-        more = f" and {len(data) - 1} more" if len(data) > 1 else ""
+    paths = [data] if isinstance(data, str) else [*data]
+    if not in_workers:
+        found_files = (each for path in paths for each in expand("data.train", path))
+        paths = [file if group == "/" else f"{file}::{group}" for file, group in found_files]
+    for path in paths[:1]:
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         found += _quiet(lambda path=path, more=more: list(_data(path, datasets, more, in_workers)))  # type: ignore[misc]
     return found
 
@@ -103,10 +107,10 @@ def _room(local_ranks: int, in_workers: bool) -> Finding:
     return Finding("room", value, advice)
 
 
-def _disk(folder: str, checkpoint_bytes: int) -> Finding:
+def _disk(folder: str) -> Finding:
     path = next(each for each in (Path(folder).absolute(), *Path(folder).absolute().parents) if each.exists())
-    free, need = shutil.disk_usage(path).free, 3 * checkpoint_bytes  # last, best, and the one being written
-    advice = f"three checkpoints take {need / GIB:.1f} GiB; another run.folder" if free < need else ""
+    free = shutil.disk_usage(path).free
+    advice = "checkpoints and logs need room; another run.folder" if free < LEAST_DISK else ""
     return Finding("runs", f"{free / GIB:.1f} GiB free at run.folder ({folder})", advice)
 
 

@@ -91,7 +91,7 @@ def open_store(
     h5py.File, for what h5py must read. Raises UserError for whatever a person can mend.
     """
     options = Options(verify, trust_links, dict(chunk_cache or {}))
-    files = [found for path in ([paths] if isinstance(paths, str) else paths) for found in _expand(key, path)]
+    files = [found for path in ([paths] if isinstance(paths, str) else paths) for found in expand(key, path)]
     parts = [_Part(key, path, group, fields, options) for path, group in files]
     for part in parts[1:]:
         for name, field in part.fields.items():
@@ -101,7 +101,8 @@ def open_store(
     return Store(parts)
 
 
-def _expand(key: str, path: str) -> list[tuple[str, str]]:
+def expand(key: str, path: str) -> list[tuple[str, str]]:
+    """(file, group) of what `file.h5`, `file.h5::/group` or a glob names. Raises UserError if that is nothing."""
     file, _, group = path.partition("::")
     found = [file] if Path(file).exists() or not glob.has_magic(file) else sorted(glob.glob(file))  # noqa: PTH207
     if not found:

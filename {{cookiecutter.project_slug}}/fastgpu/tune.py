@@ -46,23 +46,28 @@ class Choice(NamedTuple):
     """`enough`, `not enough` or `inconclusive`."""
 
 
-def search(supply: Callable[[Mapping[str, Any]], Timing], demand_s: float, ladders: Sequence[Ladder]) -> Choice:
+def search(
+    supply: Callable[[Mapping[str, Any]], Timing | None], now_s: float, demand_s: float, ladders: Sequence[Ladder]
+) -> Choice:
     """Go up one ladder after the other until the supply is MARGIN x as fast as the demand.
 
-    supply: {key: value} -> what it takes to supply a step. demand_s: seconds of a step. Of each ladder the smallest
-    value stays that is enough, or else as good as the best one; none, if none is better than what there was.
+    supply: {key: value} -> what it takes to supply a step; None: not to be had here. now_s: of what is set now.
+    demand_s: seconds of a step. Of each ladder the smallest value stays that is enough, or else as good as the best
+    one; none, if none is better than what there was.
     """
-    lines, tried, now_s = dict[str, Any](), list[Tried](), inf
+    lines, tried = dict[str, Any](), list[Tried]()
     for key, values in ladders:
         rungs = list[Tried]()
         for value in values:
-            rungs.append(Tried(lines | {key: value}, supply(lines | {key: value})))
-            if rungs[-1].timing.spread > NOISE:
+            if (timing := supply(lines | {key: value})) is None:
+                continue
+            rungs.append(Tried(lines | {key: value}, timing))
+            if timing.spread > NOISE:
                 return Choice({}, [*tried, *rungs], "inconclusive")
-            if rungs[-1].timing.step_s * MARGIN <= demand_s:
+            if timing.step_s * MARGIN <= demand_s:
                 return Choice(dict(rungs[-1].lines), [*tried, *rungs], "enough")
         tried += rungs
-        best_s = min(each.timing.step_s for each in rungs)
+        best_s = min((each.timing.step_s for each in rungs), default=inf)
         if now_s > (1 + AS_GOOD) * best_s:
             chosen = next(each for each in rungs if each.timing.step_s <= (1 + AS_GOOD) * best_s)
             lines, now_s = dict(chosen.lines), chosen.timing.step_s
@@ -77,12 +82,13 @@ def doubled(least: int, most: int) -> list[int]:
     return found + [most] * (most > least)
 
 
-def ladders(readers: int, pool_batches: int, in_workers: bool, by_h5py: bool) -> list[Ladder]:
-    """What to try, in this order. readers: this rank's share of the CPUs. by_h5py: whether the HDF5 library reads."""
+def ladders(readers: int, pools: Sequence[int], in_workers: bool, by_h5py: bool) -> list[Ladder]:
+    """What to try, in this order. readers: this rank's share of the CPUs. pools: sizes in batches. by_h5py: whether
+    the HDF5 library reads."""
     found: list[Ladder] = [
         ("loader.workers" if in_workers else "data.readers", doubled(1, readers * (2 if in_workers else 4))),
         ("loader.prefetch_factor" if in_workers else "data.prefetch_pools", [1, 2, 4]),
-        ("data.pool_batches", [pool_batches, 2 * pool_batches, 4 * pool_batches]),
+        ("data.pool_batches", pools),
     ]
     return found + [("hdf5.rdcc_nbytes", [8 << 20, 64 << 20, 512 << 20])] * by_h5py
 
@@ -106,11 +112,11 @@ def settle_readers(rows: Any, sizes: Sizes, world: World, seed: int) -> Sizes:
     moment, all ranks together. Threads that wait for a disk may be more than CPUs; threads that copy need not be as
     many. It changes nothing about the batches.
     """
-    if not sizes.readers_are_open or sizes.tier != "disk":
+    if world.max(float(not sizes.readers_are_open or sizes.tier != "disk")):  # on any rank: free RAM may differ
         return sizes
-    most = sizes.readers if rows.in_workers else 2 * sizes.readers
+    share = int(-world.max(-sizes.readers))
     tried = dict[int, float]()
-    for number, readers in enumerate(doubled(max(1, sizes.readers // 2), most)):
+    for number, readers in enumerate(doubled(max(1, share // 2), share if rows.in_workers else 2 * share)):
         with world.together():
             mine = _row_s(rows, sizes, world, seed + number, readers)
         tried[readers] = world.max(mine)

@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 def look(
     path: str = "none.h5", gpus: tuple[str, ...] = (), nvml: object = None, **other: object
 ) -> dict[str, preflight.Finding]:
-    options = {"device": CPU, "local_ranks": 1, "in_workers": False, "folder": "runs", "checkpoint_bytes": 1000} | other
-    found = preflight.look(gpus=gpus, data=[path], datasets=["images", "labels"], nvml=nvml, **options)  # type: ignore[arg-type]
+    options = {"device": CPU, "local_ranks": 1, "in_workers": False, "folder": "runs"} | other
+    found = preflight.look(gpus=gpus, data=path, datasets=["images", "labels"], nvml=nvml, **options)  # type: ignore[arg-type]
     return {each.what or each.value.split()[0]: each for each in found}
 
 
@@ -34,22 +34,22 @@ def test_what_to_do_is_said(write, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(preflight, "cpus", lambda: 1)
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (256, 256))
-    found = look(device=torch.device("cuda", 0), checkpoint_bytes=1 << 60, folder=str(tmp_path / "not" / "there"))
+    found = look(device=torch.device("cuda", 0), folder=str(tmp_path / "not" / "there"))
     assert found["processes"].advice == "7 GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
     assert found["room"].advice.endswith("ulimit -n 4096")
-    assert "three checkpoints take" in found["runs"].advice
-    assert str(found["runs"]).startswith("! runs ")
+    assert str(found["processes"]).startswith("! processes ")
     assert look()["processes"].advice == "the GPUs are not used (dist.device)"
     found = look(device=torch.device("cuda", 0), local_ranks=8)
     assert found["processes"].advice.startswith("readers and the loop share a CPU")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (4096, 4096))
     assert "--shm-size" in look(in_workers=True)["room"].advice
+    assert look(in_workers=True)["runs"].advice.startswith("checkpoints and logs need room")
 
 
 def test_how_the_data_lies(write, monkeypatch):
     path = write(200, chunk=8, compression="gzip")
-    found = preflight.look(CPU, 1, (), [path, "more.h5"], ["images"], False, "runs", 1000)
+    found = preflight.look(CPU, 1, (), [path, path], ["images"], False, "runs")
     assert any(each.value == "/images" and each.advice.startswith("gzip: decoded anew") for each in found)
     assert any(each.value.startswith(f"{path} and 1 more on ") for each in found)
     mounts = [

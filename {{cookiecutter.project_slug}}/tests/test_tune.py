@@ -56,7 +56,7 @@ def test_as_good_as_an_exhaustive_grid(name, demand):
     def supply(lines: Mapping[str, Any]) -> Timing:
         return Timing(tuple(1 / law(lines) / rng.normal(1, 0.01, 3)))
 
-    choice = tune.search(supply, 1 / demand, LADDERS)
+    choice = tune.search(supply, 1 / law({}), 1 / demand, LADDERS)
     keys, values = zip(*LADDERS, strict=True)
     best = max(law(dict(zip(keys, each, strict=True))) for each in itertools.product(*values))
     trained = min(demand, law(choice.lines))  # rows/s of the loop
@@ -66,17 +66,17 @@ def test_as_good_as_an_exhaustive_grid(name, demand):
 
 
 def test_what_does_not_help_is_left_as_it_is():
-    choice = tune.search(lambda lines: Timing((1 / min(2, lines["data.readers"]),) * 3), 0.1, LADDERS)
+    choice = tune.search(lambda lines: Timing((1 / min(2, lines["data.readers"]),) * 3), 1.0, 0.1, LADDERS)
     assert (choice.lines, choice.outcome) == ({"data.readers": 2}, "not enough")
 
 
 def test_the_smallest_setting_that_is_enough():
-    choice = tune.search(lambda lines: Timing((1 / (1_000 * lines["data.readers"]),) * 3), 1 / 3_000, LADDERS)
+    choice = tune.search(lambda lines: Timing((1 / (1_000 * lines["data.readers"]),) * 3), 1e-3, 1 / 3_000, LADDERS)
     assert (choice.lines, choice.outcome) == ({"data.readers": 4}, "enough")  # 1.15 x 3,000 is more than 3 give
 
 
 def test_a_noisy_machine_is_told_and_not_tuned():
-    choice = tune.search(lambda _: Timing((1.0, 1.5, 1.0, 0.7, 1.3)), 0.1, LADDERS)
+    choice = tune.search(lambda _: Timing((1.0, 1.5, 1.0, 0.7, 1.3)), 1.0, 0.1, LADDERS)
     assert (choice.lines, choice.outcome) == ({}, "inconclusive")
 
 
@@ -84,9 +84,9 @@ def test_ladders():
     assert tune.doubled(1, 8) == [1, 2, 4, 8]
     assert tune.doubled(1, 6) == [1, 2, 4, 6]
     assert tune.doubled(1, 1) == [1]
-    assert [key for key, _ in tune.ladders(2, 16, True, False)] == [
+    assert [key for key, _ in tune.ladders(2, [16], True, False)] == [
         "loader.workers", "loader.prefetch_factor", "data.pool_batches"]  # fmt: skip
-    assert tune.ladders(2, 16, False, True)[-1][0] == "hdf5.rdcc_nbytes"
+    assert tune.ladders(2, [16], False, True)[-1][0] == "hdf5.rdcc_nbytes"
 
 
 def test_the_overlay_is_a_config_that_says_where_it_is_from(tmp_path):
