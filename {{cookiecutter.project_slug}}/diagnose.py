@@ -106,8 +106,8 @@ class Bench:
         world.require(self.fits(), f"data.batch_rows is {self.cfg.data.batch_rows}: out of memory; use fewer")
         self.compute_s = self.compute(self.transform).step_s
         supply = self.supply({}) if self.sizes.tier == "disk" else None
-        self.supply_s = supply.step_s if supply else 0.0
-        self.pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / max(self.compute_s, self.supply_s))))
+        slowest_s = max(self.compute_s, supply.step_s if supply else 0.0)
+        self.pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def order(self, rows: Any, sizes: auto.Sizes, pool_batches: int) -> BlockSampler:
         """Another one each time, or a cold file would be warm for whatever is measured second."""

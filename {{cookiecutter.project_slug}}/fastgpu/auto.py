@@ -126,7 +126,7 @@ def choose_pool_batches(pool_batches: int | Auto, batch_rows: int, row_bytes: in
 
 
 def choose_readers(readers: int | Auto, local_ranks: int) -> int:
-    """`auto`: this rank's share of the machine's CPUs, at most 8: with more threads than CPUs, the loop wakes late."""
+    """`auto`: this rank's share of the machine's CPUs, at most 8; `tune.settle_readers` begins with it."""
     return max(1, min(8, cpus() // local_ranks)) if readers == "auto" else readers
 
 

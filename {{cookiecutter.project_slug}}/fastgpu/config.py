@@ -58,7 +58,7 @@ class Data(Section):
     lanes: Count | Auto = "auto"
     """Slices of the epoch's order; any number of ranks that divides it sees the same global batches."""
     readers: Count | Auto = "auto"
-    """Reader threads a rank (disk and host tier); auto: this rank's share of the CPUs, at most 8."""
+    """Reader threads a rank (disk and host tier); auto: its share of the CPUs (8 at most), half or twice that, as tried."""
     prefetch_pools: Count = 2
     """Pools prepared ahead of the one in use, each with its own staging memory (disk and host tier)."""
     echo: Annotated[float, Field(ge=1)] | Auto = 1.0
@@ -76,7 +76,7 @@ class Data(Section):
 
 class Loader(Section):
     workers: CountOrZero | Auto = "auto"
-    """Worker processes a rank that read data.dataset; auto: this rank's share of the CPUs; 0: none, to debug."""
+    """Worker processes a rank for data.dataset; auto: its share of the CPUs or half of that, as tried; 0: none."""
     prefetch_factor: Count = 2
     """Batches that each worker prepares ahead."""
     persistent_workers: bool = True
