@@ -2,6 +2,7 @@ import json
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu import diagnosis
 from fastgpu.bottleneck import Facts, Measured, Timing, Verdict, judge
@@ -69,6 +70,11 @@ def test_a_run_logs_its_feed_ratio_and_shows_the_verdict(run):
     text = log.finish(FLAT, {})
     assert [point["data/feed_ratio"] for point in read_metrics(run)] == [0.25] * 3
     assert "feed ratio" in text
+    events = EventAccumulator(str(run))
+    events.Reload()
+    shown = events.Tensors("verdict/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "run `python diagnose.py`" in shown
+    assert "READ: the loop waits" in shown
     said = verdicts(run, read_metrics(run))
     assert said[0] == "input-bound: 75 % of the time waits for data; run `python diagnose.py`"
     assert "READ: the loop waits for bytes from storage" in said[1]
