@@ -58,7 +58,7 @@ class Data(Section):
     lanes: Count | Auto = "auto"
     """Slices of the epoch's order; any number of ranks that divides it sees the same global batches."""
     readers: Count | Auto = "auto"
-    """Reader threads a rank (disk and host tier); auto: its share of the CPUs, at most 8, half or twice it, as tried."""
+    """Reader threads a rank (disk and host tier); auto: its share of the CPUs, at most 8, half or twice, as tried."""
     prefetch_pools: Count = 2
     """Pools prepared ahead of the one in use, each with its own staging memory (disk and host tier)."""
     echo: Annotated[float, Field(ge=1)] | Auto = 1.0
