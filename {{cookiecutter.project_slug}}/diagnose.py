@@ -91,9 +91,10 @@ class Bench:
         self.rows, self.val_rows, self.workload, self.sizes = open_rows(self.cfg, world)
         self.model, step, _ = make_step(self.cfg, world, self.workload)
         self.step, alone, rng = step, copy.copy(step), world.reseed(self.cfg.run.seed)
-        alone.model = self.model
-        if self.cfg.train.compile and world.size > 1:  # what was compiled is DDP around it
-            self.model.compile()
+        if world.size > 1:
+            alone.model = self.model
+            if self.cfg.train.compile:  # what was compiled is DDP around it
+                self.model.compile()
         workload = self.workload  # a closure over self would keep all of it alive
         self.transform = lambda rows: workload.transform(rows, rng)
         times = 1.0 if self.cfg.data.echo == "auto" else self.cfg.data.echo
@@ -310,7 +311,7 @@ def tuned(bench: Bench, m: Measured, verdict: Verdict, facts: Facts, batch: bool
             lines["data.echo"] = factor
             notes.append("that is not enough: data.echo trains on each row more than once")
     if not lines:
-        return "\n".join([*notes, "nothing is better than it is"])
+        return "\n".join([*notes, "no setting of the supply is better than what is set: see the change above"])
     host = platform.node()
     path = Path(f"tuned.{host}.yaml")
     named = any(word.startswith("--config") for word in bench.words)

@@ -165,15 +165,13 @@ def judge(m: Measured, facts: Facts, tried: Mapping[str, float] | None = None) -
     slowest_s = max((timing.step_s for timing in (m.copy, m.supply) if timing), default=0.0)
     is_close = abs(slowest_s / m.compute.step_s - 1) < 2 * noise
     if noise > DEAD_BAND and loss < 2 * noise and (is_close or DEAD_BAND < loss < noise):
-        why = (
-            f"rounds differ by {100 * noise:.0f} %, too much to tell {'supply from compute' if is_close else 'a loss'}"
-        )
+        what = "supply from compute" if is_close else "a loss"
+        why = f"rounds differ by {100 * noise:.0f} %, too much to tell {what}"
         return Verdict("INCONCLUSIVE", why, "run it again on a quiet machine, or with --seconds 10", 1.0, "low")
     found = _step(m) if loss <= DEAD_BAND else _input(m) or _step(m, only=("LAUNCH", "SYNC"))
     if loss > DEAD_BAND and found.cause == "COMPUTE":
-        why = (
-            f"the loop takes {m.loop.step_s / max(slowest_s, m.compute.step_s):.2f} x as long as its slowest part alone"
-        )
+        times = m.loop.step_s / max(slowest_s, m.compute.step_s)
+        why = f"the loop takes {times:.2f} x as long as its slowest part alone"
         return Verdict("INCONCLUSIVE", why, "run it again on a quiet machine, or look at --trace", 1.0, "low")
     change, step_s = _change(found.cause, m, facts, tried or {})
     off = abs(m.loop.step_s - found.limit_s) / m.loop.step_s
@@ -255,8 +253,9 @@ def _change(cause: Cause, m: Measured, facts: Facts, tried: Mapping[str, float])
             return f"data.echo={2 * facts.echo:g}", (compute_s + loop_s) / 2
         return _echo(m, facts, supply_s)
     if cause == "COPY":
-        if tried:
-            return min(tried.items(), key=lambda item: item[1])
+        best = min(tried, key=lambda line: tried[line], default="")
+        if best and tried[best] < (1 - DEAD_BAND) * loop_s:
+            return best, max(compute_s, tried[best])
         if facts.near_tier == "device":
             return "data.tier=device", compute_s
         if facts.float_fields:

@@ -34,6 +34,7 @@ from .rows import Ragged, Rows
 
 ROUNDS = 5
 REFILL_S = 2.0  # to wait at most until a feed has read ahead what it may
+STEPS = ("compute", "bare", "alone")  # measured in steps; the others in pools
 WATCHED_STEPS = 10  # of a profile
 
 
@@ -316,9 +317,6 @@ def measure(
         syncs=tuple(syncs),
         cpu_share=world.max(Timing(tuple(cpu_shares)).step_s),
     )
-
-
-STEPS = ("compute", "bare", "alone")  # measured in steps; the others in pools
 
 
 class Pools:

@@ -75,6 +75,10 @@ def test_the_smallest_setting_that_is_enough():
     assert (choice.lines, choice.outcome) == ({"data.readers": 4}, "enough")  # 1.15 x 3,000 is more than 3 give
 
 
+def test_what_is_enough_is_left_as_it_is():
+    assert tune.search(lambda _: pytest.fail("nothing is to be tried"), 0.8, 1.0, LADDERS) == ({}, [], "enough")
+
+
 def test_a_noisy_machine_is_told_and_not_tuned():
     choice = tune.search(lambda _: Timing((1.0, 1.5, 1.0, 0.7, 1.3)), 1.0, 0.1, LADDERS)
     assert (choice.lines, choice.outcome) == ({}, "inconclusive")
