@@ -38,6 +38,7 @@ def measured(compute: float, loop: float, **others: object) -> Measured:
         (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply_s=(4.0, 2.0)), EVEN, "STRAGGLER", "rank 0", 2.0),
         (measured(1.0, 1.0, ranks_compute_s=(0.6, 0.6)), EVEN, "COMM", "data.batch_rows=128", 1.25),
         (measured(1.0, 1.8, supply=0.9, cached=0.9, cpu_share=0.95), Facts(), "DECODE", "data.echo=2", 1.8 / 1.4),
+        (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), EVEN, "INCONCLUSIVE", "quiet machine", 1.0),
         (measured(1.0, 1.8, supply=0.9, cached=0.9, cpu_share=0.5), EVEN, "INCONCLUSIVE", "quiet machine", 1.0),
         (measured(1.0, 1.8, supply=0.9, cached=0.9, busy_s=0.1), EVEN, "LAUNCH", "data.batch_rows=512", None),
     ],
