@@ -195,8 +195,8 @@ def _input(m: Measured) -> _Found | None:
         why = "the supply is as slow from the page cache" if share < DEAD_BAND else \
             f"{100 * (1 - share):.0f} % of the supply's time is left from the page cache"  # fmt: skip
         return _Found("DECODE", why, m.supply.step_s)
-    is_supply_worth = m.supply and m.supply.step_s > (loop_s - m.compute.step_s) / 4  # of what is lost
-    if is_supply_worth and m.cpu_share > CPU_SHARE:
+    supply_matters = m.supply and m.supply.step_s > (loop_s - m.compute.step_s) / 4  # of what is lost
+    if supply_matters and m.cpu_share > CPU_SHARE:
         return _Found("DECODE", f"supply and step share the CPUs, of which {100 * m.cpu_share:.0f} % are used", loop_s)
     return None
 
