@@ -191,7 +191,7 @@ class Planted(NamedTuple):
     tried: dict[str, float] = {}  # noqa: RUF012
 
 
-BUS = BATCH * 16 / 0.016  # bytes/s: 16 bytes a row as it lies there, a quarter of them as bytes
+BUS = BATCH * 16 / 0.024  # bytes/s: 16 bytes a row as it lies there, a quarter of them as bytes
 PLANTED = [
     Planted("a slow disk", {"disk_s": 0.012}, "READ", "data.readers=2", {"disk_s": 0.012, "readers": 2},
             tried={"data.readers=2": 0.006}),
