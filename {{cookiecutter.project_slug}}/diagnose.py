@@ -36,6 +36,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"--plot is {found.plot}; it should end in .html or .png")
     if not 0 < found.seconds < 3600:
         raise UserError(f"--seconds is {found.seconds:g}; it should be above 0 and below an hour")
+    if not 0 <= found.min_feed <= 1:
+        raise UserError(f"--min-feed is {found.min_feed:g}; it should be a ratio from 0 to 1, such as 0.95")
     if found.trace < 0:
         raise UserError(f"--trace is {found.trace}; it should be a number of steps")
     if found.batch and not found.tune:

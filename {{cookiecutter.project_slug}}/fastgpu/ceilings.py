@@ -30,7 +30,7 @@ from .dist import World
 from .echo import echo, times_of_pool
 from .feed import Feed, Pool, make_feed
 from .order import BlockSampler, Read
-from .rows import Ragged, Rows
+from .rows import Rows
 
 ROUNDS = 5
 REFILL_S = 2.0  # to wait at most until a feed has read ahead what it may
@@ -188,8 +188,7 @@ def _staged(rows: Any, order: BlockSampler, sizes: Sizes, where: tuple[torch.dev
 
 def _copied(rows: Rows) -> Rows:
     """The same rows in memory of their own, values of ragged ones without gaps."""
-    index = torch.arange(len(rows))
-    return rows.take(index)
+    return rows.take(torch.arange(len(rows)))
 
 
 def first_batch(rows: Any, order: BlockSampler, readers: int, device: torch.device) -> Rows:
@@ -197,9 +196,7 @@ def first_batch(rows: Any, order: BlockSampler, readers: int, device: torch.devi
     feed = make_feed(rows, _like(order, rows.block_rows, 1), "disk", torch.device("cpu"), readers, 1)
     batch = _copied(next(feed.pools(0)).rows)
     feed.close()
-    return Rows({name: Ragged(column.values.to(device), column.offsets.to(device), column.host)
-                 if isinstance(column, Ragged) else column.to(device)
-                 for name, column in batch.columns.items()})  # fmt: skip
+    return batch.to(device)
 
 
 # ---------------------------------------------------------------------------------------------- the measurements
@@ -332,7 +329,7 @@ class Pools:
     def steps(self, pools: int | None = None) -> Iterator[object]:
         """The same, one after the other; without a number, for ever."""
         for pool, times in self._take(pools):
-            rng = torch.Generator(next(iter(_tensors(pool.rows))).device)
+            rng = torch.Generator(next(iter(pool.rows.columns.values())).device)
             for batch in echo(pool.rows, self._parts.batch_rows, times, rng):
                 yield self._parts.step(self._parts.transform(batch))
 
@@ -354,11 +351,6 @@ class Pools:
 def _endless(feed: Feed) -> Iterator[Pool]:
     for epoch in count():
         yield from feed.pools(epoch)
-
-
-def _tensors(rows: Rows) -> Iterator[torch.Tensor]:
-    for column in rows.columns.values():
-        yield column.values if isinstance(column, Ragged) else column
 
 
 def _cpu_s() -> float:

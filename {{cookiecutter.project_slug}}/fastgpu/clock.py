@@ -24,6 +24,7 @@ class Lap(NamedTuple):
     """Read."""
     trained_rows: float = 0.0
     """Stepped on: fresh x echo."""
+    steps: float = 0.0
 
     @property
     def train_s(self) -> float:
@@ -41,6 +42,7 @@ class Lap(NamedTuple):
     def scalars(self) -> dict[str, float]:
         """As TensorBoard's tags."""
         return {
+            "train/step_ms": 1000 * self.seconds / max(1, self.steps),
             "train/trained_rows_per_s": self.rows_per_s,
             "data/fresh_rows_per_s": self.fresh_rows / self.seconds,
             "data/wait_pct": 100 * self.wait_s / self.seconds,
@@ -99,7 +101,7 @@ class Clock:
             ended.synchronize()
             self._wait_s += began.elapsed_time(ended) / 1000
         seconds = time.perf_counter() - self._t0
-        lap = Lap(seconds, slowest(self._wait_s), self._fresh_rows, self._trained_rows)
+        lap = Lap(seconds, slowest(self._wait_s), self._fresh_rows, self._trained_rows, self.steps)
         self.restart()
         return lap
 

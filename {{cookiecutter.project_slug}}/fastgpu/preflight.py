@@ -58,7 +58,7 @@ def look(
         _disk(folder),
     ]  # fmt: skip
     for uuid in gpus:
-        found += _quiet(lambda uuid=uuid: list(_gpu(nvml or open_nvml(), uuid)))  # type: ignore[misc]
+        found += _seen(_gpu, nvml, uuid)
     why = apex.reason_against("optimizers", "FusedAdam", "amp_C")
     found.append(Finding("Apex", why or "NVIDIA Apex is there, with its kernels"))
     paths = [data] if isinstance(data, str) else [*data]
@@ -67,13 +67,13 @@ def look(
         paths = [file if group == "/" else f"{file}::{group}" for file, group in found_files]
     for path in paths[:1]:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        found += _quiet(lambda path=path, more=more: list(_data(path, datasets, more, in_workers)))  # type: ignore[misc]
+        found += _seen(_data, path, datasets, more, in_workers)
     return found
 
 
-def _quiet(look_at: Callable[[], list[Finding]]) -> list[Finding]:
+def _seen(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Finding]:
     try:
-        return look_at()
+        return list(look_at(*arguments))
     except UserError:
         raise
     except Exception as error:  # a driver or a system that does not tell
@@ -115,6 +115,7 @@ def _disk(folder: str) -> Finding:
 
 
 def _gpu(nvml: Any, uuid: str) -> Iterator[Finding]:
+    nvml = nvml or open_nvml()
     handle = gpu_handle(nvml, uuid)
     driver = nvml.nvmlSystemGetDriverVersion()
     width, widest = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)

@@ -21,6 +21,7 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569")
 ROWS = {  # tag -> what the table calls it, unit
     "data/fresh_rows_per_s": ("fresh rows", "a second"),
     "train/trained_rows_per_s": ("trained rows", "a second"),
+    "train/step_ms": ("a step", "ms, its wait included"),
     "data/wait_pct": ("data wait", "% of the time"),
     "data/feed_ratio": ("feed ratio", "of the speed that diagnose.py measured without a feed"),
     "util_pct": ("GPU-Util", "%"),

@@ -37,9 +37,15 @@ def test_waits_and_rates(time):
             clock.count(fresh_rows=5, trained_rows=10)
     assert clock.steps == 6
     lap = clock.lap()
-    assert lap == pytest.approx((3.0, 0.6, 30, 60))
+    assert lap == pytest.approx((3.0, 0.6, 30, 60, 6))
     assert lap.scalars() == pytest.approx(
-        {"train/trained_rows_per_s": 20, "data/fresh_rows_per_s": 10, "data/wait_pct": 20, "data/echo": 2}
+        {
+            "train/step_ms": 500,
+            "train/trained_rows_per_s": 20,
+            "data/fresh_rows_per_s": 10,
+            "data/wait_pct": 20,
+            "data/echo": 2,
+        }
     )
     assert str(lap) == "10 fresh rows/s, data wait 20.0 %, echo 2"
     assert clock.steps == 0
@@ -51,11 +57,11 @@ def test_a_restart_forgets(time):
     clock.restart()
     time.now += 1
     clock.count(3, 3)
-    assert clock.lap() == (1, 0, 3, 3)
+    assert clock.lap() == (1, 0, 3, 3, 1)
 
 
 def test_laps_add_up():
-    assert Lap(1, 2, 3, 4).plus(Lap(10, 20, 30, 40)) == (11, 22, 33, 44)
+    assert Lap(1, 2, 3, 4, 5).plus(Lap(10, 20, 30, 40, 50)) == (11, 22, 33, 44, 55)
 
 
 def test_an_error_of_the_feed_passes_through():

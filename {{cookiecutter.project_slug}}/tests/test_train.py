@@ -22,7 +22,7 @@ from fastgpu.config import Config, keys, load_config
 
 TAGS = {
     "train/loss", "train/lr", "train/trained_rows_per_s", "data/fresh_rows_per_s", "data/wait_pct", "data/echo",
-    "val/loss", "val/top1_pct", "val/top5_pct",
+    "train/step_ms", "val/loss", "val/top1_pct", "val/top5_pct",
 }  # fmt: skip
 
 
