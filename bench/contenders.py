@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import project  # noqa: F401
 import torch
-from fastgpu import auto
-from fastgpu.echo import echo
-from fastgpu.feed import make_feed
-from fastgpu.order import BlockSampler
-from fastgpu.store import open_store
+from fastgpu.feed import sizes as auto
+from fastgpu.feed.echo import echo
+from fastgpu.feed.tiers import make_feed
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.store import open_store
 from peers import npy_arrays, permutation, shape_of
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 

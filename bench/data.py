@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import project  # noqa: F401
-from fastgpu.rows import Field
-from fastgpu.writer import Writer
+from fastgpu.convert.writer import Writer
+from fastgpu.rows.field import Field
 
 FOLDER = Path(__file__).parent / "data"
 

@@ -17,7 +17,7 @@ import layouts
 import numpy as np
 import project  # noqa: F401
 import report
-from fastgpu import auto
+from fastgpu.feed import sizes as auto
 from PIL import Image, ImageOps
 
 ROUNDS = 3

@@ -23,12 +23,12 @@ import numpy as np
 import project
 import report
 import torch
-from fastgpu import monitor as monitor_module
-from fastgpu import prefetch
-from fastgpu.bottleneck import Facts, judge
-from fastgpu.clock import Clock
-from fastgpu.log import Log
-from fastgpu.monitor import Monitor
+from fastgpu.diagnose.verdict import Facts, judge
+from fastgpu.feed import prefetch
+from fastgpu.telemetry import monitor as monitor_module
+from fastgpu.telemetry.clock import Clock
+from fastgpu.telemetry.log import Log
+from fastgpu.telemetry.monitor import Monitor
 
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}" / "tests"))
 from conftest import in_world, numbered

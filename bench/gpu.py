@@ -22,16 +22,17 @@ import project  # noqa: F401
 import report
 import torch
 import torch.nn.functional as F
-from fastgpu import auto
-from fastgpu.clock import Clock, Lap
-from fastgpu.config import Augment, Model
-from fastgpu.echo import echo
-from fastgpu.feed import Feed, Tier, make_feed
-from fastgpu.layout import BLOCK_BYTES
-from fastgpu.optim import Step, make_optimizer
-from fastgpu.order import BlockSampler
-from fastgpu.rows import Rows
-from fastgpu.store import open_store
+from fastgpu.feed import sizes as auto
+from fastgpu.feed.echo import echo
+from fastgpu.feed.tiers import Feed, Tier, make_feed
+from fastgpu.process.config import Augment, Model
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.storage.store import open_store
+from fastgpu.telemetry.clock import Clock, Lap
+from fastgpu.training.optim import make_optimizer
+from fastgpu.training.step import Step
 from torch import Tensor, nn
 from workloads.images import Normalize, Workload
 

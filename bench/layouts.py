@@ -21,13 +21,13 @@ import report
 import torch
 from contenders import Batch
 from data import Rows
-from fastgpu import auto
-from fastgpu.feed import make_feed
-from fastgpu.layout import BLOCK_BYTES
-from fastgpu.order import BlockSampler
-from fastgpu.rows import Field
-from fastgpu.store import open_store
-from fastgpu.writer import Writer
+from fastgpu.convert.writer import Writer
+from fastgpu.feed import sizes as auto
+from fastgpu.feed.tiers import make_feed
+from fastgpu.rows.field import Field
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.storage.store import open_store
 from processes import kept_warm, make_cold
 from worker import endless, run
 

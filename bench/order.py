@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import project  # noqa: F401
 import report
-from fastgpu import auto
-from fastgpu.layout import BLOCK_BYTES
-from fastgpu.order import BlockSampler
+from fastgpu.feed import sizes as auto
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.layout import BLOCK_BYTES
 from torch.utils.data import DistributedSampler
 
 POOL_BLOCKS = (1, 8, 32, 128, 512)

@@ -29,11 +29,11 @@ import project  # noqa: F401
 import report
 import torch
 import torch.nn.functional as F
-from fastgpu import auto
-from fastgpu.feed import make_feed
-from fastgpu.order import BlockSampler
-from fastgpu.rows import Rows
-from fastgpu.store import open_store
+from fastgpu.feed import sizes as auto
+from fastgpu.feed.tiers import make_feed
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import open_store
 from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset

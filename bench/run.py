@@ -25,7 +25,7 @@ import project  # noqa: F401
 import report
 import tables
 from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, SEQUENTIAL
-from fastgpu import auto
+from fastgpu.feed import sizes as auto
 from peers import PEERS
 from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold, sequential_bytes_per_s
 

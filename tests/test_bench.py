@@ -22,7 +22,7 @@ TINY = data.Rows("tiny", 300, (3, 8, 9), 32)
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> data.Rows:
     monkeypatch.setattr(data, "FOLDER", tmp_path)
-    monkeypatch.setattr("fastgpu.writer.LEAST_BLOCKS", 42)  # blocks of 7 rows, the last one is short
+    monkeypatch.setattr("fastgpu.convert.writer.LEAST_BLOCKS", 42)  # blocks of 7 rows, the last one is short
     data.make(TINY)
     return TINY
 

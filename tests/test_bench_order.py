@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import gpu
 import order
 import report
-from fastgpu.order import BlockSampler
+from fastgpu.rows.order import BlockSampler
 
 SMALL = order.Data("small", 20_000, 131_072, 10)  # 16 rows a block
 TABLE = report.Table("targets", ["what", "measured", "must / aim"], [["a|b", "0.5", "0.9"]], "A note.")

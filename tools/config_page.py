@@ -7,7 +7,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"))
 
-from fastgpu.config import Config
+from fastgpu.process.config import Config
 
 HEAD = """# Configuration
 

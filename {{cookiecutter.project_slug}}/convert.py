@@ -29,18 +29,23 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu import auto, pictures, published, survey
-from fastgpu.arrays import open_arrays
-from fastgpu.dataset import DatasetRows, LoaderOptions, open_dataset
-from fastgpu.feed import Pool, Readable, make_feed
-from fastgpu.interactions import Split, split
-from fastgpu.launch import Launch, UserError, clear_exit
-from fastgpu.layout import BLOCK_BYTES
-from fastgpu.movielens import COLUMNS, read_ratings
-from fastgpu.order import BlockSampler
-from fastgpu.store import Store, open_store
-from fastgpu.synthetic import SyntheticImages, interactions
-from fastgpu.writer import Writer
+from fastgpu.convert import cifar_celeba as published
+from fastgpu.convert import image_files as pictures
+from fastgpu.convert.array_files import open_arrays
+from fastgpu.convert.interactions import Split, split
+from fastgpu.convert.movielens import COLUMNS, read_ratings
+from fastgpu.convert.synthetic_images import SyntheticImages
+from fastgpu.convert.synthetic_interactions import interactions
+from fastgpu.convert.writer import Writer
+from fastgpu.feed import sizes as auto
+from fastgpu.feed.tiers import Readable, make_feed
+from fastgpu.process.launch import Launch, UserError, clear_exit
+from fastgpu.rows.contract import Pool
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage import inspection as survey
+from fastgpu.storage.dataset import DatasetRows, LoaderOptions, open_dataset
+from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.storage.store import Store, open_store
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512  # mixed at once: the larger of both, if a quarter of the free memory has room
 

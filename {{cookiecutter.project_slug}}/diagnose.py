@@ -15,8 +15,8 @@ torchrun --standalone --nproc-per-node=gpu diagnose.py --config configs/celeba.y
 import argparse
 import sys
 
-from fastgpu.config import flat, load_config
-from fastgpu.launch import RankError, UserError, clear_exit, read_launch
+from fastgpu.process.config_loader import flat, load_config
+from fastgpu.process.launch import RankError, UserError, clear_exit, read_launch
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,13 +68,25 @@ from typing import Any
 import torch
 
 import workloads
-from fastgpu import auto, diagnosis, preflight, tune
-from fastgpu.bottleneck import Facts, Measured, Timing, Verdict, judge, worth_trying
-from fastgpu.ceilings import Feeds, Parts, Pools, TorchDevice, first_batch, make_feeds, measure, time_of, units_for
-from fastgpu.dist import World, join
-from fastgpu.order import BlockSampler
-from fastgpu.plot import write_bars
-from fastgpu.rows import MOST_VALUES
+from fastgpu.diagnose import preflight, tune
+from fastgpu.diagnose import result as diagnosis
+from fastgpu.diagnose.ceilings import (
+    Feeds,
+    Parts,
+    Pools,
+    TorchDevice,
+    first_batch,
+    make_feeds,
+    measure,
+    time_of,
+    units_for,
+)
+from fastgpu.diagnose.plot import write_bars
+from fastgpu.diagnose.verdict import Facts, Measured, Timing, Verdict, judge, worth_trying
+from fastgpu.feed import sizes as auto
+from fastgpu.process.world import World, join
+from fastgpu.rows.field import MOST_VALUES
+from fastgpu.rows.order import BlockSampler
 from train import make_step, open_rows
 
 POOL_S = 0.1  # to train on or to supply: larger pools are cut while measuring, or a few of them would take minutes

@@ -8,8 +8,9 @@ python train.py data.batch_rows=512 train.epochs=3          any key of config.ya
 import sys
 from typing import Any
 
-from fastgpu.config import Config, flat, load_config
-from fastgpu.launch import clear_exit, read_launch
+from fastgpu.process.config import Config
+from fastgpu.process.config_loader import flat, load_config
+from fastgpu.process.launch import clear_exit, read_launch
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a typo in the config is told at once
     launch = read_launch()
@@ -19,18 +20,22 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a typo i
 import torch
 
 import workloads
-from fastgpu import apex, auto, checkpoint, runs
-from fastgpu.clock import Clock, Lap
-from fastgpu.dist import World, hint, join, wrap
-from fastgpu.echo import auto_factor, echo, times_of_pool
-from fastgpu.evaluate import evaluate
-from fastgpu.feed import make_feed
-from fastgpu.log import Log, listed
-from fastgpu.monitor import Monitor
-from fastgpu.optim import Step, check_finite, choose_precision, make_optimizer, schedule
-from fastgpu.order import BlockSampler
-from fastgpu.sources import opener
-from fastgpu.tune import settle_readers
+from fastgpu.diagnose.tune import settle_readers
+from fastgpu.feed import sizes as auto
+from fastgpu.feed.echo import auto_factor, echo, times_of_pool
+from fastgpu.feed.tiers import make_feed
+from fastgpu.process.world import World, join
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.sources import opener
+from fastgpu.telemetry import checkpoint, runs
+from fastgpu.telemetry.clock import Clock, Lap
+from fastgpu.telemetry.log import Log, listed
+from fastgpu.telemetry.monitor import Monitor
+from fastgpu.training import apex
+from fastgpu.training.evaluate import evaluate
+from fastgpu.training.optim import make_optimizer, schedule
+from fastgpu.training.parallel import hint, wrap
+from fastgpu.training.step import Step, check_finite, choose_precision
 
 
 def open_rows(cfg: Config, world: World) -> tuple[Any, Any, Any, auto.Sizes]:

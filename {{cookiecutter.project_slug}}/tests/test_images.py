@@ -2,11 +2,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import numbered
+from harness import numbered
 
-from fastgpu.launch import UserError
-from fastgpu.rows import Rows
-from fastgpu.store import Store, open_store
+from fastgpu.process.launch import UserError
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import Store, open_store
 from workloads.images import Normalize, ResNet, Workload
 
 OFF = {

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import convert, no_host_sync, run_train
+from harness import convert, no_host_sync, run_train
 from test_ranking import ragged_of
 from torch import Tensor
 
-from fastgpu.dist import World, wrap
-from fastgpu.feed import make_feed
-from fastgpu.launch import UserError
-from fastgpu.optim import Step, make_optimizer
-from fastgpu.order import BlockSampler
-from fastgpu.rows import Rows
-from fastgpu.store import open_store
+from fastgpu.feed.tiers import make_feed
+from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import open_store
+from fastgpu.training.optim import make_optimizer
+from fastgpu.training.parallel import wrap
+from fastgpu.training.step import Step
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll
 
 ITEMS, USERS = 60, 40

@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.launch import UserError
-from fastgpu.rows import Source
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
 
 
 def make(name: str, train: Source, val: Source, options: Mapping[str, Any]) -> Any:

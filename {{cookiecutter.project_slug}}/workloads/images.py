@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastgpu import augment
-from fastgpu.launch import UserError
-from fastgpu.rows import Rows, Source
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
+from fastgpu.rows.rows import Rows
+from fastgpu.training import augment
 
 SMALLEST_SIDE = 4  # stages halve the image down to this
 

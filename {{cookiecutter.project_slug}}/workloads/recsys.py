@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastgpu.launch import UserError
-from fastgpu.ranking import rank
-from fastgpu.rows import Ragged, Rows, Source
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
+from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.training.ranking import rank
 
 RECALL_AT, NDCG_AT = (20, 50), 100
 

@@ -1,0 +1,249 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from harness import ROOT, convert, is_ragged, numbered, numbers_of
+
+import convert as convert_script
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage import inspection as survey
+from fastgpu.storage.layout import DIGESTS
+
+SCRIPT = str(ROOT / "convert.py")
+
+
+def rows_of(path: Path) -> tuple[list[int], list[int]]:
+    with h5py.File(path) as file:
+        return numbers_of(file["images"][:]), file["labels"][:].tolist()
+
+
+def test_repack_writes_every_row_once_in_an_order_that_the_seed_decides(write, tmp_path):
+    source = write(500, classes=500)
+    orders = []
+    for number, seed in enumerate((1, 1, 2)):
+        result = convert("repack", source, tmp_path / f"{number}.h5", "--seed", str(seed))
+        assert result.returncode == 0, result.stderr
+        assert f"500 rows, order random, seed {seed}, in" in result.stdout
+        numbers, labels = rows_of(tmp_path / f"{number}.h5")
+        assert numbers == labels
+        assert sorted(numbers) == list(range(500))
+        orders.append(numbers)
+    assert orders[0] == orders[1] != orders[2]
+    assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
+    with h5py.File(tmp_path / "0.h5") as file:
+        assert file.attrs["row_order"] == "random, seed 1"
+        assert file.attrs["source"] == source
+        assert file.attrs["fastgpu_format"] == 1
+
+
+def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(tmp_path):
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        group = file.create_group("photos")
+        group["x"], group["y"] = numbered(40), np.arange(40)
+        group["names"] = np.array(["a"] * 40, dtype=object)
+        group.attrs.update(class_names=["cat", "dog"], mean=[3.0], std=[4.0], source="a camera")
+    source = f"{tmp_path / 'old.h5'}::/photos"
+    result = convert(
+        "repack", source, tmp_path / "new.h5", "--keep-order", "--shards", "2", "--compression", "gzip",
+        "--fields", "images=x", "labels=y")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    first, second = (rows_of(tmp_path / f"new-0000{i}-of-00002.h5") for i in range(2))
+    assert first == (list(range(20)), list(range(20)))
+    assert second == (list(range(20, 40)), list(range(20, 40)))
+    with h5py.File(tmp_path / "new-00001-of-00002.h5") as file:
+        assert list(file.attrs["class_names"]) == ["cat", "dog"]
+        assert (file.attrs["mean"], file.attrs["std"]) == (3, 4)
+        assert (file.attrs["source"], file.attrs["row_order"]) == ("a camera", "as in the source")
+        assert file["images"].compression == "gzip"
+
+
+def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path):
+    target = tmp_path / "new.h5"
+    result = convert("repack", write_ragged(300), target, "--compression", "gzip")
+    assert result.returncode == 0, result.stderr
+    with h5py.File(target) as file:
+        number = file["number"][:]
+        assert is_ragged(RaggedArray(file["items/indices"][:], file["items/indptr"][:]), number)
+        assert sorted(number) == list(range(300)) != number.tolist()
+    shown = convert("info", target).stdout
+    assert "/items/indices  int32 (600,)" in shown
+    assert "unequal length" not in shown
+    assert convert("verify", target).stdout.strip().endswith("whole")
+    data = bytearray(target.read_bytes())
+    with h5py.File(target) as file:
+        data[file["items/indices"].id.get_chunk_info(0).byte_offset + 40] ^= 1
+    target.write_bytes(data)
+    result = convert("verify", target)
+    assert result.returncode == 1
+    assert "/items/indices: block 0 is damaged" in result.stdout
+
+
+def test_repack_reads_a_dataset_of_the_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "from torch.utils.data import Dataset\n"
+        "class Photos(Dataset):\n"
+        "    def __init__(self, path): self.rows = int(path)\n"
+        "    def __len__(self): return self.rows\n"
+        "    def __getitem__(self, i): return np.full((3, 8, 8), i, np.uint8), i\n"
+    )
+    result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    with h5py.File(tmp_path / "new.h5") as file:
+        labels = file["labels"][:]
+        assert sorted(labels.tolist()) == list(range(60))
+        assert labels.tolist() != list(range(60))
+        np.testing.assert_array_equal(file["images"][:, 0, 0, 0], labels)
+
+
+def test_what_was_repacked_is_verified_on_the_way(write, tmp_path):
+    assert convert("repack", write(100), tmp_path / "a.h5").returncode == 0
+    assert convert("verify", tmp_path / "a.h5").stdout == f"{tmp_path / 'a.h5'}: whole\n"
+    damage(tmp_path / "a.h5", rows=(3, 70))
+    result = convert("verify", tmp_path / "a.h5")
+    assert result.returncode == 1
+    assert "rows 3 to 3: " in result.stdout
+    assert "rows 70 to 70: " in result.stdout
+    assert result.stdout.endswith("a.h5: 2 blocks are damaged\n")
+    result = convert("repack", tmp_path / "a.h5", tmp_path / "b.h5")
+    assert result.returncode == 2
+    assert "is damaged: its SHA-256 is not the recorded one" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
+
+
+def damage(path: Path, rows: tuple[int, ...]) -> None:
+    with h5py.File(path) as file:
+        data = file["images"]
+        offsets = [data.id.get_chunk_info(row // data.chunks[0]).byte_offset for row in rows]
+    with path.open("r+b") as raw:
+        for offset in offsets:
+            raw.seek(offset + 5)
+            byte = raw.read(1)
+            raw.seek(offset + 5)
+            raw.write(bytes([byte[0] ^ 1]))
+
+
+def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, tmp_path):
+    path = Path(write(64, (1, 32, 32), 8, compression="gzip"))
+    result = convert("verify", path)
+    assert result.returncode == 0
+    assert "/images was read, but has no checksums" in result.stdout
+    with h5py.File(path) as file:
+        chunk = file["images"].id.get_chunk_info(2)
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset + 10)
+        raw.write(b"\xff" * 20)
+    result = convert("verify", path)
+    assert result.returncode == 1
+    assert "rows 16 to 23: " in result.stdout
+
+
+def test_info_shows_the_layout_and_what_to_change(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("train/images", data=np.zeros((40, 3, 64, 64), "f4"), chunks=(8, 1, 64, 64), compression=4)
+        file.create_dataset("val/images", (4000, 3, 64, 64), "u1", chunks=(1, 3, 64, 64))
+        file.create_dataset("test/images", (4000, 3, 64, 64), "u1", chunks=(3000, 3, 64, 64))
+    result = convert("info", tmp_path / "x.h5")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "/train/images  float32 (40, 3, 64, 64)" in result.stdout
+    assert "15 blocks (8, 1, 64, 64) of 0.12 MiB, gzip, no checksums" in result.stdout
+    for part in (
+        "/train/images: chunks split rows",
+        "/train/images: gzip: decoded anew at each epoch, 21 to 23x slower",
+        "/train/images: images as float32",
+        "/val/images: chunks of 1 rows",
+        "/test/images: blocks of 35 MiB",
+    ):
+        assert any(line.startswith(f"  advice: {part}") for line in lines), part
+
+
+def test_info_tells_of_a_file_sorted_by_class_and_of_one_that_cannot_be_trained_on(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["sorted/images"] = np.zeros((3000, 3, 200, 200), "u1")  # more than a pool holds
+        file["sorted/labels"] = np.arange(3000) // 300
+        file["odd/images"], file["odd/labels"] = np.zeros((5, 8, 8), "u1"), np.zeros(4, int)
+    result = convert("info", tmp_path / "x.h5")
+    assert result.returncode == 0, result.stderr
+    assert "/sorted is sorted by class: 100 % of neighbours share a label" in result.stdout
+    assert "has fields of unequal length {'images': 5, 'labels': 4}" in result.stdout
+
+
+def test_a_file_as_repack_writes_it_needs_no_advice(write, tmp_path):
+    assert convert("repack", write(300), tmp_path / "new.h5").returncode == 0
+    columns = survey.columns_of(str(tmp_path / "new.h5"))
+    assert [column.name for column in columns] == ["images", "labels"]  # and not those of the checksums
+    assert survey.advise(columns) == []
+    with h5py.File(tmp_path / "new.h5") as file:
+        assert set(file[DIGESTS]) == {"images", "labels"}
+
+
+VAL = "rows.h5::/val"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("repack", "rows.h5", "x.h5"), "rows.h5 has no rows in /, but /train, /val; name one"),
+        (("repack", "rows.h5::/test", "x.h5"), "rows.h5 has no group /test; it has train, val"),
+        (("repack", "absent.h5", "x.h5"), "absent.h5 cannot be read"),
+        (("repack", VAL, "text.h5"), "text.h5 exists; choose another name, or --force"),
+        (("repack", VAL, "absent/x.h5"), "absent does not exist; make it first"),
+        (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
+        (("synthetic", "x.h5", "--kind", "interactions", "--items", "40"), "a mean of at most a quarter of the items"),
+        (("info", "text.h5"), "text.h5 cannot be read"),
+        (("verify", "absent.h5"), "absent.h5 cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message):
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        for group in ("train", "val"):
+            file[f"{group}/images"], file[f"{group}/labels"] = numbered(10), np.arange(10)
+    (tmp_path / "text.h5").write_text("text")
+    result = convert(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "x.h5").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
+        file["labels"] = np.zeros(100_000, int)
+    command = [sys.executable, SCRIPT, "repack", "old.h5", "new.h5", "--compression", "gzip"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".new.h5.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (130, 143)
+    assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
+
+
+def test_a_signal_whose_exception_was_lost_ends_repack_all_the_same(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_script, "_stopped", [143])  # it came while Python ran a destructor
+    with pytest.raises(SystemExit, match="143"):
+        convert_script.repack(convert_script._parse(["repack", write(500), str(tmp_path / "new.h5")]))
+    assert not list(tmp_path.glob("*new*"))
+
+
+@pytest.mark.parametrize(("raised", "told"), [("SystemExit(130)", False), ("ValueError('a bug')", True)])
+def test_of_what_a_destructor_raises_only_the_stop_is_not_told(capsys, monkeypatch, raised, told):
+    monkeypatch.setattr(sys, "unraisablehook", convert_script._report_unraisable)
+
+    class Odd:
+        def __del__(self):
+            raise eval(raised)
+
+    Odd()
+    assert ("Traceback" in capsys.readouterr().err) == told

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+from harness import read_rows
+
+from fastgpu.convert.interactions import LEAST_ITEMS, PUBLISHED_SEED, csr, hide, split
+from fastgpu.process.launch import UserError
+from fastgpu.storage.arrays import Arrays
+
+HELD = 15
+
+
+def events(seed: int = 0, users: int = 80, items: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Users with scattered numbers and 1 to 19 items each, in the order of their numbers, as MovieLens lies."""
+    rng = np.random.default_rng(seed)
+    found = [(1 + 3 * user, item) for user in range(users) for item in rng.permutation(items)[: rng.integers(1, 20)]]
+    return tuple(np.array(column, np.int32) for column in zip(*found, strict=True))
+
+
+def rows_of(part: Arrays, field: str) -> list[set[int]]:
+    found = read_rows(part)[field]
+    return [set(found.values[a:b].tolist()) for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
+
+
+def as_published(
+    users: np.ndarray, items: np.ndarray
+) -> tuple[list[int], dict[str, dict[int, tuple[set, set]]], list[int]]:
+    """The protocol with loops, dictionaries and the global generator: (training users, {part: {user: (fold-in,
+    held out)}}, items in their new order)."""
+    of_user: dict[int, list[int]] = {}
+    for user, item in zip(users.tolist(), items.tolist(), strict=True):
+        of_user.setdefault(user, []).append(item)
+    of_user = {user: of_user[user] for user in sorted(of_user) if len(of_user[user]) >= 5}
+    np.random.seed(PUBLISHED_SEED)
+    names = np.array(list(of_user))[np.random.permutation(len(of_user))].tolist()
+    train, parts = names[: -2 * HELD], {"val": names[-2 * HELD : -HELD], "test": names[-HELD:]}
+    known: dict[int, int] = {}
+    chosen = set(train)
+    for user, item in zip(users.tolist(), items.tolist(), strict=True):
+        if user in chosen:
+            known.setdefault(item, len(known))
+    found: dict[str, dict[int, tuple[set, set]]] = {}
+    for part, some in parts.items():
+        np.random.seed(PUBLISHED_SEED)
+        found[part] = {}
+        for user in sorted(some):
+            mine = [known[item] for item in of_user[user] if item in known]
+            held: set[int] = set()
+            if len(mine) >= 5:
+                held = {mine[i] for i in np.random.choice(len(mine), size=int(0.2 * len(mine)), replace=False)}
+            found[part][user] = (set(mine) - held, held)
+    return train, found, list(known)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_split_is_that_of_the_published_protocol(seed):
+    users, items = events(seed)
+    found, (train, parts, names) = split("x", users, items, HELD), as_published(users, items)
+    assert found.parts["train"].column("user").tolist() == train
+    assert found.parts["train"].attributes["item_ids"].tolist() == names
+    assert found.parts["train"].fields["items"].below == len(names)
+    number = {item: place for place, item in enumerate(names)}
+    of_user = [{number[i] for i in items[users == user].tolist()} for user in train]
+    assert rows_of(found.parts["train"], "items") == of_user
+    for part in ("val", "test"):
+        seen, held = (rows_of(found.parts[part], field) for field in ("items", "held_out"))
+        for user, *mine in zip(found.parts[part].column("user").tolist(), seen, held, strict=True):
+            assert tuple(mine) == parts[part][user]
+    counts = np.unique(users, return_counts=True)[1]
+    assert (found.events, found.users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
+
+
+def test_a_pair_that_comes_again_does_not_count():
+    users, items = events()
+    twice = split("x", np.concatenate([users, users[:300]]), np.concatenate([items, items[:300]]), HELD)
+    once = split("x", users, items, HELD)
+    assert twice.events == once.events
+    for part in once.parts:
+        for field in once.parts[part].lengths:
+            assert rows_of(twice.parts[part], field) == rows_of(once.parts[part], field)
+
+
+def test_too_few_users_are_one_line():
+    users, items = events(users=20)
+    with pytest.raises(UserError, match="users have 5 items or more, and 2 x 15 are to be held out; use --held-out 1"):
+        split("x", users, items, HELD)
+
+
+def test_a_fifth_of_each_row_is_hidden():
+    rows = np.repeat(np.arange(100), np.arange(100) % 23)
+    hidden = np.bincount(rows[hide(rows, 3)], minlength=100)
+    counts = np.bincount(rows, minlength=100)
+    assert (hidden == np.where(counts >= LEAST_ITEMS, (0.2 * counts).astype(int), 0)).all()
+    assert not len(hide(rows[:0], 3))
+
+
+def test_pairs_become_rows():
+    found = csr(np.array([2, 0, 2, 0]), np.array([5, 9, 1, 3]), 4)
+    assert found.offsets.tolist() == [0, 2, 2, 4, 4]
+    assert found.values.tolist() == [3, 9, 1, 5]

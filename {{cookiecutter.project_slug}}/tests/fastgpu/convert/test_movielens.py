@@ -1,0 +1,146 @@
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import convert
+
+from fastgpu.convert import movielens
+from fastgpu.convert.movielens import read_ratings
+from fastgpu.process.launch import UserError
+from fastgpu.storage.store import open_store
+
+HEADER = "userId,movieId,rating,timestamp"
+
+
+def ratings(rows: int = 3000, seed: int = 0) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    users = np.sort(rng.integers(1, 90, rows))
+    return users, rng.integers(1, 200, rows), rng.integers(1, 11, rows) / 2
+
+
+def write(path: Path, end: str = "\n", columns: str = HEADER, extra: dict[int, str] | None = None) -> Path:
+    """ratings.csv; extra: {line: what stands there instead}."""
+    lines = [columns] + [f"{u},{m},{r:.1f},{1112486027 + u}" for u, m, r in zip(*ratings(), strict=True)]
+    for number, line in (extra or {}).items():
+        lines[number - 1] = line
+    path.write_text(end.join([*lines, ""]), newline="")
+    return path
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("packed", [False, True], ids=["csv", "zip"])
+@pytest.mark.parametrize("parsed", [700, 3000, 1_000_000])
+def test_ratings_above_the_threshold_in_the_files_order(tmp_path, monkeypatch, end, packed, parsed):
+    monkeypatch.setattr(movielens, "PARSED_ROWS", parsed)
+    path, seen = write(tmp_path / "ratings Ω.csv", end), []
+    if packed:
+        with zipfile.ZipFile(tmp_path / "ml.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("ml-20m/README.txt", "none")
+            archive.write(path, "ml-20m/ratings.csv")
+        path = tmp_path / "ml.zip"
+    found = read_ratings(path, tick=lambda rows, done: seen.append((rows, done)))
+    users, items, given = ratings()
+    np.testing.assert_array_equal(found.users, users[given > 3.5])
+    np.testing.assert_array_equal(found.items, items[given > 3.5])
+    assert found.skipped == []
+    assert sum(rows for rows, _ in seen) == 3000
+    assert seen[-1][1] == 1
+
+
+def test_columns_may_have_other_names_and_places(tmp_path):
+    (tmp_path / "x.csv").write_text("when,stars,who,what\n1,5,7,70\n2,1,8,80\n3,4,9,90\n")
+    found = read_ratings(tmp_path / "x.csv", 3, ["who", "what", "stars"])
+    assert (found.users.tolist(), found.items.tolist()) == ([7, 9], [70, 90])
+
+
+BROKEN = ["a,2,3.0,4", "1,2", "1,2,nan,4", "-1,2,3.0,4", "1,2,,4", "1;2;3", "9999999999,2,3.0,4", "1,2,inf,4", "\x00"]
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_line_is_named_or_skipped(tmp_path, line):
+    path = write(tmp_path / "ratings.csv", extra={42: line, 1001: ""})
+    with pytest.raises(UserError, match=r"ratings.csv:42: .* is no userId,movieId,rating; --on-error skip leaves such"):
+        read_ratings(path)
+    found = read_ratings(path, on_error="skip")
+    users, _, given = (np.delete(column, [40, 999]) for column in ratings())
+    assert found.users.tolist() == users[given > 3.5].tolist()
+    assert [each.split(": ")[0] for each in found.skipped] == [f"{path}:42"]
+
+
+def test_more_than_one_in_a_hundred_broken_lines_fail(tmp_path):
+    path = write(tmp_path / "ratings.csv", extra=dict.fromkeys(range(2, 40), "x"))
+    with pytest.raises(UserError, match="38 of 3,000 lines are no ratings, more than 1 %; the first: .*ratings.csv:2"):
+        read_ratings(path, on_error="skip")
+
+
+def _bomb(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("ratings.csv", HEADER + "\n" * 10_000_000)
+    return folder / "bomb.zip"
+
+
+def _cut(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "cut.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(write(folder / "x.csv"), "ml/ratings.csv")
+    data = bytearray((folder / "cut.zip").read_bytes())
+    data[2000:2100] = bytes(100)
+    (folder / "cut.zip").write_bytes(data)
+    return folder / "cut.zip"
+
+
+def _empty_zip(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "none.zip", "w") as archive:
+        archive.writestr("movies.csv", "x")
+    return folder / "none.zip"
+
+
+def _text(text: str | bytes):
+    def make(folder: Path) -> Path:
+        (folder / "x.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+        return folder / "x.csv"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "none.csv", "none.csv does not exist"),
+        (lambda folder: folder, "is a folder; name ratings.csv in it"),
+        (_bomb, "it is not what it should be"),
+        (_cut, "cut.zip is not a whole zip archive"),
+        (_empty_zip, "has 0 files ratings.csv"),
+        (_text(""), "has the columns none, and not userId; --columns names those of user, item and rating"),
+        (_text("user,item,rating\n1,2,5\n"), "has the columns user, item, rating, and not userId"),
+        (_text(HEADER + "\n"), "has no rating above 3.5"),
+        (_text(HEADER + "\n1,2,3.0,4\n"), "has no rating above 3.5"),
+        (_text(b"\xff\xfe\x00userId"), "is not text"),
+    ],
+)
+def test_what_is_no_file_of_ratings_is_one_line(tmp_path, make, message):
+    with pytest.raises(UserError, match=message):
+        read_ratings(make(tmp_path))
+
+
+def test_the_command_prints_the_counts_and_writes_three_files(tmp_path):
+    source, target = write(tmp_path / "ratings.csv", extra={42: "x"}), tmp_path / "ml.h5"
+    result = convert("movielens", source, target, "--held-out", "10")
+    assert result.returncode == 2
+    assert f"{source}:42" in result.stderr
+    assert not list(tmp_path.glob("*.h5"))
+    result = convert("movielens", source, target, "--held-out", "10", "--on-error", "skip")
+    assert result.returncode == 0, result.stderr
+    users, items, given = (np.delete(column, 40) for column in ratings())
+    pairs = np.unique(np.stack([users, items])[:, given > 3.5], axis=1)
+    counts = np.unique(pairs[0], return_counts=True)[1]
+    assert f"{counts[counts >= 5].sum():,} events of {(counts >= 5).sum():,} users with 5 or more" in result.stdout
+    assert "of 10 users have none" in result.stdout
+    assert (tmp_path / "ml.h5.skipped.txt").read_text().startswith(f"{source}:42: 'x' is no")
+    train = open_store("data.train", str(tmp_path / "ml-train.h5"), {"items": "items", "user": "user"}, verify=True)
+    assert len(train) == (counts >= 5).sum() - 20
+    assert len(train.attributes["item_ids"]) == train.fields["items"].below
+    for part in ("val", "test"):
+        store = open_store("data.val", str(tmp_path / f"ml-{part}.h5"), {"items": "items", "held_out": "held_out"})
+        assert len(store) == 10
+        assert {field.below for field in store.fields.values()} == {train.fields["items"].below}

@@ -1,0 +1,237 @@
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from harness import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged, read_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgpu.convert import writer as writer_module
+from fastgpu.convert.writer import Writer, block_rows_of
+from fastgpu.process.launch import UserError
+from fastgpu.rows.field import Field
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.layout import DIGESTS
+from fastgpu.storage.store import open_store
+
+IMAGES = {"images": Field(np.dtype("u1"), (1, 4, 2)), "labels": Field(np.dtype("i8"), ())}
+
+
+def fill(writer: Writer, rows: int, part_rows: int = 7) -> None:
+    """Numbered rows, in parts whose arrays are overwritten when they were taken."""
+    for start in range(0, rows, part_rows):
+        images = numbered(min(part_rows, rows - start), start=start)
+        labels = np.arange(start, start + len(images))
+        writer.append({"images": images, "labels": labels})
+        images[:], labels[:] = 0, -1
+
+
+def read_all(paths: str | list[str], **options: bool) -> dict[str, np.ndarray]:
+    return read_rows(open_store("data.train", paths, {"images": "images", "labels": "labels"}, **options))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 300), part_rows=st.integers(1, 90), shards=st.integers(1, 5), block_bytes=st.integers(8, 600)
+)
+def test_rows_come_back_in_order_whatever_the_parts_blocks_and_shards(
+    tmp_path_factory, rows, part_rows, shards, block_bytes
+):
+    folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
+        patch.setattr(writer_module, "LEAST_BLOCKS", 1)
+        with Writer(folder / "rows.h5", rows, IMAGES, shards=shards) as writer:
+            fill(writer, rows, part_rows)
+    assert sorted(folder.iterdir()) == sorted(writer.targets)
+    found = read_all([str(path) for path in writer.targets], verify=True)
+    assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(rows))
+
+
+@pytest.mark.parametrize("came", [100, 95, 70, 67])
+@pytest.mark.parametrize("block_bytes", [8, 80, 600])
+def test_fewer_rows_than_announced_make_the_last_file_shorter(tmp_path, monkeypatch, came, block_bytes):
+    monkeypatch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(writer_module, "LEAST_BLOCKS", 1)
+    with Writer(tmp_path / "rows.h5", 100, IMAGES, shards=3, at_most=True) as writer:
+        fill(writer, came)
+    found = read_all([str(path) for path in writer.targets], verify=True)
+    assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(came))
+    with h5py.File(writer.targets[-1]) as file:
+        assert len(file["images"]) == came - 66
+        assert len(file[f"{DIGESTS}/images"]) == -(-(came - 66) // file["images"].chunks[0])
+
+
+@pytest.mark.parametrize("came", [66, 60, 0])
+def test_a_shard_without_rows_is_refused(tmp_path, came):
+    refused = pytest.raises(UserError, match=f"{came} rows do not fill 3 shards; use fewer")
+    with refused, Writer(tmp_path / "rows.h5", 100, IMAGES, shards=3, at_most=True) as writer:
+        fill(writer, came)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "lz4", "zstd"])
+def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
+    path = tmp_path / "rows.h5"
+    fields = IMAGES | {"weights": Field(np.dtype("f4"), (3,))}
+    weights = np.random.default_rng(0).normal(size=(600, 3)).astype("f4")
+    with Writer(path, 600, fields, {"class_names": ["a", "b"]}, compression=compression) as writer:
+        writer.append({"images": numbered(600), "labels": np.arange(600), "weights": weights})
+    with h5py.File(path) as file:
+        assert numbers_of(file["images"][:]) == file["labels"][:].tolist() == list(range(600))
+        np.testing.assert_array_equal(file["weights"][:], weights)
+        assert file.attrs["fastgpu_format"] == 1
+        assert list(file.attrs["class_names"]) == ["a", "b"]
+        for name, field in fields.items():
+            data, digests = file[name], file[f"{DIGESTS}/{name}"][:]
+            size = data.chunks[0]
+            for block in range(len(digests)):
+                rows = data[block * size : (block + 1) * size].astype(field.dtype)
+                assert hashlib.sha256(rows.tobytes()).digest() == digests[block].tobytes()
+    assert numbers_of(read_all(str(path), verify=True)["images"]) == list(range(600))
+
+
+def test_blocks_are_whole_rows_of_two_mib_at_pages(tmp_path):
+    shape = (3, 64, 64)
+    fields = {"images": Field(np.dtype("u1"), shape), "labels": Field(np.dtype("i8"), ())}
+    assert block_rows_of(100_000, fields) == {"images": 170, "labels": 100_000}
+    assert block_rows_of(10**9, fields)["labels"] == 170  # too long to be held in memory: blocks as those of the images
+    assert block_rows_of(3, fields) == {"images": 1, "labels": 3}
+    assert block_rows_of(2560, {"images": Field(np.dtype("u1"), shape)}) == {"images": 10}  # still 256 blocks
+    with Writer(tmp_path / "rows.h5", 2560, fields) as writer:
+        writer.append({"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)})
+    with h5py.File(tmp_path / "rows.h5") as file:
+        data = file["images"]
+        assert {data.id.get_chunk_info(i).byte_offset % 4096 for i in range(data.id.get_num_chunks())} == {0}
+
+
+def test_mean_and_std_of_each_channel(tmp_path):
+    images = np.random.default_rng(0).integers(0, 200, (300, 3, 5, 4), dtype=np.uint8)
+    images[:, 1] //= 2
+    fields = {"images": Field(np.dtype("u1"), (3, 5, 4))}
+    with Writer(tmp_path / "a.h5", 300, fields) as writer:
+        writer.append({"images": images[:101]})
+        writer.append({"images": images[101:]})
+    with Writer(tmp_path / "b.h5", 300, fields, {"mean": [1.0], "std": [2.0]}) as writer:
+        writer.append({"images": images})
+    with h5py.File(tmp_path / "a.h5") as file, h5py.File(tmp_path / "b.h5") as given:
+        np.testing.assert_allclose(file.attrs["mean"], images.mean((0, 2, 3)), rtol=1e-4)
+        np.testing.assert_allclose(file.attrs["std"], images.std((0, 2, 3)), rtol=1e-4)
+        assert (given.attrs["mean"], given.attrs["std"]) == (1, 2)
+
+
+def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
+    images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
+    with Writer(tmp_path / "a.h5", 100, {"images": Field(np.dtype("u1"), (1, 1, 1))}) as writer:
+        for start in range(0, 100, 7):
+            writer.append({"images": images[start : start + 7]})
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file.attrs["mean"] == 45  # of 0, 10, ... 90
+
+
+def write(target: Path, rows: int, error: type[BaseException] | None = None) -> None:
+    with Writer(target, 40, IMAGES, replace=True) as writer:
+        fill(writer, rows)
+        if error:
+            raise error
+
+
+def test_a_failure_leaves_nothing_and_what_was_there_before(tmp_path):
+    target = tmp_path / "rows.h5"
+    with Writer(target, 20, IMAGES) as writer:
+        fill(writer, 20)
+    before = target.read_bytes()
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error):
+            write(target, 20, error)
+    for rows in (20, 60):
+        with pytest.raises(ValueError, match="rows came where 40 were announced"):
+            write(target, rows)
+    assert list(tmp_path.iterdir()) == [target]
+    assert target.read_bytes() == before
+
+
+def test_a_target_in_the_way_is_refused(tmp_path):
+    (tmp_path / "train.h5").touch()
+    with pytest.raises(UserError, match="train.h5 exists; choose another name, or --force"):
+        Writer(tmp_path / "train.h5", 10, IMAGES)
+    (tmp_path / "train-00003-of-00004.h5").touch()
+    with pytest.raises(UserError, match="train-00003-of-00004.h5 is a shard of another writing"):
+        Writer(tmp_path / "train.h5", 10, IMAGES, shards=2, replace=True)
+    with pytest.raises(UserError, match="11 shards of 10 rows: use 1 to 10"):
+        Writer(tmp_path / "x.h5", 10, IMAGES, shards=11)
+    with pytest.raises(UserError, match="absent does not exist; make it first"):
+        Writer(tmp_path / "absent" / "x.h5", 10, IMAGES)
+    with pytest.raises(UserError, match="needs 16000000000000.00 GB, .* make room, or write it elsewhere"):
+        Writer(tmp_path / "x.h5", 10**21, IMAGES)
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
+    code = """
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from fastgpu.rows.field import Field
+from fastgpu.convert.writer import Writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+with Writer(Path(sys.argv[1]), 100, {"x": Field(np.dtype("u1"), (1 << 16,))}) as writer:
+    for _ in range(100):
+        writer.append({"x": np.ones((1, 1 << 16), np.uint8)})
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "rows.h5")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "File too large" in result.stderr
+    assert result.returncode == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------- ragged rows
+
+SPARSE = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS), "words": Field(np.dtype("u2"), (), 2.0),
+          "number": Field(np.dtype("i8"), ())}  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 300), part_rows=st.integers(1, 90), shards=st.integers(1, 4), block_bytes=st.integers(8, 600),
+    compression=st.sampled_from(["none", "gzip"]),
+)  # fmt: skip
+def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shards, block_bytes, compression):
+    folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "RAGGED_BLOCK_BYTES", block_bytes)
+        patch.setattr(writer_module, "LEAST_CHUNK_BYTES", 4)
+        with Writer(folder / "rows.h5", rows, SPARSE, shards=shards, compression=compression) as writer:
+            for start in range(0, rows, part_rows):
+                numbers = np.arange(start, min(start + part_rows, rows))
+                items = ragged(numbers)
+                words = RaggedArray(items.values.astype("u2"), items.offsets)
+                writer.append({"items": items, "words": words, "number": numbers})
+                items.values[:], items.offsets[:], words.values[:] = -1, -1, 0
+    paths = [str(path) for path in writer.targets]
+    store = open_store("data.train", paths, {name: name for name in SPARSE}, verify=True)
+    assert [field.below for field in store.fields.values()] == [ITEMS, None, None]
+    out = read_rows(store)
+    assert is_ragged(out["items"], range(rows))
+    assert is_ragged(out["words"], range(rows))
+    assert out["number"].tolist() == list(range(rows))
+
+
+def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
+    with Writer(tmp_path / "rows.h5", 50, {"items": SPARSE["items"]}) as writer:
+        writer.append({"items": ragged(range(50))})
+    with h5py.File(tmp_path / "rows.h5") as file:
+        matrix = file["items"]
+        assert matrix.attrs["encoding-type"] == "csr_matrix"
+        assert matrix.attrs["encoding-version"] == "0.1.0"
+        assert matrix.attrs["shape"].tolist() == [50, ITEMS]
+        assert matrix["indptr"].dtype == np.int64
+        assert (matrix["data"][:] == 1).all()
+        assert matrix["data"].id.get_storage_size() == 0
+        assert len(matrix["data"]) == len(matrix["indices"]) == matrix["indptr"][-1]

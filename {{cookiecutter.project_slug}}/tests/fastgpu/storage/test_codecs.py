@@ -1,0 +1,91 @@
+import zlib
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+from harness import numbered, numbers_of
+
+from fastgpu.process.launch import RankError
+from fastgpu.rows.contract import Read
+from fastgpu.storage import codecs
+from fastgpu.storage import layout as layout_module
+from fastgpu.storage.store import open_store
+
+OPTIONS = {
+    "gzip": {"compression": "gzip"},
+    "gzip, shuffled": {"compression": "gzip", "shuffle": True},
+    "lzf": {"compression": "lzf"},
+    "lzf, shuffled": {"compression": "lzf", "shuffle": True},
+    "blosc": dict(hdf5plugin.Blosc(cname="lz4", shuffle=2)),
+    "lz4": dict(hdf5plugin.LZ4()),
+    "zstd": dict(hdf5plugin.Zstd()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", ["u1", "<i4", ">f8"])
+def test_chunks_decode_to_what_the_library_gives(tmp_path, name, dtype):
+    rows = np.cumsum(np.random.default_rng(0).integers(0, 3, (50, 7))).reshape(50, 7).astype(dtype)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", data=rows, chunks=(8, 7), **OPTIONS[name])
+        filters = codecs.filters_of(data.id.get_create_plist())
+        assert codecs.can_decode(filters)
+        size = 8 * 7 * rows.itemsize
+        for start in range(0, 50, 8):
+            skipped, raw = data.id.read_direct_chunk((start, 0))
+            decoded = np.frombuffer(codecs.decode(raw, filters, skipped, size), dtype).reshape(8, 7)
+            np.testing.assert_array_equal(decoded[: 50 - start], data[start : start + 8])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_store_decodes_in_its_own_threads(write, monkeypatch, name):
+    store = open_store("data.train", write(50, (1, 96, 96), 8, **OPTIONS[name]), {"images": "images"})
+    monkeypatch.setattr(layout_module.OpenFile, "read_h5", lambda *_: pytest.fail("read through h5py"))
+    out = {"images": np.zeros((50, 1, 96, 96), np.uint8)}
+    for block, rows in enumerate(store.block_rows.tolist()):
+        store.read([Read(block, 0, np.arange(block * 8, block * 8 + rows))], out)
+    assert numbers_of(out["images"]) == list(range(50))
+
+
+def test_a_filter_left_out_for_a_chunk_is_not_undone(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", (16, 8), "u1", chunks=(8, 8), compression="gzip", shuffle=True)
+        data[:8] = numbered(8).reshape(8, 8)
+        data.id.write_direct_chunk((8, 0), numbered(8, start=8).tobytes(), filter_mask=3)  # neither filter
+    store = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
+    out = {"x": np.zeros((16, 8), np.uint8)}
+    for block in (0, 1):
+        store.read([Read(block, 0, np.arange(8) + 8 * block)], out)
+    np.testing.assert_array_equal(out["x"], numbered(16).reshape(16, 8))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "lzf, shuffled"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
+def test_damaged_chunks_are_an_error(name, damage, tmp_path):
+    rows = numbered(64, (1, 8, 8))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", data=rows, chunks=rows.shape, **OPTIONS[name])
+        filters, (_, raw) = codecs.filters_of(data.id.get_create_plist()), data.id.read_direct_chunk((0, 0, 0, 0))
+    bad = {"cut": raw[: len(raw) // 2], "garbage": bytes(range(256)) * 4, "empty": b""}[damage]
+    with pytest.raises(ValueError, match="cannot be decoded|bytes instead of"):
+        codecs.decode(bad, filters, 0, rows.nbytes)
+
+
+def test_a_chunk_that_grows_without_end_stops_at_its_size():
+    with pytest.raises(ValueError, match="cannot be decoded|bytes instead of"):
+        codecs.decode(zlib.compress(bytes(1 << 24))[:1000], [(1, (4,))], 0, 1 << 30)
+    with pytest.raises(ValueError, match="goes on behind its end"):
+        codecs.decode(zlib.compress(bytes(1 << 24)), [(1, (4,))], 0, 100)
+
+
+def test_damage_names_the_block(write):
+    path = write(40, (1, 96, 96), compression="gzip")
+    with h5py.File(path) as file:
+        where = file["images"].id.get_chunk_info(2)
+    with open(path, "r+b") as raw:  # noqa: PTH123
+        raw.seek(where.byte_offset)
+        raw.write(b"no zlib here")
+    store = open_store("data.train", path, {"images": "images"})
+    with pytest.raises(RankError, match="images: block 2 is damaged: it cannot be decoded"):
+        store.read([Read(2, 0, np.arange(8))], {"images": np.empty((40, 1, 96, 96), np.uint8)})

@@ -1,0 +1,51 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fastgpu.rows.rows import Ragged
+from fastgpu.training.ranking import rank
+
+
+def ragged_of(rows: list[list[int]]) -> Ragged:
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return Ragged(torch.tensor([i for row in rows for i in row], dtype=torch.int32), torch.from_numpy(offsets), offsets)
+
+
+def by_hand(scores: list[float], seen: list[int], held: list[int], k: int) -> tuple[float, float]:
+    """(recall, ndcg) by sorting, one user at a time."""
+    order = [i for i in sorted(range(len(scores)), key=lambda i: -scores[i]) if i not in seen][:k]
+    gains = [1 / math.log2(place + 2) for place, item in enumerate(order) if item in held]
+    ideal = sum(1 / math.log2(place + 2) for place in range(min(k, len(held))))
+    return len(gains) / min(k, len(held)), sum(gains) / ideal
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("items", "ks"), [(150, (20, 50, 100)), (30, (5, 20, 100))], ids=["many", "fewer than k"])
+def test_metrics_are_those_of_sorting_by_hand(seed, items, ks):
+    rng = np.random.default_rng(seed)
+    users = [rng.permutation(items).tolist() for _ in range(40)]
+    seen = [user[: rng.integers(0, 12)] for user in users]
+    held = [user[12 : 12 + rng.integers(0, 18)] for user in users]
+    scores = torch.from_numpy(rng.standard_normal((40, items)))
+    found = rank(scores.clone(), ragged_of(seen), ragged_of(held), ks[:2], ks[2])
+    assert found.counts.tolist() == [bool(some) for some in held]
+    for user in np.flatnonzero([bool(some) for some in held]):
+        arguments = scores[user].tolist(), seen[user], held[user]
+        for k in ks[:2]:
+            assert found.recall[k][user] == pytest.approx(by_hand(*arguments, k)[0], abs=1e-12)
+        assert found.ndcg[user] == pytest.approx(by_hand(*arguments, ks[2])[1], abs=1e-12)
+
+
+def test_the_best_and_the_worst_ranking():
+    scores = torch.arange(10.0).repeat(2, 1)
+    found = rank(scores, ragged_of([[0], [0]]), ragged_of([[9, 8], [1, 2]]), (2,), 3)
+    assert found.ndcg.tolist() == [1, 0]
+    assert found.recall[2].tolist() == [1, 0]
+
+
+def test_users_without_held_out_items_are_finite_and_marked():
+    found = rank(torch.rand(3, 8), ragged_of([[1], [], [2]]), ragged_of([[], [3], []]), (2,), 4)
+    assert found.counts.tolist() == [False, True, False]
+    assert torch.isfinite(found.ndcg).all()
