@@ -44,7 +44,7 @@ class FastGpu:
         self,
         h5: Path,
         folder: Path,
-        batch_rows: int,
+        batch_size: int,
         workers: int,
         seed: int,
         *,
@@ -52,20 +52,22 @@ class FastGpu:
     ) -> None:
         self.h5 = h5
         store = open_store("data.train", str(h5), {"images": "images", "labels": "labels"})
-        pool_batches = auto.choose_pool_batches("auto", batch_rows, store.row_bytes, len(store))
-        lanes = auto.choose_lanes("auto", batch_rows, 1, len(store.block_rows), store.name)
-        order = BlockSampler(store.block_rows, batch_rows, lanes=lanes, pool_batches=pool_batches, seed=seed)
+        pool_batches = auto.choose_pool_batches("auto", batch_size, store.row_bytes, len(store))
+        canonical_ranks = auto.choose_lanes("auto", batch_size, 1, len(store.block_rows), store.name)
+        order = BlockSampler(
+            store.block_rows, batch_size, canonical_ranks=canonical_ranks, pool_batches=pool_batches, seed=seed
+        )
         readers = auto.choose_readers("auto", 1)
         self.feed = make_feed(store, order, tier, torch.device("cpu"), readers, self.PREFETCH_POOLS)
-        self.batch_rows, self.rng = batch_rows, torch.Generator()
-        self.buffer_bytes = (self.PREFETCH_POOLS + 1) * min(pool_batches * batch_rows, len(order)) * store.row_bytes
+        self.batch_size, self.rng = batch_size, torch.Generator()
+        self.buffer_bytes = (self.PREFETCH_POOLS + 1) * min(pool_batches * batch_size, len(order)) * store.row_bytes
 
     def files(self) -> list[Path]:
         return [self.h5]
 
     def epoch(self, number: int) -> Iterator[Batch]:
         for pool in self.feed.pools(number):
-            for batch in echo(pool.rows, self.batch_rows, 1, self.rng):
+            for batch in echo(pool.rows, self.batch_size, 1, self.rng):
                 yield batch["images"], batch["labels"]
 
 
@@ -114,7 +116,7 @@ class PlainDataLoader:
         self,
         h5: Path,
         folder: Path,
-        batch_rows: int,
+        batch_size: int,
         workers: int,
         seed: int,
         *,
@@ -135,7 +137,7 @@ class PlainDataLoader:
         workers = 0 if in_process else workers
         self.loader = DataLoader(
             dataset,
-            batch_rows,
+            batch_size,
             shuffle=True,
             drop_last=True,
             num_workers=workers,
@@ -161,28 +163,28 @@ class Copies:
         self,
         h5: Path,
         folder: Path,
-        batch_rows: int,
+        batch_size: int,
         workers: int,
         seed: int,
         *,
         gather: bool = False,
     ) -> None:
         self.images, self.labels = _in_memory(h5)
-        self.batch_rows, self.seed, self.workers = batch_rows, seed, auto.choose_readers("auto", 1)
+        self.batch_size, self.seed, self.workers = batch_size, seed, auto.choose_readers("auto", 1)
         self.copy = self._gather if gather else self._copy_through
         self.threads = ThreadPoolExecutor(self.workers)
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         for _ in range(
             2 * self.workers
         ):  # for each thread one that it fills and one that is full; the loop has one of them
-            self.free.put(np.zeros((batch_rows, *self.images.shape[1:]), np.uint8))
+            self.free.put(np.zeros((batch_size, *self.images.shape[1:]), np.uint8))
         self.gather = gather
 
     def files(self) -> list[Path]:
         return []
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        order = permutation(len(self.labels), self.batch_rows, self.seed, number)
+        order = permutation(len(self.labels), self.batch_size, self.seed, number)
         if not self.gather:
             order = np.arange(order.size).reshape(order.shape)
         coming: deque[Future[Batch]] = deque()
@@ -219,10 +221,10 @@ class Copies:
 class FixedBatch:
     """The other limit: one batch that is there already, again and again."""
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         rows, *shape = shape_of(h5)
-        self.batch = np.zeros((batch_rows, *shape), np.uint8), np.zeros(batch_rows, np.int64)
-        self.batches = rows // batch_rows
+        self.batch = np.zeros((batch_size, *shape), np.uint8), np.zeros(batch_size, np.int64)
+        self.batches = rows // batch_size
 
     def files(self) -> list[Path]:
         return []

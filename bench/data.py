@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     name: str
     rows: int
     shape: tuple[int, int, int]
-    batch_rows: int
+    batch_size: int
 
     @property
     def row_bytes(self) -> int:

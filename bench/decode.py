@@ -17,7 +17,7 @@ import layouts
 import numpy as np
 import project  # noqa: F401
 import report
-from fastgpu.feed import sizes as auto
+from fastgpu.process import machine
 from PIL import Image, ImageOps
 
 ROUNDS = 3
@@ -64,7 +64,7 @@ def command_s(folder: Path) -> float:
 
 
 def main() -> None:
-    few, many, cores = make(FEW), make(MANY), auto.cpus()
+    few, many, cores = make(FEW), make(MANY), machine.available_cpus()
     rounds: list[dict[str, Any]] = []
     for number in range(ROUNDS):
         print(f"round {number + 1}", file=sys.stderr, flush=True)

@@ -113,8 +113,13 @@ def watching(folder: Path) -> dict[str, float]:
     log.finish({}, {})
     watch.close()
     monitor_module.Monitor._poll = poll  # type: ignore[method-assign]
-    return {"steps": steps, "seconds": passed_s, "loop_s_a_step": spent["loop"] / steps,
-            "loop_share": spent["loop"] / passed_s, "thread_share": spent["thread"] / passed_s}  # fmt: skip
+    return {
+        "steps": steps,
+        "seconds": passed_s,
+        "loop_s_a_step": spent["loop"] / steps,
+        "loop_share": spent["loop"] / passed_s,
+        "thread_share": spent["thread"] / passed_s,
+    }
 
 
 def main() -> None:
@@ -143,28 +148,53 @@ def main() -> None:
     assert not [each for each in threading.enumerate() if each.name == "monitor"]
     tables = [
         report.Table("targets", ["what", "measured", "must / aim"], targets),
-        report.Table("Planted causes", ["planted", "named", "gain, predicted", "gain, given"],
-                     [[row["planted"], ", ".join(dict.fromkeys(row["named"])), _spread(row["said"], ".2f", "x"),
-                       _spread(row["given"], ".2f", "x")] for row in named],
-                     f"Median of {rounds} rounds, least and most. The device and what is slow are simulated by sleeps; "
-                     "the feed (file, readers, pools) and the measurements are the project's own."),
-        report.Table("Feed ratio", ["supply / demand, planted", "theory", "measured"],
-                     [[str(row["load"]), _spread(row["theory"], ".3f"), _spread(row["measured"], ".3f")]
-                      for row in ratio], "Theory: the lesser of 1 and compute's time / supply's, each measured alone."),
-        report.Table("Watching", ["part", "measured"],
-                     [["clock and log in the loop, a step", _spread([1e6 * each["loop_s_a_step"] for each in watched],
-                                                                    ".0f", " us")],
-                      ["the same, share of steps of 10 ms",
-                       _spread([100 * each["loop_share"] for each in watched], ".2f", " %")],
-                      ["the monitor's thread, share of a CPU",
-                       _spread([100 * each["thread_share"] for each in watched], ".2f", " %")]],
-                     f"A point every {EVERY_STEPS} steps, host counters only: there is no GPU here."),
-    ]  # fmt: skip
+        report.Table(
+            "Planted causes",
+            ["planted", "named", "gain, predicted", "gain, given"],
+            [
+                [
+                    row["planted"],
+                    ", ".join(dict.fromkeys(row["named"])),
+                    _spread(row["said"], ".2f", "x"),
+                    _spread(row["given"], ".2f", "x"),
+                ]
+                for row in named
+            ],
+            f"Median of {rounds} rounds, least and most. The device and what is slow are simulated by sleeps; "
+            "the feed (file, readers, pools) and the measurements are the project's own.",
+        ),
+        report.Table(
+            "Feed ratio",
+            ["supply / demand, planted", "theory", "measured"],
+            [[str(row["load"]), _spread(row["theory"], ".3f"), _spread(row["measured"], ".3f")] for row in ratio],
+            "Theory: the lesser of 1 and compute's time / supply's, each measured alone.",
+        ),
+        report.Table(
+            "Watching",
+            ["part", "measured"],
+            [
+                [
+                    "clock and log in the loop, a step",
+                    _spread([1e6 * each["loop_s_a_step"] for each in watched], ".0f", " us"),
+                ],
+                [
+                    "the same, share of steps of 10 ms",
+                    _spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
+                ],
+                [
+                    "the monitor's thread, share of a CPU",
+                    _spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
+                ],
+            ],
+            f"A point every {EVERY_STEPS} steps, host counters only: there is no GPU here.",
+        ),
+    ]
     if quick:
         print(*(table.markdown() for table in tables), sep="\n")
     else:
-        report.write("diagnose", tables, {"causes": named, "feed_ratio": ratio, "watching": watched},
-                     "python bench/diagnose.py")  # fmt: skip
+        report.write(
+            "diagnose", tables, {"causes": named, "feed_ratio": ratio, "watching": watched}, "python bench/diagnose.py"
+        )
 
 
 def _spread(values: list[float], form: str, unit: str = "") -> str:

@@ -30,7 +30,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.storage.store import open_store
-from fastgpu.telemetry.clock import Clock, Lap
+from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.step import Step
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ Batches = Iterable[Rows]
 class Sizes(NamedTuple):
     rows: int
     shape: tuple[int, int, int]
-    batch_rows: int
+    batch_size: int
     rounds: int
     seconds: float
     """Of each contender in all rounds together, for each network."""
@@ -136,11 +136,11 @@ def make_file(folder: Path, rows: int, shape: tuple[int, ...]) -> Path:
     return path
 
 
-def endless(feed: Feed, batch_rows: int, rng: torch.Generator) -> Iterator[Batches]:
+def endless(feed: Feed, batch_size: int, rng: torch.Generator) -> Iterator[Batches]:
     """The batches of each pool, epoch after epoch."""
     for epoch in count():
         for pool in feed.pools(epoch):
-            yield echo(pool.rows, batch_rows, 1, rng)
+            yield echo(pool.rows, batch_size, 1, rng)
 
 
 def loop(pools: Iterable[Batches], clock: Clock, step: Step, workload: Workload, rng: torch.Generator) -> Iterator[int]:
@@ -152,7 +152,7 @@ def loop(pools: Iterable[Batches], clock: Clock, step: Step, workload: Workload,
             yield len(batch)
 
 
-def run_for(steps: Iterator[int], clock: Clock, device: torch.device, lead_steps: int, seconds: float) -> Lap:
+def run_for(steps: Iterator[int], clock: Clock, device: torch.device, lead_steps: int, seconds: float) -> Throughput:
     """`lead_steps` off the clock, then at least `seconds` of whole steps, from an idle device to an idle device."""
     for _ in range(lead_steps):
         next(steps)
@@ -205,13 +205,13 @@ def measure(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, dict[
     """{network: {contender: its rounds}}."""
     path = make_file(folder, sizes.rows, sizes.shape)
     store = open_store("rows", str(path), {"images": "images", "labels": "labels"})
-    lanes = auto.choose_lanes("auto", sizes.batch_rows, 1, len(store.block_rows), store.name)
-    pool_batches = auto.choose_pool_batches("auto", sizes.batch_rows, store.row_bytes, len(store))
-    order = BlockSampler(store.block_rows, sizes.batch_rows, lanes=lanes, pool_batches=pool_batches)
+    canonical_ranks = auto.choose_lanes("auto", sizes.batch_size, 1, len(store.block_rows), store.name)
+    pool_batches = auto.choose_pool_batches("auto", sizes.batch_size, store.row_bytes, len(store))
+    order = BlockSampler(store.block_rows, sizes.batch_size, canonical_ranks=canonical_ranks, pool_batches=pool_batches)
     readers = auto.choose_readers("auto", 1)
     feeds: dict[str, Feed] = {tier: make_feed(store, order, tier, device, readers, PREFETCH_POOLS) for tier in TIERS}
     feeds[NOT_PINNED] = make_feed(store, order, "disk", device, readers, PREFETCH_POOLS, pin_memory=False)
-    workload = Workload(store, store, **Model().model_dump(), **Augment(flip=True, crop_pad=4).model_dump())
+    workload = Workload(store, store, **Model().model_dump(), **Augment(flip=True, crop_padding=4).model_dump())
     resnet = nn.Sequential(Normalize(store.attributes, 3), resnet50(workload.classes))
     found = {}
     for name, network in {"ResNet-50": resnet, "small CNN": workload.model()}.items():
@@ -233,11 +233,11 @@ def _measure_network(
     device: torch.device,
 ) -> dict[str, Measured]:
     rng, clock = torch.Generator(device).manual_seed(0), Clock(device)
-    a_batch = next(iter(feeds["device"].pools(0))).rows.take(torch.arange(sizes.batch_rows, device=device))
+    a_batch = next(iter(feeds["device"].pools(0))).rows.take(torch.arange(sizes.batch_size, device=device))
 
     def start(contender: str) -> Iterator[int]:
         fixed: Iterator[Batches] = repeat([a_batch] * pool_batches)
-        pools = fixed if contender == FIXED else endless(feeds[contender], sizes.batch_rows, rng)
+        pools = fixed if contender == FIXED else endless(feeds[contender], sizes.batch_size, rng)
         return loop(pools, clock, step, workload, rng)
 
     found = {contender: Measured([], "") for contender in (FIXED, *feeds)}
@@ -252,7 +252,7 @@ def _measure_network(
         for contender in forth if number % 2 == 0 else reversed(forth):  # so that a drift of the clocks evens out
             lead_steps = (PREFETCH_POOLS + 1) * pool_batches
             lap = run_for(loops[contender], clock, device, lead_steps, sizes.seconds / sizes.rounds)
-            got = Round(lap.trained_rows / sizes.batch_rows / lap.seconds, 100 * lap.wait_s / lap.seconds)
+            got = Round(lap.trained_rows / sizes.batch_size / lap.seconds, 100 * lap.wait_s / lap.seconds)
             found[contender].rounds.append(got)
             print(f"{name}, round {number + 1}: {contender}: {lap}", file=sys.stderr, flush=True)
     return found
@@ -276,8 +276,8 @@ def tables(
     for network, of in found.items():
         for contender, measured in of.items():
             rate = median(each.steps_per_s for each in measured.rounds)
-            line = [network, contender, f"{rate:.2f}", f"{rate * sizes.batch_rows:,.0f}"]
-            line.append(f"{rate * sizes.batch_rows * row_bytes / 1e9:.2f}")
+            line = [network, contender, f"{rate:.2f}", f"{rate * sizes.batch_size:,.0f}"]
+            line.append(f"{rate * sizes.batch_size * row_bytes / 1e9:.2f}")
             line.append("1" if contender == FIXED else _spread(feed_ratios(of, contender), 4))
             line.append(_spread([each.wait_pct for each in measured.rounds], 2))
             rows.append([*line, (measured.syncs or "none") if device.type == "cuda" else "not measured"])
@@ -294,7 +294,7 @@ def _how(sizes: Sizes) -> str:
     image = "x".join(map(str, sizes.shape))
     return (
         f"{sizes.rows:,} uint8 rows of {image} in an HDF5 file that the page cache holds, batches of "
-        f"{sizes.batch_rows}, bf16 autocast, channels_last, SGD with momentum, random crop and flip on the device, no "
+        f"{sizes.batch_size}, bf16 autocast, channels_last, SGD with momentum, random crop and flip on the device, no "
         "torch.compile; pools, lanes and readers as `auto` chooses them, pools prepared ahead: "
         f"{PREFETCH_POOLS}. Median [lowest to highest] of {sizes.rounds} rounds of {sizes.seconds / sizes.rounds:g} s; "
         "the feed ratio is taken within a round. Data wait is measured by events on the device. GB/s: bytes of images "

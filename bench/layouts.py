@@ -93,14 +93,14 @@ class Reader:
 
     def __init__(self, path: Path, rows: Rows, verify: bool):
         store = open_store("data.train", str(path), {"images": "images", "labels": "labels"}, verify=verify)
-        pool = auto.choose_pool_batches("auto", rows.batch_rows, store.row_bytes, len(store))
-        order = BlockSampler(store.block_rows, rows.batch_rows, pool_batches=pool)
+        pool = auto.choose_pool_batches("auto", rows.batch_size, store.row_bytes, len(store))
+        order = BlockSampler(store.block_rows, rows.batch_size, pool_batches=pool)
         self.feed = make_feed(store, order, "disk", torch.device("cpu"), auto.choose_readers("auto", 1))
-        self.batch_rows = rows.batch_rows
+        self.batch_size = rows.batch_size
 
     def epoch(self, number: int) -> Iterator[Batch]:
         for pool in self.feed.pools(number):
-            for batch in pool.rows.batches(self.batch_rows):
+            for batch in pool.rows.batches(self.batch_size):
                 yield batch["images"], batch["labels"]
 
 

@@ -26,7 +26,7 @@ from fastgpu.storage.layout import BLOCK_BYTES
 from torch.utils.data import DistributedSampler
 
 POOL_BLOCKS = (1, 8, 32, 128, 512)
-LEAST_BATCHES = 2000  # that chi2/df is the mean of: its standard error for 40 classes is then 0.005
+MIN_BATCHES = 2000  # that chi2/df is the mean of: its standard error for 40 classes is then 0.005
 SCALE_ROWS, TORCH_ROWS = 10**9, 10**7
 SCALE_RANKS = 1024
 SCALE_BATCH = 64  # rows a rank
@@ -57,11 +57,11 @@ class Quality(NamedTuple):
     """Of one way to shuffle. The chances are relative to those of a full shuffle."""
 
     data: str
-    batch_rows: int
+    batch_size: int
     pool_batches: int
     """0: all rows are shuffled."""
     pool_blocks: float
-    lanes: int
+    canonical_ranks: int
     is_default: bool
     chi2_sorted: float
     chi2_random: float
@@ -76,18 +76,18 @@ class Quality(NamedTuple):
 
 def epoch_rows(order: BlockSampler, epoch: int) -> np.ndarray:
     """(rows,) int64: the row numbers of an epoch in training order."""
-    return np.concatenate([order.row_numbers(plan) for plan in order.pools(epoch)])
+    return np.concatenate([order.row_ids(plan) for plan in order.pools(epoch)])
 
 
-def chi2_per_df(labels: np.ndarray, batch_rows: int, classes: int) -> float:
+def chi2_per_df(labels: np.ndarray, batch_size: int, classes: int) -> float:
     """How far the label counts of a batch are from the file's shares; the mean over the batches.
 
     sum over k of (n_k - e)^2 / e / (classes - 1), where n_k rows of the batch are of class k and e = batch_rows /
     classes are expected: all classes are equally frequent. labels: (rows,) in training order; an incomplete last batch
     is left out.
     """
-    batches, expected = len(labels) // batch_rows, batch_rows / classes
-    cells = np.arange(batches * batch_rows) // batch_rows * classes + labels[: batches * batch_rows]
+    batches, expected = len(labels) // batch_size, batch_size / classes
+    cells = np.arange(batches * batch_size) // batch_size * classes + labels[: batches * batch_size]
     counts = np.bincount(cells, minlength=batches * classes)
     return float(np.square(counts - expected).sum() / expected / batches / (classes - 1))
 
@@ -101,49 +101,49 @@ def meet_again(first: np.ndarray, second: np.ndarray, group_rows: int, rows: int
     for group, order in zip(groups, (first, second), strict=True):
         group[order] = np.arange(len(order)) // group_rows
     both = groups[:, (groups >= 0).all(0)]  # the end of a lane may be left out of an epoch
-    _, together = np.unique(both[0] * rows + both[1], return_counts=True)
+    _, raise_on_every_rank = np.unique(both[0] * rows + both[1], return_counts=True)
     before, after = _pairs(np.bincount(both[0])), _pairs(np.bincount(both[1]))
-    return _pairs(together) / before / (after / _pairs(np.array([both.shape[1]])))
+    return _pairs(raise_on_every_rank) / before / (after / _pairs(np.array([both.shape[1]])))
 
 
 def _pairs(counts: np.ndarray) -> float:
     return float((counts.astype(np.float64) * (counts - 1)).sum() / 2)
 
 
-def qualities(data: Data, batch_rows: int, pool_blocks: tuple[int, ...] = POOL_BLOCKS) -> Iterator[Quality]:
+def qualities(data: Data, batch_size: int, pool_blocks: tuple[int, ...] = POOL_BLOCKS) -> Iterator[Quality]:
     """Pools of each size with one lane and with as many as `auto` chooses, then a full shuffle."""
     random = np.random.default_rng(0)
     by_class = np.arange(data.rows) * data.classes // data.rows
     in_random_order = random.permutation(by_class)
     block_rows, rows_a_block = data.block_rows, int(data.block_rows[0])
-    default_lanes = auto.choose_lanes("auto", batch_rows, 1, len(block_rows), data.name)
-    default = auto.choose_pool_batches("auto", batch_rows, data.row_bytes, data.rows)
-    needed = max(2, -(-LEAST_BATCHES * batch_rows // data.rows))
+    default_lanes = auto.choose_lanes("auto", batch_size, 1, len(block_rows), data.name)
+    default = auto.choose_pool_batches("auto", batch_size, data.row_bytes, data.rows)
+    needed = max(2, -(-MIN_BATCHES * batch_size // data.rows))
 
     def chi2(labels: np.ndarray, epochs: list[np.ndarray]) -> float:
-        return fmean(chi2_per_df(labels[rows], batch_rows, data.classes) for rows in epochs)
+        return fmean(chi2_per_df(labels[rows], batch_size, data.classes) for rows in epochs)
 
-    sizes = {max(1, round(blocks * rows_a_block / batch_rows)) for blocks in pool_blocks} | {default}
+    sizes = {max(1, round(blocks * rows_a_block / batch_size)) for blocks in pool_blocks} | {default}
     for pool_batches in sorted(sizes):
-        for lanes in sorted({1, default_lanes}):
-            order = BlockSampler(block_rows, batch_rows, lanes=lanes, pool_batches=pool_batches)
+        for canonical_ranks in sorted({1, default_lanes}):
+            order = BlockSampler(block_rows, batch_size, canonical_ranks=canonical_ranks, pool_batches=pool_batches)
             epochs = [epoch_rows(order, epoch) for epoch in range(needed)]
             yield Quality(
                 data.name,
-                batch_rows,
+                batch_size,
                 pool_batches,
-                pool_batches * batch_rows / rows_a_block,
-                lanes,
-                (pool_batches, lanes) == (default, default_lanes),
+                pool_batches * batch_size / rows_a_block,
+                canonical_ranks,
+                (pool_batches, canonical_ranks) == (default, default_lanes),
                 chi2(by_class, epochs),
                 chi2(in_random_order, epochs),
-                meet_again(epochs[0], epochs[1], batch_rows, data.rows),
-                meet_again(epochs[0], epochs[1], pool_batches * batch_rows, data.rows),
+                meet_again(epochs[0], epochs[1], batch_size, data.rows),
+                meet_again(epochs[0], epochs[1], pool_batches * batch_size, data.rows),
             )
     epochs = [random.permutation(data.rows) for _ in range(needed)]
     shuffled = (chi2(labels, epochs) for labels in (by_class, in_random_order))
-    again = (meet_again(epochs[0], epochs[1], rows, data.rows) for rows in (batch_rows, default * batch_rows))
-    yield Quality(data.name, batch_rows, 0, len(block_rows), 1, False, *shuffled, *again)
+    again = (meet_again(epochs[0], epochs[1], rows, data.rows) for rows in (batch_size, default * batch_size))
+    yield Quality(data.name, batch_size, 0, len(block_rows), 1, False, *shuffled, *again)
 
 
 # ---------------------------------------------------------------------------------------------- scale
@@ -163,7 +163,7 @@ def start_blocks(rows: int) -> Start:
     block_rows = np.full(rows // 100, 100, np.int32)  # as Store has it
     t0 = time.perf_counter()
     order = BlockSampler(block_rows, SCALE_BATCH, world_size=SCALE_RANKS, pool_batches=SCALE_POOL)
-    order.row_numbers(next(order.pools(0)))
+    order.row_ids(next(order.pools(0)))
     return Start(time.perf_counter() - t0, _status_bytes("VmHWM") - before)
 
 
@@ -206,15 +206,19 @@ def quality_table(found: list[Quality]) -> report.Table:
     rows = []
     for each in found:
         pool = [f"{each.pool_batches}{' (auto)' if each.is_default else ''}", f"{each.pool_blocks:.0f}"]
-        how = [str(each.lanes), *pool] if each.pool_batches else ["-", "full shuffle", "all"]
+        how = [str(each.canonical_ranks), *pool] if each.pool_batches else ["-", "full shuffle", "all"]
         numbers = [each.chi2_sorted, each.chi2_random, each.batch_again, each.pool_again]
-        rows.append([each.data, str(each.batch_rows), *how, *(f"{number:.2f}" for number in numbers)])
+        rows.append([each.data, str(each.batch_size), *how, *(f"{number:.2f}" for number in numbers)])
     return report.Table("shuffle quality", columns, rows, what_follows(found))
 
 
 def what_follows(found: list[Quality]) -> str:
     default = next(each for each in found if each.is_default)
-    like = [each for each in found if each[:2] == default[:2] and each.pool_batches and each.lanes == default.lanes]
+    like = [
+        each
+        for each in found
+        if each[:2] == default[:2] and each.pool_batches and each.canonical_ranks == default.canonical_ranks
+    ]
     pools = (like[0], default, like[-1])
     blocks = [f"{each.pool_blocks:.0f} blocks" for each in pools]
     biased = ", ".join(f"{each.chi2_sorted:.1f} with {size}" for each, size in zip(pools, blocks, strict=True))
@@ -225,7 +229,7 @@ chi2/df: mean over the batches of an epoch or more, 1 for a random sample. "agai
 batch (a pool) share one in the next epoch too, as a multiple of a full shuffle's, whose pools are as large as `auto`'s.
 Blocks have {BLOCK_BYTES >> 20} MiB. A pool is at least one batch, so the smallest pools have more than one block.
 
-What follows, with numbers for {default.data} rows in batches of {default.batch_rows} and {default.lanes} lanes:
+What follows, with numbers for {default.data} rows in batches of {default.batch_size} and {default.canonical_ranks} lanes:
 
 - A file in random order gives batches like a full shuffle's with pools of any size: chi2/df is {min(random):.2f} to
   {max(random):.2f} in the whole table. So a file should be written in random order, once.
@@ -283,9 +287,9 @@ def main() -> None:
     ours, torchs = in_fresh_process("blocks", SCALE_ROWS), in_fresh_process("torch", TORCH_ROWS)
     found: list[Quality] = []
     for data in (CELEBA, IMAGENET):
-        for batch_rows in (256, 1024):
-            found += qualities(data, batch_rows)
-            print(f"{data.name}, batch {batch_rows}: done", file=sys.stderr, flush=True)
+        for batch_size in (256, 1024):
+            found += qualities(data, batch_size)
+            print(f"{data.name}, batch {batch_size}: done", file=sys.stderr, flush=True)
     raw = {"qualities": [each._asdict() for each in found], "blocks": ours._asdict(), "torch": torchs._asdict()}
     tables = [targets_table(found, ours), quality_table(found), scale_table(ours, torchs)]
     report.write("order", tables, raw, "python bench/order.py", arguments.out)

@@ -84,10 +84,10 @@ def npy_arrays(h5: Path, folder: Path) -> Path:
     return _convert(folder / "arrays", write)
 
 
-def permutation(rows: int, batch_rows: int, seed: int, number: int) -> npt.NDArray[np.int64]:
+def permutation(rows: int, batch_size: int, seed: int, number: int) -> npt.NDArray[np.int64]:
     """The row numbers of one epoch, fully shuffled: one row of the result is a batch."""
     order = np.random.default_rng((seed, number)).permutation(rows)
-    return order[: rows // batch_rows * batch_rows].reshape(-1, batch_rows)
+    return order[: rows // batch_size * batch_size].reshape(-1, batch_size)
 
 
 def _quiet_about_read_only_arrays() -> None:
@@ -120,7 +120,7 @@ class Ffcv:
     are compiled, and a first batch is read, before the first epoch.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         from ffcv.fields import IntField, NDArrayField
         from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
         from ffcv.loader import Loader, OrderOption
@@ -135,7 +135,7 @@ class Ffcv:
         self.path = _convert(folder / "rows.beton", write)
         self.loader = Loader(
             str(self.path),
-            batch_size=batch_rows,
+            batch_size=batch_size,
             num_workers=workers,
             os_cache=True,
             order=OrderOption.RANDOM,
@@ -171,18 +171,18 @@ class _DaliSource:
     DALI reads a batch after the call (`no_copy`), so a gathered one stays in a ring that outlasts the prefetch queue.
     """
 
-    def __init__(self, arrays: Path, batch_rows: int, seed: int, ring: int) -> None:
+    def __init__(self, arrays: Path, batch_size: int, seed: int, ring: int) -> None:
         self.images = np.asarray(np.load(arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(arrays / "labels.npy")
         self.views = self.images[0].nbytes >= LARGE_ROW_BYTES
-        self.batch_rows, self.seed = batch_rows, seed
-        self.ring = [np.zeros((0 if self.views else batch_rows, *self.images.shape[1:]), np.uint8) for _ in range(ring)]
+        self.batch_size, self.seed = batch_size, seed
+        self.ring = [np.zeros((0 if self.views else batch_size, *self.images.shape[1:]), np.uint8) for _ in range(ring)]
         self.kept: list[Any] = [None] * ring  # labels and views of the batches in flight
         self.calls = 0
         self.order: Iterator[npt.NDArray[np.int64]] = iter(())
 
     def start(self, number: int) -> None:
-        self.order = iter(permutation(len(self.images), self.batch_rows, self.seed, number))
+        self.order = iter(permutation(len(self.images), self.batch_size, self.seed, number))
 
     def __call__(self) -> tuple[Any, Any]:
         rows = next(self.order)  # its StopIteration is how DALI learns of the end of the epoch
@@ -206,15 +206,15 @@ class Dali:
     thread. Yields NCHW arrays.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         from nvidia.dali import fn
         from nvidia.dali.pipeline import Pipeline
 
         self.arrays = npy_arrays(h5, folder)
         depth = 3
-        self.source = _DaliSource(self.arrays, batch_rows, seed, ring=2 * depth + 2)
+        self.source = _DaliSource(self.arrays, batch_size, seed, ring=2 * depth + 2)
         self.pipeline = Pipeline(
-            batch_size=batch_rows,
+            batch_size=batch_size,
             num_threads=workers if self.source.views else 1,
             device_id=None,
             prefetch_queue_depth=depth,
@@ -259,7 +259,7 @@ class WebDataset:
     persist. The shuffle is a buffer's, so not a full one, and its seeds count the epochs rather than take `number`.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         import webdataset as wds
         from torch.utils.data import default_collate
 
@@ -293,7 +293,7 @@ class WebDataset:
             wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=seed)
             .compose(wds.detshuffle(1000, 1000, seed=seed))
             .map(_Partial(_tar_sample, tuple(shape)))
-            .batched(batch_rows, collation_fn=default_collate, partial=False)
+            .batched(batch_size, collation_fn=default_collate, partial=False)
         )
         self.loader = wds.WebLoader(
             dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0, prefetch_factor=2
@@ -324,7 +324,7 @@ class LitData:
     windows do not fit the shuffle here and are decoded many times over (a sixth of the speed for small rows).
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         import torch
         from litdata import StreamingDataLoader, StreamingDataset
         from litdata.streaming import Cache
@@ -344,7 +344,7 @@ class LitData:
         decode = 0 if math.prod(shape_of(h5)[1:]) >= LARGE_ROW_BYTES else 256  # row by row, or a block of the shuffle
         dataset = StreamingDataset(str(self.chunks), shuffle=True, drop_last=True, seed=seed, batch_decode=decode)
         self.loader = StreamingDataLoader(
-            dataset, batch_size=batch_rows, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+            dataset, batch_size=batch_size, num_workers=workers, drop_last=True, persistent_workers=workers > 0
         )
 
     def files(self) -> list[Path]:
@@ -363,7 +363,7 @@ class MosaicStreaming:
     The workers persist; the epochs are counted by the dataset, so `number` is not used.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         # Its vision datasets, not used here, import torchvision, which fails unless it was built for this very torch.
         sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
         from streaming import MDSWriter, StreamingDataset
@@ -383,10 +383,10 @@ class MosaicStreaming:
         self.shards = _convert(folder / "mds", write)
         clean_stale_shared_memory()  # of a run that was killed: its names would be taken for this one's
         dataset = StreamingDataset(
-            local=str(self.shards), batch_size=batch_rows, shuffle=True, shuffle_seed=seed, num_canonical_nodes=1
+            local=str(self.shards), batch_size=batch_size, shuffle=True, shuffle_seed=seed, num_canonical_nodes=1
         )
         self.loader = DataLoader(
-            dataset, batch_size=batch_rows, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+            dataset, batch_size=batch_size, num_workers=workers, drop_last=True, persistent_workers=workers > 0
         )
 
     def files(self) -> list[Path]:
@@ -405,17 +405,17 @@ class Spdl:
     an epoch, and no epoch pays for the pipeline's start and end (0.1 s). Batches come in the order of completion.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         from spdl.pipeline import PipelineBuilder
 
         self.arrays = npy_arrays(h5, folder)
         self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(self.arrays / "labels.npy")
-        self.batch_rows, self.seed = batch_rows, seed
+        self.batch_size, self.seed = batch_size, seed
         self.orders: queue.SimpleQueue[tuple[object, npt.NDArray[np.int64]]] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         for _ in range(workers + 4):
-            self.free.put(np.zeros((batch_rows, *self.images.shape[1:]), np.uint8))
+            self.free.put(np.zeros((batch_size, *self.images.shape[1:]), np.uint8))
         self.pipeline = (
             PipelineBuilder()
             .add_source(self._source())
@@ -445,7 +445,7 @@ class Spdl:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         epoch = object()  # tells the batches of an epoch that was given up from this one's
-        order = permutation(len(self.images), self.batch_rows, self.seed, number)
+        order = permutation(len(self.images), self.batch_size, self.seed, number)
         for rows in order:
             self.orders.put((epoch, rows))
         left = len(order)
@@ -480,13 +480,13 @@ class Grain:
     make up for it. Buffers are used again, as for SPDL: fresh ones made large rows up to four times slower.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         import grain
 
         self.arrays = npy_arrays(h5, folder)
         self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(self.arrays / "labels.npy")
-        self.batch_rows, self.seed = batch_rows, seed
+        self.batch_size, self.seed = batch_size, seed
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         self.options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
 
@@ -494,7 +494,7 @@ class Grain:
         try:
             images = self.free.get_nowait()
         except queue.Empty:
-            images = np.empty((self.batch_rows, *self.images.shape[1:]), np.uint8)
+            images = np.empty((self.batch_size, *self.images.shape[1:]), np.uint8)
         return np.take(self.images, rows, axis=0, out=images, mode="clip"), self.labels[rows]
 
     def files(self) -> list[Path]:
@@ -503,7 +503,7 @@ class Grain:
     def epoch(self, number: int) -> Iterator[Batch]:
         import grain
 
-        order = permutation(len(self.images), self.batch_rows, self.seed, number)
+        order = permutation(len(self.images), self.batch_size, self.seed, number)
         dataset = grain.MapDataset.source(_GrainBatches(order)).map(self._gather)
         for images, labels in dataset.to_iter_dataset(self.options):
             yield images, labels

@@ -39,7 +39,7 @@ class Process:
         self.name = name
         self.log = data.folder / f"{name.replace(', ', '-').replace(' ', '-')}.log"
         python = str(PEERS_PYTHON) if is_peer else sys.executable
-        values = [name, data.h5, data.folder, data.batch_rows, workers, seed]
+        values = [name, data.h5, data.folder, data.batch_size, workers, seed]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [python, HERE / "worker.py", *map(str, values)],

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from fastgpu.feed import sizes as auto
 from fastgpu.feed.tiers import make_feed
+from fastgpu.process import machine
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
@@ -118,7 +119,9 @@ def dataset(matrix: sparse.csr_matrix, users: int) -> Iterator[Tensor]:
     """A DataLoader over the first `users` rows, dense in memory."""
     dense = torch.from_numpy(matrix[:users].toarray())
     while True:
-        yield from DataLoader(DenseRows(dense), BATCH, shuffle=True, drop_last=True, num_workers=auto.cpus())
+        yield from DataLoader(
+            DenseRows(dense), BATCH, shuffle=True, drop_last=True, num_workers=machine.available_cpus()
+        )
 
 
 def big_batches(matrix: sparse.csr_matrix) -> Iterator[Tensor]:
@@ -154,8 +157,8 @@ def ours(path: Path, tier: Any) -> Iterator[Rows]:
     """Batches of this project, epoch after epoch."""
     store = open_store("bench", str(path), {"items": "items"})
     pool_batches = auto.choose_pool_batches("auto", BATCH, store.row_bytes, len(store))
-    order = BlockSampler(store.block_rows, BATCH, pool_batches=pool_batches, lanes=4)
-    feed = make_feed(store, order, tier, CPU, auto.cpus())
+    order = BlockSampler(store.block_rows, BATCH, pool_batches=pool_batches, canonical_ranks=4)
+    feed = make_feed(store, order, tier, CPU, machine.available_cpus())
     try:
         for epoch in cycle(range(1 << 20)):
             for pool in feed.pools(epoch):
@@ -217,7 +220,7 @@ def main() -> None:
     feeds: dict[str, Callable[[], Iterator[Any]]] = {
         "toarray, float64 and a cast": lambda: toarray_f64(matrix),
         "toarray, float32": lambda: toarray(matrix),
-        f"dataset of dense rows, {auto.cpus()} workers": lambda: dataset(matrix, size.dense_users),
+        f"dataset of dense rows, {machine.available_cpus()} workers": lambda: dataset(matrix, size.dense_users),
         "big batches of a thread": lambda: big_batches(matrix),
         "ours, disk tier": lambda: ours(path, "disk"),
         "ours, host tier": lambda: ours(path, "host"),
@@ -255,15 +258,23 @@ def main() -> None:
     ]
     tables = [
         report.Table("targets", ["what", "measured", "must / aim"], targets),
-        report.Table("Feeding 500 users", ["way", "ms", "bytes of a batch"],
-                     [[name, _spread(fed[name], ".2f"), f"{nbytes[name]:,}"] for name in feeds],
-                     f"{shape[0]:,} users, {shape[1]:,} items, {len(indices):,} interactions. Median of {ROUNDS} "
-                     f"rounds, least and most. The dataset of dense rows holds {size.dense_users:,} users."),
-        report.Table("Training on them", ["way", "ms a step", f"s an epoch of {epoch_batches} steps"],
-                     [[name, _spread(times, ".0f"), f"{median(times) * epoch_batches / 1000:.0f}"]
-                      for name, times in stepped.items()],
-                     "Mult-VAE 600-200-600, AdamW (fused), the feed included; an epoch is the step times its number."),
-    ]  # fmt: skip
+        report.Table(
+            "Feeding 500 users",
+            ["way", "ms", "bytes of a batch"],
+            [[name, _spread(fed[name], ".2f"), f"{nbytes[name]:,}"] for name in feeds],
+            f"{shape[0]:,} users, {shape[1]:,} items, {len(indices):,} interactions. Median of {ROUNDS} "
+            f"rounds, least and most. The dataset of dense rows holds {size.dense_users:,} users.",
+        ),
+        report.Table(
+            "Training on them",
+            ["way", "ms a step", f"s an epoch of {epoch_batches} steps"],
+            [
+                [name, _spread(times, ".0f"), f"{median(times) * epoch_batches / 1000:.0f}"]
+                for name, times in stepped.items()
+            ],
+            "Mult-VAE 600-200-600, AdamW (fused), the feed included; an epoch is the step times its number.",
+        ),
+    ]
     if quick:
         print(*(table.markdown() for table in tables), sep="\n")
     else:
@@ -271,9 +282,9 @@ def main() -> None:
         report.write("recsys", tables, data, "python bench/recsys.py")
 
 
-def _ratios(above: list[float], below: list[float]) -> list[float]:
+def _ratios(above: list[float], n_items: list[float]) -> list[float]:
     """Of each round."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+    return [a / b for a, b in zip(above, n_items, strict=True)]
 
 
 def _spread(values: list[float], form: str, unit: str = "") -> str:

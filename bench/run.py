@@ -26,6 +26,7 @@ import report
 import tables
 from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, SEQUENTIAL
 from fastgpu.feed import sizes as auto
+from fastgpu.process import machine
 from peers import PEERS
 from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold, sequential_bytes_per_s
 
@@ -131,7 +132,7 @@ def accelerator(run: Run, rows: data.Rows) -> dict[str, Any]:
             supply = got["rows"] / got["seconds"]
             speeds: dict[str, dict[str, float]] = {name: {"supply": supply} for name in field.processes}
             for load in LOADS:
-                step_s = rows.batch_rows / (load * supply)
+                step_s = rows.batch_size / (load * supply)
                 say(f"{rows.name}, accelerator, round {number + 1}: a step takes {1000 * step_s:.2f} ms")
                 for name in list(field.processes):
                     if got := field.measure(name, run.times.paced_lead, run.times.paced, step_s):
@@ -199,7 +200,7 @@ def main() -> None:
     chosen = () if asked.peers is None else tuple(asked.peers or PEERS)
     run = Run(
         asked.rounds,
-        auto.cpus(),
+        machine.available_cpus(),
         frozenset(asked.contenders),
         chosen,
         QUICK if asked.quick else Times(),

@@ -216,8 +216,11 @@ def _speed_cells(found: Found, contender: str, data: Mapping[str, Any]) -> list[
 
 def _best(found: Found, belongs: Callable[[str], bool]) -> str | None:
     """The fastest of a kind, by its median."""
-    return max((name for name in found if belongs(name) and _speeds(found, name)),
-               key=lambda name: median(_speeds(found, name)), default=None)  # fmt: skip
+    return max(
+        (name for name in found if belongs(name) and _speeds(found, name)),
+        key=lambda name: median(_speeds(found, name)),
+        default=None,
+    )
 
 
 def _is_h5py(name: str) -> bool:

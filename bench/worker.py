@@ -126,7 +126,7 @@ def _memory_bytes() -> int:
 class Worker:
     """The commands."""
 
-    def __init__(self, name: str, h5: Path, folder: Path, batch_rows: int, workers: int, seed: int) -> None:
+    def __init__(self, name: str, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
         if name in peers.PEERS:
             make = peers.PEERS[name]
         else:
@@ -135,7 +135,7 @@ class Worker:
             make = CONTENDERS[name]
         self.shape = peers.shape_of(h5)
         self.imports_bytes = _memory_bytes()
-        self.contender = make(h5, folder, batch_rows, workers, seed)
+        self.contender = make(h5, folder, batch_size, workers, seed)
         self.stream = endless(self.contender)
 
     def files(self) -> dict[str, Any]:

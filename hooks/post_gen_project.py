@@ -8,23 +8,39 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 WORKLOADS = {
     "images": [
-        "workloads/images.py", "configs/celeba.yaml", "configs/cifar10.yaml", "configs/csv-images.yaml",
-        "data/digits.h5", "tests/test_images.py", "tests/test_train.py",
+        "workloads/images.py",
+        "configs/celeba.yaml",
+        "configs/cifar10.yaml",
+        "configs/csv-images.yaml",
+        "data/digits.h5",
+        "tests/test_images.py",
+        "tests/test_train.py",
     ],
     "recsys": [
-        "workloads/recsys.py", "configs/recsys.yaml", "data/interactions-train.h5", "data/interactions-val.h5",
+        "workloads/recsys.py",
+        "configs/recsys.yaml",
+        "data/interactions-train.h5",
+        "data/interactions-val.h5",
         "tests/test_recsys.py",
     ],
-}  # fmt: skip
+}
 UNWANTED = [
     ("launch", answers["cluster_launch_files"]),
     (".github", answers["ci_workflow"]),
     *((name, answers["workload"] in (workload, "both")) for workload, names in WORKLOADS.items() for name in names),
 ]
 LEFTOVERS = [
-    ".venv", "runs", "build", "*.egg-info", ".hypothesis", ".coverage",
-    "**/__pycache__", "**/*.py[co]", "**/.*_cache", "**/.DS_Store",
-]  # fmt: skip
+    ".venv",
+    "runs",
+    "build",
+    "*.egg-info",
+    ".hypothesis",
+    ".coverage",
+    "**/__pycache__",
+    "**/*.py[co]",
+    "**/.*_cache",
+    "**/.DS_Store",
+]
 
 
 def remove(path: Path) -> None:

@@ -9,10 +9,28 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 # Importable beside train.py, or a device on Windows: a folder of that name would shadow it, or could not be made.
 TAKEN = {
-    "torch", "numpy", "h5py", "yaml", "pydantic", "tensorboard", "tqdm", "psutil", "pynvml", "apex", "fastgpu",
-    "workloads", "configs", "train", "convert", "tests",
-    "con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
-}  # fmt: skip
+    "torch",
+    "numpy",
+    "h5py",
+    "yaml",
+    "pydantic",
+    "tensorboard",
+    "tqdm",
+    "psutil",
+    "pynvml",
+    "apex",
+    "fastgpu",
+    "workloads",
+    "configs",
+    "train",
+    "convert",
+    "tests",
+    "con",
+    "prn",
+    "aux",
+    "nul",
+    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+}
 
 
 def mistakes() -> list[str]:

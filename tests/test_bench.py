@@ -29,10 +29,10 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> data.Rows:
 
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name != FIXED])
 def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: data.Rows) -> None:
-    contender = CONTENDERS[name](tiny.h5, tiny.folder, tiny.batch_rows, 1, 0)
+    contender = CONTENDERS[name](tiny.h5, tiny.folder, tiny.batch_size, 1, 0)
     stream = worker.endless(contender)
     found = worker.check(stream, (tiny.rows, *tiny.shape), 60)
-    assert found["checked_rows"] == tiny.rows // tiny.batch_rows * tiny.batch_rows
+    assert found["checked_rows"] == tiny.rows // tiny.batch_size * tiny.batch_size
     assert worker.check(stream, (tiny.rows, *tiny.shape), 60) == found
     assert all(path.is_file() for path in contender.files())
 

@@ -102,13 +102,13 @@ def test_meetings_are_counted_pair_by_pair() -> None:
 
 
 def test_an_epoch_has_every_row_once() -> None:
-    rows = order.epoch_rows(BlockSampler(SMALL.block_rows, 16, lanes=8, pool_batches=4), 3)
+    rows = order.epoch_rows(BlockSampler(SMALL.block_rows, 16, canonical_ranks=8, pool_batches=4), 3)
     assert sorted(rows.tolist()) == list(range(SMALL.rows))
 
 
 def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
     found = list(order.qualities(SMALL, 16, (1, 8, 128)))
-    by_size = {(each.pool_blocks, each.lanes): each for each in found if each.pool_batches}
+    by_size = {(each.pool_blocks, each.canonical_ranks): each for each in found if each.pool_batches}
     full = found[-1]
     assert full.pool_batches == 0
     for each in found:

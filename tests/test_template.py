@@ -17,10 +17,22 @@ from conftest import FOLDER, ROOT, tracked
 
 DEFAULT = "my_training_project"
 OPTIONAL = {"launch/": "cluster_launch_files", ".github/": "ci_workflow"}
-OF_IMAGES = {"workloads/images.py", "configs/celeba.yaml", "configs/cifar10.yaml", "configs/csv-images.yaml",
-             "data/digits.h5", "tests/test_images.py", "tests/test_train.py"}  # fmt: skip
-OF_RECSYS = {"workloads/recsys.py", "configs/recsys.yaml", "data/interactions-train.h5", "data/interactions-val.h5",
-             "tests/test_recsys.py"}  # fmt: skip
+OF_IMAGES = {
+    "workloads/images.py",
+    "configs/celeba.yaml",
+    "configs/cifar10.yaml",
+    "configs/csv-images.yaml",
+    "data/digits.h5",
+    "tests/test_images.py",
+    "tests/test_train.py",
+}
+OF_RECSYS = {
+    "workloads/recsys.py",
+    "configs/recsys.yaml",
+    "data/interactions-train.h5",
+    "data/interactions-val.h5",
+    "tests/test_recsys.py",
+}
 LICENSES = {
     "MIT": "MIT License",
     "BSD-3-Clause": "BSD 3-Clause License",
@@ -131,10 +143,21 @@ def test_leftovers_of_a_run_in_place_are_not_baked(bake, template, tmp_path):
     dirty = tmp_path / "dirty"
     shutil.copytree(template, dirty)
     leftovers = (
-        "fastgpu/__pycache__/x.pyc", "tests/__pycache__/y.pyc", "stray.pyc", ".pytest_cache/README.md",
-        ".mypy_cache/x.json", ".ruff_cache/x", ".hypothesis/x", "runs/a/metrics.jsonl", "build/lib/x.py",
-        "x.egg-info/PKG-INFO", ".venv/lib/jinja/{{ broken }}.py", ".venv/template.html", "data/.DS_Store", ".coverage",
-    )  # fmt: skip
+        "fastgpu/__pycache__/x.pyc",
+        "tests/__pycache__/y.pyc",
+        "stray.pyc",
+        ".pytest_cache/README.md",
+        ".mypy_cache/x.json",
+        ".ruff_cache/x",
+        ".hypothesis/x",
+        "runs/a/metrics.jsonl",
+        "build/lib/x.py",
+        "x.egg-info/PKG-INFO",
+        ".venv/lib/jinja/{{ broken }}.py",
+        ".venv/template.html",
+        "data/.DS_Store",
+        ".coverage",
+    )
     for name in leftovers:
         path = dirty / FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)

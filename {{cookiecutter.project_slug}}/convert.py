@@ -39,11 +39,12 @@ from fastgpu.convert.synthetic_interactions import interactions
 from fastgpu.convert.writer import Writer
 from fastgpu.feed import sizes as auto
 from fastgpu.feed.tiers import Readable, make_feed
-from fastgpu.process.launch import Launch, UserError, clear_exit
+from fastgpu.process import machine
+from fastgpu.process.launch import Launch, UserError, exit_with_message
 from fastgpu.rows.contract import Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage import inspection as survey
-from fastgpu.storage.dataset import DatasetRows, LoaderOptions, open_dataset
+from fastgpu.storage.dataset import DatasetSource, LoaderOptions, open_dataset
 from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.storage.store import Store, open_store
 
@@ -61,8 +62,13 @@ def images(asked: argparse.Namespace) -> int:
     if asked.split:
         parts = dict(zip(("train", "val"), pictures.split(listing, asked.split, asked.seed), strict=True))
     shape = pictures.Shape(asked.size, asked.resize, asked.crop)
-    return _write(asked, {name: pictures.ImageFiles(asked.source, part, lambda file: (root / file).open("rb"), shape,
-                                                    asked.on_error) for name, part in parts.items()})  # fmt: skip
+    return _write(
+        asked,
+        {
+            name: pictures.ImageFiles(asked.source, part, lambda file: (root / file).open("rb"), shape, asked.on_error)
+            for name, part in parts.items()
+        },
+    )
 
 
 def cifar10(asked: argparse.Namespace) -> int:
@@ -102,9 +108,11 @@ def arrays(asked: argparse.Namespace) -> int:
 
 
 def _write_split(asked: argparse.Namespace, found: Split, skipped: Sequence[str] = ()) -> int:
-    trained = found.parts["train"].fields["items"].below
-    print(f"{found.events:,} events of {found.users:,} users with 5 or more, {found.items:,} items; {trained:,} of the "
-          "training users")  # fmt: skip
+    trained = found.parts["train"].fields["items"].n_items
+    print(
+        f"{found.events:,} events of {found.users:,} users with 5 or more, {found.items:,} items; {trained:,} of the "
+        "training users"
+    )
     for name in ("val", "test"):
         hidden = found.parts[name].lengths["held_out"]
         print(f"{name}: {hidden.sum():,} items to be found; {(hidden == 0).sum():,} of {len(hidden):,} users have none")
@@ -119,8 +127,10 @@ def synthetic(asked: argparse.Namespace) -> int:
     if asked.kind == "interactions":
         count = asked.rows or 6000
         if asked.items < 20 or asked.mean_items > asked.items / 4 or count < 20:
-            raise UserError(f"--rows {count} --items {asked.items} --mean-items {asked.mean_items:g}: use 20 or more "
-                            "rows and items, and a mean of at most a quarter of the items")  # fmt: skip
+            raise UserError(
+                f"--rows {count} --items {asked.items} --mean-items {asked.mean_items:g}: use 20 or more "
+                "rows and items, and a mean of at most a quarter of the items"
+            )
         parts = interactions(count, asked.items, asked.mean_items, asked.split or 0.9, asked.seed)
         scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
         print(f"val: {scores}")
@@ -129,8 +139,13 @@ def synthetic(asked: argparse.Namespace) -> int:
     rows = {"": count}
     if asked.split:
         rows = {"train": round(asked.split * count), "val": count - round(asked.split * count)}
-    return _write(asked, {name: SyntheticImages(count, asked.shape, asked.classes, asked.seed, part)
-                          for part, (name, count) in enumerate(rows.items())})  # fmt: skip
+    return _write(
+        asked,
+        {
+            name: SyntheticImages(count, asked.shape, asked.classes, asked.seed, part)
+            for part, (name, count) in enumerate(rows.items())
+        },
+    )
 
 
 def repack(asked: argparse.Namespace) -> int:
@@ -138,7 +153,9 @@ def repack(asked: argparse.Namespace) -> int:
     return _write(asked, {"": _open(asked)})
 
 
-def _write(asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetRows], skipped: Sequence[str] = ()) -> int:
+def _write(
+    asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetSource], skipped: Sequence[str] = ()
+) -> int:
     """Rows -> files: the training path with a file at its end. All the files get their names together, or none does.
 
     skipped: a line for each thing of the source that was left out.
@@ -150,26 +167,43 @@ def _write(asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetRows
         said.append(f"{len(skipped):,} broken lines were skipped: {report}")
     with ExitStack() as stack:
         for name, rows in parts.items():
-            batch_rows = max(1, BLOCK_BYTES // rows.row_bytes)
-            pool_batches = -(-_pool_rows(rows) // batch_rows)
+            batch_size = max(1, BLOCK_BYTES // rows.row_bytes)
+            pool_batches = -(-_pool_rows(rows) // batch_size)
             order = BlockSampler(
-                rows.block_rows, batch_rows, pool_batches=pool_batches, seed=asked.seed, shuffle=not asked.keep_order,
-                drop_last=False)  # fmt: skip
+                rows.block_rows,
+                batch_size,
+                pool_batches=pool_batches,
+                seed=asked.seed,
+                shuffle=not asked.keep_order,
+                drop_last=False,
+            )
             row_order = "as in the source" if asked.keep_order else f"random, seed {asked.seed}"
-            if not asked.keep_order and order.pools_an_epoch > 1 and rows.block_rows.max() > 1:
-                row_order += f": blocks over the whole source, rows within pools of {pool_batches * batch_rows:,}"
+            if not asked.keep_order and order.pools_per_epoch > 1 and rows.block_rows.max() > 1:
+                row_order += f": blocks over the whole source, rows within pools of {pool_batches * batch_size:,}"
             attributes = {"source": rows.name} | rows.attributes | {"row_order": row_order}
             target = (
                 asked.target.with_name(f"{asked.target.stem}-{name}{asked.target.suffix}") if name else asked.target
             )
             fields = {key: field for key, field in rows.fields.items() if key != pictures.KEEP}
             writer = stack.enter_context(
-                Writer(target, len(rows), fields, attributes, shards=asked.shards, at_most=pictures.KEEP in rows.fields,
-                       compression=asked.compression, threads=asked.threads, replace=asked.force))  # fmt: skip
+                Writer(
+                    target,
+                    len(rows),
+                    fields,
+                    attributes,
+                    shards=asked.shards,
+                    at_most=pictures.KEEP in rows.fields,
+                    compression=asked.compression,
+                    threads=asked.threads,
+                    replace=asked.force,
+                )
+            )
             with closing(make_feed(rows, order, "disk", torch.device("cpu"), asked.threads, prefetch_pools=1)) as feed:
-                _append(writer, feed.pools(0), batch_rows, name)
-            said.append(f"{writer.rows:,} rows, order {row_order}, in {', '.join(map(str, writer.targets[:2]))}"
-                        f"{f' and {len(writer.targets) - 2} more' if len(writer.targets) > 2 else ''}")  # fmt: skip
+                _append(writer, feed.pools(0), batch_size, name)
+            said.append(
+                f"{writer.rows:,} rows, order {row_order}, in {', '.join(map(str, writer.targets[:2]))}"
+                f"{f' and {len(writer.targets) - 2} more' if len(writer.targets) > 2 else ''}"
+            )
             if isinstance(rows, pictures.ImageFiles) and rows.failed:
                 report = target.with_name(f"{target.name}.skipped.txt")
                 reports[report] = "".join(f"{why}\n" for _, why in sorted(rows.failed.items()))
@@ -180,11 +214,11 @@ def _write(asked: argparse.Namespace, parts: Mapping[str, Readable | DatasetRows
     return 0
 
 
-def _append(writer: Writer, pools: Iterator[Pool], batch_rows: int, name: str) -> None:
+def _append(writer: Writer, pools: Iterator[Pool], batch_size: int, name: str) -> None:
     """The rows of all pools, but those whose field `keep` is False."""
     with _bar(writer.announced_rows, "rows", name) as bar:
         for pool in pools:
-            for part in pool.rows.batches(batch_rows):
+            for part in pool.rows.batches(batch_size):
                 columns = part.numpy()
                 keep = columns.pop(pictures.KEEP, None)
                 writer.append(columns if keep is None or keep.all() else {key: c[keep] for key, c in columns.items()})
@@ -193,7 +227,7 @@ def _append(writer: Writer, pools: Iterator[Pool], batch_rows: int, name: str) -
                     sys.exit(_stopped[0])
 
 
-def _open(asked: argparse.Namespace) -> Store | DatasetRows:
+def _open(asked: argparse.Namespace) -> Store | DatasetSource:
     if wrong := [pair for pair in asked.fields if "=" not in pair]:
         raise UserError(f"--fields is {wrong[0]}; it should be NAME=DATASET, such as images=x")
     fields = dict(pair.split("=", 1) for pair in asked.fields)
@@ -215,10 +249,10 @@ def _open(asked: argparse.Namespace) -> Store | DatasetRows:
     return open_store("SOURCE", asked.source, fields, verify=is_checked, trust_links=asked.trust_links)
 
 
-def _pool_rows(rows: Readable | DatasetRows) -> int:
+def _pool_rows(rows: Readable | DatasetSource) -> int:
     largest = int(rows.block_rows.max())
     wanted = max(POOL_BYTES, POOL_BLOCKS * largest * rows.row_bytes) if largest > 1 else 64 << 20
-    return max(1, min(len(rows), min(wanted, auto.free_host_bytes() // 4) // rows.row_bytes))
+    return max(1, min(len(rows), min(wanted, machine.free_host_bytes() // 4) // rows.row_bytes))
 
 
 def info(asked: argparse.Namespace) -> int:
@@ -236,7 +270,7 @@ def _advise_on_rows(file: str, columns: list[survey.Column]) -> Iterator[str]:
     for group, fields in sorted(survey.fields_of(columns).items()):
         try:
             rows = open_store("FILE", f"{file}::{group}", fields)
-            warning = auto.warn_of_class_order(rows, auto.POOL_BYTES // rows.row_bytes)
+            warning = inspection.warn_of_class_order(rows, auto.POOL_BYTES // rows.row_bytes)
         except UserError as error:
             warning = str(error).removeprefix("FILE: ")
         if warning:
@@ -271,8 +305,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         command.set_defaults(run=run)
         if source:
             command.add_argument("source", help=source, nargs="+" if many else None)
-        command.add_argument("--threads", type=int, default=auto.cpus(),
-                             help="that read, decode, hash and compress; default: CPUs")  # fmt: skip
+        command.add_argument(
+            "--threads",
+            type=int,
+            default=machine.available_cpus(),
+            help="that read, decode, hash and compress; default: CPUs",
+        )
         return command
 
     def add_writing(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -288,11 +326,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         command.add_argument(
             "--size", type=_size, metavar="HxW", help="of the rows, in pixels; default: the images' own"
         )
-        command.add_argument("--resize", choices=["shorter", "exact", "pad"], default="shorter",
-                             help="its shorter side whole, stretched, or with black borders")  # fmt: skip
+        command.add_argument(
+            "--resize",
+            choices=["shorter", "exact", "pad"],
+            default="shorter",
+            help="its shorter side whole, stretched, or with black borders",
+        )
         command.add_argument("--crop", type=_size, metavar="HxW", help="take the centre first")
-        command.add_argument("--on-error", choices=["stop", "skip"], default="stop",
-                             help="at a broken image; skip: list it beside TARGET, fail above 1 %%")  # fmt: skip
+        command.add_argument(
+            "--on-error",
+            choices=["stop", "skip"],
+            default="stop",
+            help="at a broken image; skip: list it beside TARGET, fail above 1 %%",
+        )
         return command
 
     def add_split(command: argparse.ArgumentParser) -> None:
@@ -311,8 +357,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--above", type=float, default=3.5, help="ratings that count; default: above 3.5")
     command.add_argument("--held-out", type=int, default=10_000, help="users to validate, and as many to test")
     command.add_argument("--columns", default=",".join(COLUMNS), help=f"of the CSV; default: {','.join(COLUMNS)}")
-    command.add_argument("--on-error", choices=["stop", "skip"], default="stop",
-                         help="at a broken line; skip: list it beside TARGET, fail above 1 %%")  # fmt: skip
+    command.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a broken line; skip: list it beside TARGET, fail above 1 %%",
+    )
     command = add_writing(add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True))
     command.add_argument("--held-out", type=int, help="of a sparse matrix: rows to validate, and as many to test")
     command = add_writing(add(synthetic))
@@ -371,7 +421,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
     torch.set_num_threads(1)  # each of the readers works alone
-    with clear_exit(Launch()):
+    with exit_with_message(Launch()):
         asked = _parse(sys.argv[1:])
         try:
             sys.exit(asked.run(asked))

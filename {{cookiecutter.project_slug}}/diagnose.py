@@ -15,8 +15,9 @@ torchrun --standalone --nproc-per-node=gpu diagnose.py --config configs/celeba.y
 import argparse
 import sys
 
+from fastgpu.process import machine
 from fastgpu.process.config_loader import flat, load_config
-from fastgpu.process.launch import RankError, UserError, clear_exit, read_launch
+from fastgpu.process.launch import RankError, UserError, exit_with_message, read_launch
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -50,7 +51,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
         raise SystemExit(0)
-    with clear_exit(launch, "interrupted"):
+    with exit_with_message(launch, "interrupted"):
         options, words = parse(sys.argv[1:])
         config = load_config(words)
 
@@ -85,13 +86,13 @@ from fastgpu.diagnose.plot import write_bars
 from fastgpu.diagnose.verdict import Facts, Measured, Timing, Verdict, judge, worth_trying
 from fastgpu.feed import sizes as auto
 from fastgpu.process.world import World, join
-from fastgpu.rows.field import MOST_VALUES
+from fastgpu.rows.field import MAX_VALUES
 from fastgpu.rows.order import BlockSampler
 from train import make_step, open_rows
 
 POOL_S = 0.1  # to train on or to supply: larger pools are cut while measuring, or a few of them would take minutes
-MOST_POOL_S = 2.0  # to supply a pool whose size is tried
-BATCHES = (2, 4, 8, 16, 32, 64)  # x data.batch_rows, with --batch
+MAX_POOL_S = 2.0  # to supply a pool whose size is tried
+BATCHES = (2, 4, 8, 16, 32, 64)  # x data.batch_size, with --batch
 LIGHTER: dict[str, Any] = {"crop_share": 1.0, "jitter": 0.0, "mixup": 0.0, "cutout": 0, "crop_pad": 0, "flip": False}
 
 
@@ -105,20 +106,21 @@ class Bench:
         self.rows, self.val_rows, self.workload, self.sizes = open_rows(self.cfg, world)
         self.model, step, _ = make_step(self.cfg, world, self.workload)
         self.step, alone, rng = step, copy.copy(step), world.reseed(self.cfg.run.seed)
-        if world.size > 1:
+        if world.world_size > 1:
             alone.model = self.model
             if self.cfg.train.compile:  # what was compiled is DDP around it
                 self.model.compile()
         workload = self.workload  # a closure over self would keep all of it alive
         self.transform = lambda rows: workload.transform(rows, rng)
         times = 1.0 if self.cfg.data.echo == "auto" else self.cfg.data.echo
-        self.parts = Parts(self.transform, lambda rows: step(rows, 0.0), lambda rows: alone(rows, 0.0),
-                           self.sizes.batch_rows, times)  # fmt: skip
-        world.agree(self.sizes.tier, "set data.tier: free memory differs")
+        self.parts = Parts(
+            self.transform, lambda rows: step(rows, 0.0), lambda rows: alone(rows, 0.0), self.sizes.batch_size, times
+        )
+        world.check_equal(self.sizes.tier, "set data.tier: free memory differs")
         self.seed, self.pool_batches = self.cfg.run.seed, 1
-        with world.together():
+        with world.raise_on_every_rank():
             self.batch = first_batch(self.rows, self.order(self.rows, self.sizes, 1), self.sizes.readers, world.device)
-        world.require(self.fits(), f"data.batch_rows is {self.cfg.data.batch_rows}: out of memory; use fewer")
+        world.check_everywhere(self.fits(), f"data.batch_size is {self.cfg.data.batch_size}: out of memory; use fewer")
         self.compute_s = self.compute(self.transform).step_s
         supply = self.supply({}) if self.sizes.tier == "disk" else None
         slowest_s = max(self.compute_s, supply.step_s if supply else 0.0)
@@ -128,9 +130,14 @@ class Bench:
         """Another one each time, or a cold file would be warm for whatever is measured second."""
         self.seed += 1
         return BlockSampler(
-            rows.block_rows, sizes.batch_rows, rank=self.world.rank, world_size=self.world.size, lanes=sizes.lanes,
-            pool_batches=pool_batches, seed=self.seed,
-        )  # fmt: skip
+            rows.block_rows,
+            sizes.batch_size,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            canonical_ranks=sizes.canonical_ranks,
+            pool_batches=pool_batches,
+            seed=self.seed,
+        )
 
     def fits(self) -> bool:
         """Whether the device has room for a step; a shared one: DDP must see its first before the bare model runs."""
@@ -161,12 +168,13 @@ class Bench:
         rows, _, _, sizes = open_rows(cfg, self.world) if words else (self.rows, None, None, self.sizes)
         is_pool_asked = any(word.startswith("data.pool_batches=") for word in words)
         order = self.order(rows, sizes, sizes.pool_batches if is_pool_asked else self.pool_batches)
-        with self.world.together():
-            return make_feeds(rows, order, sizes, self.world.device, cfg.data.prefetch_pools, cfg.data.pin_memory,
-                              only_real)  # fmt: skip
+        with self.world.raise_on_every_rank():
+            return make_feeds(
+                rows, order, sizes, self.world.device, cfg.data.prefetch_pools, cfg.data.pin_memory, only_real
+            )
 
     def measure(self) -> Measured:
-        feeds, is_seen = self.feeds(), self.world.is_first and sys.stderr.isatty()
+        feeds, is_seen = self.feeds(), self.world.is_main and sys.stderr.isatty()
         show = (lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)) if is_seen else None
         found = measure(self.world, self.device, self.parts, self.batch, feeds, self.seconds, tell=show)
         feeds.close()
@@ -191,11 +199,11 @@ class Bench:
     def search(self, lines: Mapping[str, Any], demand_s: float) -> tune.Choice:
         """What feeds a demand, beside these lines."""
         by_h5py = getattr(self.rows, "by_h5py", False)
-        share = int(-self.world.max(-max(1, auto.cpus() // self.world.local_size)))
+        share = int(-self.world.all_reduce_max(-max(1, machine.available_cpus() // self.world.local_world_size)))
         now = self.supply(lines)
         now_s = now.step_s if now else inf
         pools = [self.sizes.pool_batches * times for times in (1, 2, 4)]
-        pools = [each for each in pools if each * now_s < MOST_POOL_S]
+        pools = [each for each in pools if each * now_s < MAX_POOL_S]
         ladders = tune.ladders(share, pools, self.rows.in_workers, by_h5py)
         return tune.search(lambda more: self.supply({**lines, **more}), now_s, demand_s, ladders)
 
@@ -220,29 +228,35 @@ class Bench:
     def facts(self) -> Facts:
         cfg, rows, is_gpu = self.cfg, self.rows, self.world.device.type == "cuda"
         need = (len(rows) + len(self.val_rows)) * rows.row_bytes
-        free = {"device": torch.cuda.mem_get_info()[0] if is_gpu else 0,
-                "host": auto.free_host_bytes() // self.world.local_size}  # fmt: skip
+        free = {
+            "device": torch.cuda.mem_get_info()[0] if is_gpu else 0,
+            "host": machine.free_host_bytes() // self.world.local_world_size,
+        }
         nearer = [] if rows.in_workers else {"disk": ["device", "host"], "host": ["device"]}.get(self.sizes.tier, [])
         values = max((int(each.sum(dtype="int64")) for each in rows.lengths.values()), default=0)
-        near = next((tier for tier in nearer if need < 0.8 * free[tier] and values <= MOST_VALUES), None)
-        faster = {"train.compile=true": not cfg.train.compile, "train.precision=bf16": cfg.train.precision == "fp32",
-                  "train.channels_last=true": not cfg.train.channels_last}  # fmt: skip
+        near = next((tier for tier in nearer if need < 0.8 * free[tier] and values <= MAX_VALUES), None)
+        faster = {
+            "train.compile=true": not cfg.train.compile,
+            "train.precision=bf16": cfg.train.precision == "fp32",
+            "train.channels_last=true": not cfg.train.channels_last,
+        }
         return Facts(
-            readers_key="loader.workers" if rows.in_workers else "data.readers",
+            readers_key="loader.num_workers" if rows.in_workers else "loader.num_readers",
             readers=self.sizes.readers,
             near_tier=near,
             most_batch_rows=len(rows),
             echo=self.parts.echo,
-            most_echo=4.0 if self.workload.redraws else 2.0,
+            most_echo=4.0 if self.workload.is_random else 2.0,
             float_fields={name: field.dtype.itemsize for name, field in rows.fields.items() if field.dtype.kind == "f"},
             filters=getattr(rows, "filters", ""),
             pins=cfg.data.pin_memory,
             fp16=self.step.precision == "fp16",
             lighter=tuple(f"augment.{k}={json.dumps(v)}" for k, v in LIGHTER.items() if cfg.options[k] != v),
             dataset=f"python convert.py repack --dataset {cfg.data.dataset} {cfg.data.train} train.h5"
-            if rows.in_workers else "",
+            if rows.in_workers
+            else "",
             unused=tuple(word for word, is_off in faster.items() if is_off and is_gpu),
-        )  # fmt: skip
+        )
 
     def trace(self, steps: int, path: Path) -> None:
         """Profile the loop; rank 0 writes it."""
@@ -256,26 +270,33 @@ class Bench:
             list(islice(loop, steps))
             self.device.synchronize()
         feeds.close()
-        with self.world.together():
-            if self.world.is_first:
+        with self.world.raise_on_every_rank():
+            if self.world.is_main:
                 write(path, lambda path: profile.export_chrome_trace(str(path)))
 
 
 def diagnose(words: Sequence[str], world: World, asked: argparse.Namespace) -> int:
     """Measure, say what was found, and return the exit code."""
     cfg = load_config([*words])
-    folder, say = Path(cfg.run.folder), (lambda _: None) if asked.json else world.say
-    with world.together():
-        found = preflight.look(world.device, world.local_size, world.gpus or [], cfg.data.train,
-                               [*cfg.data.fields.values()], cfg.data.dataset != "none", cfg.run.folder)  # fmt: skip
+    folder, say = Path(cfg.run.folder), (lambda _: None) if asked.json else world.print_once
+    with world.raise_on_every_rank():
+        found = preflight.look(
+            world.device,
+            world.local_world_size,
+            world.gpus or [],
+            cfg.data.train,
+            [*cfg.data.fields.values()],
+            cfg.data.dataset != "none",
+            cfg.run.folder,
+        )
     say("\n".join(map(str, found)))
     bench = Bench(words, world, asked.seconds)
     sizes = bench.sizes
     m, facts = bench.measure(), bench.facts()
-    verdict: Verdict = world.from_first(judge(m, facts))
+    verdict: Verdict = world.broadcast(judge(m, facts))
     if tries := worth_trying(verdict.cause, facts):
-        verdict = world.from_first(judge(m, facts, {word: bench.try_word(verdict.cause, word) for word in tries}))
-    head = f"{world}, {m.batch_rows} rows a step, {sizes.tier} tier" + (
+        verdict = world.broadcast(judge(m, facts, {word: bench.try_word(verdict.cause, word) for word in tries}))
+    head = f"{world}, {m.batch_size} rows a step, {sizes.tier} tier" + (
         f", {sizes.who}: {sizes.readers}" if m.supply else ""
     )
     resolved = flat(cfg) | auto.resolved(sizes, bench.rows.in_workers, bench.step.precision)
@@ -286,10 +307,10 @@ def diagnose(words: Sequence[str], world: World, asked: argparse.Namespace) -> i
     if asked.trace:
         bench.trace(asked.trace, folder / "trace.json")
         say(f"profile of {asked.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
-    with world.together():
-        if world.is_first and asked.plot:
+    with world.raise_on_every_rank():
+        if world.is_main and asked.plot:
             write(Path(asked.plot), lambda path: write_bars(path, f"{verdict.cause}: {head}", diagnosis.drawn(m)))
-    if world.is_first:
+    if world.is_main:
         try:
             write(folder / diagnosis.FILE, lambda path: path.write_text(json.dumps(numbers, indent=2)))
         except UserError as error:
@@ -298,7 +319,7 @@ def diagnose(words: Sequence[str], world: World, asked: argparse.Namespace) -> i
         numbers["tuned"] = tuned(bench, m, verdict, facts, asked.batch)
         say(numbers["tuned"])
     if asked.json:
-        world.say(json.dumps(numbers, indent=2))
+        world.print_once(json.dumps(numbers, indent=2))
     return int(m.feed_ratio.step_s < asked.min_feed)
 
 
@@ -311,10 +332,13 @@ def tuned(bench: Bench, m: Measured, verdict: Verdict, facts: Facts, batch: bool
         if is_larger:
             more, demand_s, said = larger_batch(bench, demand_s)
             notes, lines = notes + said, lines | more
-        if "data.batch_rows" in lines or (verdict.is_input and not is_larger):
+        if "data.batch_size" in lines or (verdict.is_input and not is_larger):
             choice = bench.search(lines, demand_s)
-            notes += [f"{' '.join(_words(each.lines))}: {m.batch_rows / each.timing.step_s:,.0f} rows/s supplied, "
-                      f"+-{100 * each.timing.spread:.0f} %" for each in choice.tried]  # fmt: skip
+            notes += [
+                f"{' '.join(_words(each.lines))}: {m.batch_size / each.timing.step_s:,.0f} rows/s supplied, "
+                f"+-{100 * each.timing.spread:.0f} %"
+                for each in choice.tried
+            ]
             if choice.outcome == "inconclusive":
                 return "\n".join([*notes, "inconclusive: this machine is too noisy to tell; nothing is written"])
             lines |= choice.lines
@@ -329,23 +353,27 @@ def tuned(bench: Bench, m: Measured, verdict: Verdict, facts: Facts, batch: bool
     host = platform.node()
     path = Path(f"tuned.{host}.yaml")
     named = any(word.startswith("--config") for word in bench.words)
-    notes = [f"by diagnose.py --tune on {time.strftime('%Y-%m-%d')}, {host}: {bench.world}, {auto.cpus()} CPUs, "
-             f"torch {torch.__version__}", f"demand: {m.batch_rows / demand_s:,.0f} rows/s", *notes,
-             f"to use it: {'the same words, and' if named else '--config config.yaml'} --config {path}"]  # fmt: skip
-    with bench.world.together():
-        if bench.world.is_first:
+    notes = [
+        f"by diagnose.py --tune on {time.strftime('%Y-%m-%d')}, {host}: {bench.world}, {machine.available_cpus()} CPUs, "
+        f"torch {torch.__version__}",
+        f"demand: {m.batch_size / demand_s:,.0f} rows/s",
+        *notes,
+        f"to use it: {'the same words, and' if named else '--config config.yaml'} --config {path}",
+    ]
+    with bench.world.raise_on_every_rank():
+        if bench.world.is_main:
             write(path, lambda path: path.write_text(tune.overlay(lines, notes)))
     return "\n".join([*notes, f"{path}: {' '.join(_words(lines))}"])
 
 
 def larger_batch(bench: Bench, step_s: float) -> tuple[dict[str, Any], float, list[str]]:
-    """Double data.batch_rows as long as that gives a tenth more rows/s and memory lasts.
+    """Double data.batch_size as long as that gives a tenth more rows/s and memory lasts.
 
     Returns lines, seconds a step of as many rows as before, notes.
     """
-    rows, lines, notes = bench.cfg.data.batch_rows, dict[str, Any](), list[str]()
+    rows, lines, notes = bench.cfg.data.batch_size, dict[str, Any](), list[str]()
     for times in BATCHES:
-        word = f"data.batch_rows={rows * times}"
+        word = f"data.batch_size={rows * times}"
         gc.collect()  # the bench before
         torch.cuda.empty_cache()
         try:
@@ -358,7 +386,7 @@ def larger_batch(bench: Bench, step_s: float) -> tuple[dict[str, Any], float, li
         notes.append(f"{word}: {rows / now_s:,.0f} rows/s trained")
         if now_s > 0.9 * step_s:
             break
-        lines, step_s = {"data.batch_rows": rows * times}, now_s
+        lines, step_s = {"data.batch_size": rows * times}, now_s
     said = "a larger batch changes what is learned: find its learning rate"
     return lines, step_s, [*notes, said] if lines else notes
 
@@ -377,6 +405,6 @@ def write(path: Path, how: Callable[[Path], object]) -> None:
 
 
 if __name__ == "__main__":
-    with clear_exit(launch, "interrupted"), join(launch, config.dist.device, config.dist.timeout_s) as world:
+    with exit_with_message(launch, "interrupted"), join(launch, config.dist.device, config.dist.timeout_s) as world:
         code = diagnose(words, world, options)
     raise SystemExit(code)

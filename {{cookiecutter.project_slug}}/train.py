@@ -2,154 +2,185 @@
 
 python train.py                                             one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py         every GPU of this machine
-python train.py data.batch_rows=512 train.epochs=3          any key of config.yaml; --help lists them
+python train.py data.batch_size=512 train.epochs=3          any key of config.yaml; --help lists them
 """
 
 import sys
-from typing import Any
-
-from fastgpu.process.config import Config
-from fastgpu.process.config_loader import flat, load_config
-from fastgpu.process.launch import clear_exit, read_launch
-
-if __name__ == "__main__":  # before torch, whose import takes seconds: a typo in the config is told at once
-    launch = read_launch()
-    with clear_exit(launch):
-        config = load_config(sys.argv[1:])
-
-import torch
 
 import workloads
-from fastgpu.diagnose.tune import settle_readers
-from fastgpu.feed import sizes as auto
-from fastgpu.feed.echo import auto_factor, echo, times_of_pool
-from fastgpu.feed.tiers import make_feed
+from fastgpu.process.config_loader import load_config, read_options
+from fastgpu.process.launch import exit_with_message, read_launch
+
+if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
+    launch = read_launch()
+    with exit_with_message(launch):
+        config = load_config(sys.argv[1:], workloads.find_options)
+
+from contextlib import closing
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastgpu.feed.echo import echo, echo_passes, free_echo
+from fastgpu.feed.sizes import Sizes, choose_sizes
+from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
-from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.sources import opener
-from fastgpu.telemetry import checkpoint, runs
-from fastgpu.telemetry.clock import Clock, Lap
-from fastgpu.telemetry.log import Log, listed
-from fastgpu.telemetry.monitor import Monitor
-from fastgpu.training import apex
+from fastgpu.rows.contract import Source
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.sources import open_source
+from fastgpu.telemetry.checkpoint import Stateful
+from fastgpu.telemetry.describe import describe_feed
+from fastgpu.telemetry.run import open_run
+from fastgpu.training.apex import choose_kernels
 from fastgpu.training.evaluate import evaluate
-from fastgpu.training.optim import make_optimizer, schedule
-from fastgpu.training.parallel import hint, wrap
-from fastgpu.training.step import Step, check_finite, choose_precision
+from fastgpu.training.optim import make_optimizer
+from fastgpu.training.parallel import reseed, share_gradients, unused_gpus_hint
+from fastgpu.training.step import MixedPrecision, OptimizerState, lr_factor, micro_batches, mixed_precision, to_device
+from workloads import Workload
 
 
-def open_rows(cfg: Config, world: World) -> tuple[Any, Any, Any, auto.Sizes]:
-    """Rows to train on and to validate with, what is done with them, and in which portions they move."""
-    data = cfg.data
-    open_source = opener(data.dataset, data.verify, data.trust_links, cfg.hdf5.model_dump(), cfg.loader.model_dump())
-    with world.together():
-        rows = open_source("data.train", data.train, data.fields)
-        val_rows = open_source("data.val", data.val, data.val_fields or data.fields)
-        sizes = auto.sizes(rows, val_rows, world.size, world.local_size, world.device, cfg.optim.accumulation,
-                           data.tier, data.batch_rows, data.lanes, data.pool_batches, data.readers, cfg.loader.workers,
-                           cfg.loader.prefetch_factor, data.prefetch_pools)  # fmt: skip
-        workload = workloads.make(cfg.workload, rows, val_rows, cfg.options)
-    return rows, val_rows, workload, settle_readers(rows, sizes, world, cfg.run.seed)
+class Parts(NamedTuple):
+    """What the loop is made of. diagnose.py measures these very objects."""
+
+    config: Config  # with a number for every `auto`
+    source: Source
+    val_source: Source
+    sizes: Sizes
+    feed: Feed
+    val_feed: Feed
+    workload: Workload
+    model: nn.Module  # as it is saved and validated
+    ddp: nn.Module  # the same model; it averages the gradients over the ranks
+    optimizer: torch.optim.Optimizer
+    precision: MixedPrecision
 
 
-def make_step(cfg: Config, world: World, workload: Any) -> tuple[Any, Step, str]:
-    """The model on the device, what trains it, and a line about NVIDIA Apex if there is something to say."""
-    with world.together():
-        kernels, why = apex.choose(cfg.optim.fused, cfg.optim.name)
-    world.agree(kernels, "install NVIDIA Apex on every machine, or set optim.fused=torch")
+def build(cfg: Config, world: World) -> Parts:
+    # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
+    workload_class = workloads.load(cfg.workload)
+    with world.raise_on_every_rank():
+        options = read_options(cfg, workload_class.Options)
+        source = open_source(cfg.data, "train", cfg.loader, cfg.hdf5)
+        val_source = open_source(cfg.data, "val", cfg.loader, cfg.hdf5)
+        workload = workload_class(options, source, val_source)
+        sizes = choose_sizes(
+            cfg.data, cfg.loader, (source, val_source), world, accumulation=cfg.optim.accumulation_steps
+        )
+
+    # ------------------------------------------------------------ feed: blocks -> pools of shuffled rows on the device
+    shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
+    order = BlockSampler(
+        source.block_rows, sizes.batch_size, shard=shard, pool_batches=sizes.pool_batches, seed=cfg.run.seed
+    )
+    val_shard = Shard(world.rank, world.world_size)
+    val_order = BlockSampler(
+        val_source.block_rows,
+        sizes.batch_size,
+        shard=val_shard,
+        pool_batches=sizes.pool_batches,
+        seed=None,
+        drop_last=False,
+    )
+    placement = Placement(sizes.tier, world.device, sizes.n_readers)
+    with world.raise_on_every_rank():
+        feed = make_feed(source, order, placement, cfg.loader)
+        val_feed = make_feed(val_source, val_order, placement, cfg.loader)
+        kernels = choose_kernels(cfg.optim)
+    world.check_equal(kernels, "install NVIDIA Apex on every machine, or set optim.fused=torch")
+
+    # ------------------------------------------------------------ model
     torch.manual_seed(cfg.run.seed)
-    layout = torch.channels_last if cfg.train.channels_last else torch.contiguous_format
-    model = workload.model().to(world.device, memory_format=layout)
-    optimizer = make_optimizer(model, cfg.optim.name, cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.momentum, kernels)
-    precision = choose_precision(cfg.train.precision, world.device)
-    shared = wrap(world, model, cfg.dist.strategy, cfg.optim.accumulation == 1, cfg.train.compile)
-    step = Step(shared, workload.loss, optimizer, precision, world.device, cfg.optim.accumulation, cfg.optim.clip_norm)
-    return model, step, why
+    model = to_device(workload.model(), world.device, cfg.train.channels_last)
+    optimizer = make_optimizer(model, cfg.optim, kernels)
+    precision = mixed_precision(cfg.train.precision, world.device)
+    has_ragged = any(field.is_ragged for field in source.fields.values())
+    static_graph = cfg.optim.accumulation_steps == 1
+    ddp = share_gradients(model, cfg.dist, world, static_graph=static_graph, has_ragged=has_ragged)
+    if cfg.train.compile:
+        ddp.compile()
+    resolved = cfg.resolved(
+        data=sizes.data_values(),
+        loader=sizes.loader_values(),
+        model=options.model_dump(),
+        train={"precision": precision.name},
+    )
+    return Parts(resolved, source, val_source, sizes, feed, val_feed, workload, model, ddp, optimizer, precision)
+
+
+def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
+    """Forward, backward, update. Returns the mean loss on the device: nothing here waits for it."""
+    accumulation_steps = parts.config.optim.accumulation_steps
+    max_norm = parts.config.optim.clip_grad_norm
+    optimizer = parts.optimizer
+    scaler = parts.precision.scaler
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    losses = []
+    for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
+        with sync:  # gradients are averaged over the ranks with the last part only
+            with parts.precision.autocast:
+                loss = parts.workload.loss(parts.ddp, part) / accumulation_steps
+            scaler.scale(loss).backward()
+        losses.append(loss.detach())
+    if max_norm:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum()
 
 
 def train(cfg: Config, world: World) -> None:
-    # ---------------------------------------------------------------- Rows on the device, model, the run's folder
-    rows, val_rows, workload, sizes = open_rows(cfg, world)
-    ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "pool_batches": sizes.pool_batches}
-    order = BlockSampler(rows.block_rows, sizes.batch_rows, lanes=sizes.lanes, seed=cfg.run.seed, **ranks)
-    val_order = BlockSampler(val_rows.block_rows, sizes.batch_rows, shuffle=False, drop_last=False, **ranks)
-    where = (sizes.tier, world.device, sizes.readers, cfg.data.prefetch_pools, cfg.data.pin_memory)
-    with world.together():
-        feed, val_feed = make_feed(rows, order, *where), make_feed(val_rows, val_order, *where)
-    model, step, why = make_step(cfg, world, workload)
-    resume, parts = cfg.run.resume == "auto", {"model": model, "step": step}
-    with world.together():
-        mine = runs.open_run(cfg.run.folder, cfg.run.name, resume) if world.is_first else None
-    folder = world.from_first(mine)
-    with world.together():
-        at = checkpoint.resume(folder, parts, order.identity, world.device) if resume else checkpoint.Progress()
-    world.agree(at, f"put run.folder ({cfg.run.folder}) on a file system that all nodes share")
-    at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
-    resolved = flat(cfg) | auto.resolved(sizes, rows.in_workers, step.precision) | {"data.echo": at.echo}
-    runs.describe_run(mine, resolved)
-    monitor = Monitor(world.gpus, world.by_machine)
-    world.say(f"{folder}: {world}, {step.precision}, at step {at.step}\n{sizes.text}{workload.note}{why}{monitor.note}")
+    parts = build(cfg, world)
+    feed, workload, order = parts.feed, parts.workload, parts.feed.order
+    batch_size = parts.sizes.batch_size
     planned_rows = cfg.train.epochs * order.total_size
-    log = Log(mine, planned_rows, at.epoch * order.total_size + at.consumed, resolved, f"{world}, {rows.row_bytes} B")
-    clock, losses, metrics = Clock(world.device), list[torch.Tensor](), dict[str, float]()
+    state: dict[str, Stateful] = {"model": parts.model, "step": OptimizerState(parts.optimizer, parts.precision.scaler)}
 
-    def report(fresh: float, lr: float) -> Lap:
-        """Log the steps since the last report: the only place of the loop where the host waits for the device."""
-        loss = world.sum(torch.stack(losses).mean()).item() / world.size
-        losses.clear()
-        check_finite(loss, at.step, cfg.optim.lr)
-        lap = clock.lap(world.max)
-        log.scalars(at.step, {"train/loss": loss, "train/lr": lr} | lap.scalars() | monitor.scalars(lap.rows_per_s))
-        log.progress(fresh, f"epoch {at.epoch + 1}/{cfg.train.epochs} step {at.step} loss {loss:.4f} {lap}")
-        return lap
+    with closing(feed), closing(parts.val_feed), open_run(cfg.run, state, order, world) as run:
+        progress = run.progress
+        if cfg.data.echo != "auto":
+            progress.echo = cfg.data.echo
+        settings = parts.config.flat() | {"data.echo": progress.echo}
+        world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {progress.step}")
+        world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
+        run.start(settings, parts.source.row_bytes, workload.card())
 
-    def save(kind: checkpoint.Kind) -> bool:
-        world.average_buffers(model)
-        return not world.is_first or checkpoint.save(folder, kind, at, parts, order.identity)
+        while progress.epoch < cfg.train.epochs:
+            read_before = feed.read_time
+            for pool in run.clock.timed(feed.pools(progress.epoch, progress.consumed)):
+                rng = reseed(world, cfg.run.seed, progress.epoch, pool.plan.number)
+                passes = echo_passes(progress.echo, progress.epoch * order.pools_per_epoch + pool.plan.number)
+                fresh_rows = float(progress.epoch * order.total_size + progress.consumed)
+                rows_per_step = cfg.data.batch_size / passes  # fresh rows: an echoed batch counts for a part only
+                for batch in echo(pool.rows, batch_size, passes, rng):
+                    middle = (fresh_rows + rows_per_step / 2) / planned_rows
+                    lr = cfg.optim.lr * lr_factor(middle, cfg.optim.warmup_share)
+                    loss = train_step(parts, workload.transform(batch, rng), lr)
+                    fresh_rows += rows_per_step
+                    run.count(loss, rows_per_step, cfg.data.batch_size)
+                    if run.clock.steps == cfg.log.every_steps:
+                        run.report(fresh_rows, lr)  # the only place where the host waits for the device
+                progress.consumed = pool.plan.consumed
+                run.save_if_due(parts.model)
+            run.report(fresh_rows, lr)
 
-    # ---------------------------------------------------------------- Loop: epochs > pools > batches
-    saved, saved_step = True, at.step
-    while at.epoch < cfg.train.epochs:
-        epoch_lap, fresh = Lap(), float(at.epoch * order.total_size + at.consumed)
-        for pool in clock.waits(feed.pools(at.epoch, at.consumed)):
-            rng = world.reseed(cfg.run.seed, at.epoch, pool.plan.number)
-            times = times_of_pool(at.echo, at.epoch * order.pools_an_epoch + pool.plan.number)
-            fresh, step_rows = float(at.epoch * order.total_size + at.consumed), cfg.data.batch_rows / times
-            for batch in echo(pool.rows, sizes.batch_rows, times, rng):
-                lr = cfg.optim.lr * schedule((fresh + step_rows / 2) / planned_rows, cfg.optim.warmup)
-                losses.append(step(workload.transform(batch, rng), lr))
-                at.step, fresh = at.step + 1, fresh + step_rows
-                clock.count(step_rows, cfg.data.batch_rows)
-                if clock.steps == cfg.log.every_steps:
-                    epoch_lap = epoch_lap.plus(report(fresh, lr))
-            at.consumed = pool.plan.consumed
-            if cfg.run.checkpoint_every_steps and at.step - saved_step >= cfg.run.checkpoint_every_steps:
-                saved, saved_step = save("last"), at.step
-        if clock.steps:
-            epoch_lap = epoch_lap.plus(report(fresh, lr))
-        metrics = evaluate(model, workload, val_feed.pools(at.epoch), sizes.batch_rows, step.cast, world)
-        if cfg.data.echo == "auto" and epoch_lap.trained_rows:  # for the next epoch
-            at.echo = auto_factor(world.max(feed.supply_s()), epoch_lap.train_s * world.size, workload.redraws)
-            runs.write_config(mine, resolved | {"data.echo": at.echo})
-        is_best = at.end_epoch(metrics[f"val/{workload.best}"])
-        saved, saved_step = save("last"), at.step
-        if is_best:
-            save("best")
-        log.scalars(at.step, metrics)
-        log.progress(fresh, f"epoch {at.epoch}/{cfg.train.epochs} {listed(metrics)}, {epoch_lap}", important=True)
-        clock.restart()
-
-    # ---------------------------------------------------------------- Close
-    world.say(log.finish(resolved | {"data.echo": at.echo}, metrics))
-    for each in (feed, val_feed, monitor):
-        each.close()
-    world.require(saved, f"the run is over, but its last checkpoint is not in {folder}: make room, and resume it")
-    world.say(
-        f"done: epoch {at.epoch}, step {at.step}; {folder}/report.html; charts: tensorboard --logdir {cfg.run.folder}"
-    )
+            pools = parts.val_feed.pools(progress.epoch)
+            autocast = parts.precision.autocast
+            metrics = evaluate(parts.model, workload, pools, batch_size=batch_size, autocast=autocast, world=world)
+            if cfg.data.echo == "auto" and run.epoch_throughput.trained_rows:
+                read_s = world.all_reduce_max(feed.read_time.since(read_before).s_per_row)
+                train_s = run.epoch_throughput.train_s_per_row * world.world_size
+                run.set_echo(free_echo(read_s, train_s, workload.is_random))
+            run.end_epoch(parts.model, metrics, workload.metrics)
+        run.finish()
 
 
 if __name__ == "__main__":
-    with clear_exit(launch), join(launch, config.dist.device, config.dist.timeout_s) as world:
-        world.say(hint(world, config.dist.strategy, " ".join(sys.argv)))
+    with exit_with_message(launch), join(launch, config.dist) as world:
+        world.print_once(unused_gpus_hint(world, config.dist, " ".join(sys.argv)))
         train(config, world)

@@ -81,8 +81,8 @@ def test_augmentation_is_drawn_anew_each_time_and_repeats_with_the_seed(store):
 )
 def test_each_augmentation_redraws_and_can_be_trained_on(store, key, value):
     workload = Workload(store, store, **SETTINGS | OFF | {key: value})
-    assert workload.redraws
-    assert not Workload(store, store, **SETTINGS | OFF).redraws
+    assert workload.is_random
+    assert not Workload(store, store, **SETTINGS | OFF).is_random
     batch, generator = Rows({"images": images((8, 3, 8, 8)), "labels": torch.arange(8) % 4}), rng()
     first, second = workload.transform(batch, generator), workload.transform(batch, generator)
     assert not torch.equal(first["images"], second["images"])

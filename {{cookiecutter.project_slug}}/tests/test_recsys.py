@@ -24,7 +24,7 @@ from workloads.recsys import AutoEncoder, Workload, multinomial_nll
 
 ITEMS, USERS = 60, 40
 SETTINGS = {"hidden": 24, "latent": 8, "dropout": 0.5, "variational": True, "kl_weight": 0.2, "kl_anneal_steps": 20}
-CONFIG = ("--config", "configs/recsys.yaml", "recsys.hidden=16", "recsys.latent=8", "train.epochs=2")
+CONFIG = ("--config", "configs/recsys.yaml", "model.hidden_dim=16", "model.latent_dim=8", "train.epochs=2")
 
 
 def rows_of(users: list[list[int]], **more: list[list[int]]) -> Rows:
@@ -158,8 +158,20 @@ def made(tmp_path_factory) -> Path:
     """interactions-train.h5 and interactions-val.h5 of 600 users, and a folder `configs` beside `data`."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "data").mkdir()
-    result = convert("synthetic", folder / "data/interactions.h5", "--kind", "interactions", "--rows", "600",
-                     "--items", "200", "--mean-items", "20", "--split", "0.8")  # fmt: skip
+    result = convert(
+        "synthetic",
+        folder / "data/interactions.h5",
+        "--kind",
+        "interactions",
+        "--rows",
+        "600",
+        "--items",
+        "200",
+        "--mean-items",
+        "20",
+        "--split",
+        "0.8",
+    )
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -222,7 +234,7 @@ def last_line(output: str) -> str:
 
 @pytest.mark.slow
 def test_every_tier_and_number_of_ranks_trains_the_same(made):
-    shown, base = [], [*CONFIG, *paths(made), f"run.folder={made}/runs", "data.batch_rows=48", "data.echo=1.5"]
+    shown, base = [], [*CONFIG, *paths(made), f"run.folder={made}/runs", "data.batch_size=48", "data.echo=1.5"]
     for tier in ("device", "host", "disk"):
         result = run_train(*base, f"data.tier={tier}", f"run.name={tier}", "data.pool_batches=3")
         assert result.returncode == 0, result.stderr
@@ -238,7 +250,7 @@ def test_every_tier_and_number_of_ranks_trains_the_same(made):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(made):
-    base = [*CONFIG, *paths(made), f"run.folder={made}/runs", "data.batch_rows=48", "data.tier=disk"]
+    base = [*CONFIG, *paths(made), f"run.folder={made}/runs", "data.batch_size=48", "data.tier=disk"]
     base += ["data.pool_batches=3", "run.checkpoint_every_steps=1"]
     assert run_train(*base, "run.name=whole").returncode == 0
     shutil.copytree(made / "runs/whole", made / "runs/again")

@@ -1,23 +1,77 @@
-"""What is trained: one module a workload, named by `workload:` in config.yaml. Your own code lives here."""
+"""What is trained: one module for each workload, selected by `workload:` in config.yaml. Your own code lives here.
 
-import inspect
+To write a workload, copy minimal.py to workloads/<name>.py, change its class `Workload`, and set `workload: <name>`.
+The class must fit the protocol below; that is all the training loop asks of it.
+"""
+
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+
+if TYPE_CHECKING:  # importing this package must not import torch: `train.py --help` and the config need it early
+    from torch import Generator, Tensor, nn
+
+    from fastgpu.rows.contract import Source
+    from fastgpu.rows.rows import Rows
+    from fastgpu.training.evaluate import Sum
+
+Direction = Literal["higher", "lower"]
+"""Which values of a metric are better."""
 
 
-def make(name: str, train: Source, val: Source, options: Mapping[str, Any]) -> Any:
-    """The `Workload` of workloads/<name>.py, such as images.py has, with those of the options that it takes.
+class Workload(Protocol):
+    """A model, what happens to a batch on the device, the loss and the metrics. Every rank has one instance."""
 
-    Raises UserError if there is no such file.
-    """
+    Options: type[Section]
+    """Your settings: a class of typed fields with defaults. They are read from the section `model` of config.yaml and
+    checked like every other key; a docstring under a field is shown by `python train.py --help`."""
+
+    @property
+    def metrics(self) -> Mapping[str, Direction]:
+        """{name: which values are better}. The first metric decides which checkpoint is the best one."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a row looks different each time it is trained on (augmentation, dropout of the input). It limits
+        data.echo=auto to 4 passes if True and to 2 if False."""
+
+    def __init__(self, options: Any, train: "Source", val: "Source"):
+        """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`."""
+
+    def model(self) -> "nn.Module":
+        """The network, newly initialised, on the CPU. It should take rows as they lie in the file, so that a
+        checkpoint takes them, too."""
+
+    def transform(self, batch: "Rows", rng: "Generator") -> "Rows":
+        """Prepare a training batch on the device, for instance by augmentation. It is called anew each time a row is
+        trained on. Draw random numbers from `rng` (a generator of the device), so that a resumed run repeats them."""
+
+    def loss(self, model: "nn.Module", batch: "Rows") -> "Tensor":
+        """The mean loss of a batch, as a scalar on the device. Do not call .item(): the host would wait."""
+
+    def score(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Sum"]:
+        """{metric: its sum over the rows of a validation batch and the number of rows}, for every metric."""
+
+    def card(self) -> dict[str, Any]:
+        """What is needed to use the trained model without the training data, as JSON values: shapes, class names,
+        mean and std. It is stored with the run."""
+
+
+def load(name: str) -> type[Workload]:
+    """The class `Workload` of workloads/<name>.py. Raises UserError if there is no such module or class."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name not in names:
         raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; there are: {', '.join(names)}")
-    workload = import_module(f"workloads.{name}").Workload
-    wanted = inspect.signature(workload).parameters
-    return workload(train, val, **{key: value for key, value in options.items() if key in wanted})
+    workload = getattr(import_module(f"workloads.{name}"), "Workload", None)
+    if workload is None:
+        raise UserError(f"workloads/{name}.py has no class Workload; copy that of workloads/minimal.py")
+    return workload
+
+
+def find_options(name: str) -> type[Section]:
+    """The class that declares the settings of a workload, for --help."""
+    return load(name).Options

@@ -1,141 +1,199 @@
-"""Image classification, one class of many or any of many attributes: a compact residual network for any (C, H, W).
+"""Image classification: one class of many, or any number of attributes. A compact residual network for any (C, H, W).
 
 Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field as Limits
 from torch import Tensor, nn
 
+import workloads
+from fastgpu.process.config import Count, CountOrZero, Section, Share
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
 from fastgpu.training import augment
+from fastgpu.training.evaluate import Sum
+from workloads import Direction
 
-SMALLEST_SIDE = 4  # stages halve the image down to this
+MIN_SIDE = 4
+"""Stages of the network halve the image until its shorter side has this many pixels."""
 
 
-class Workload:
-    """Checks that the rows are images with labels, and holds what training on them takes.
+class Workload(workloads.Workload):
+    """Trains on `images`, uint8 (N, C, H, W), and `labels`: integers (N,) from 0 on, or 0 and 1 (N, K).
 
-    train, val: stores with `images`, uint8 (N, C, H, W), and `labels`: integers (N,) from 0 on, or 0 and 1 (N, K). The
-    attributes `class_names`, `mean` and `std` (a channel, 0..255) of the training data are used where they exist.
-    flip to mixup: see `augment` in config.yaml. Raises UserError for rows of another kind.
+    The attributes `class_names`, `mean` and `std` (of each channel, 0 to 255) of the training data are used if they
+    exist.
     """
 
-    def __init__(
-        self,
-        train: Source,
-        val: Source,
-        *,
-        width: int,
-        blocks: int,
-        flip: bool,
-        crop_pad: int,
-        crop_share: float,
-        jitter: float,
-        cutout: int,
-        mixup: float,
-        label_smoothing: float,
-    ):
-        for store in (train, val):
-            _check(store)
-        if val.fields["images"] != train.fields["images"]:
-            raise UserError(f"{val.name}: images are {val.fields['images'].shape}, those of {train.name} are "
-                            f"{train.fields['images'].shape}")  # fmt: skip
-        if val.fields["labels"].shape != train.fields["labels"].shape:
-            raise UserError(f"{val.name}: labels are {('N', *val.fields['labels'].shape)}, those of {train.name} are "
-                            f"{('N', *train.fields['labels'].shape)}")  # fmt: skip
-        names = train.attributes.get("class_names")
-        self.many = bool(train.fields["labels"].shape)  # attributes, of which any number may be there
-        self.classes = train.fields["labels"].shape[0] if self.many else len(names) if names else _range(train)[1] + 1
-        highest = 1 if self.many else self.classes - 1
-        for store in (train, val):
-            low, high = _range(store) if not store.in_workers else (0, 0)
-            if low < 0 or high > highest:
-                raise UserError(f"{store.name}: labels run from {low} to {high}; allowed are 0 to {highest}")
-        self.metrics = ("loss", "accuracy_pct") if self.many else ("loss", "top1_pct", "top5_pct")
-        self.best = self.metrics[1]  # its highest value makes the best checkpoint
-        self.note = ""
-        """What a person should know of the rows."""
+    class Options(Section):
+        """Settings of this workload: the section `model` of config.yaml."""
+
+        width: Count = 32
+        """Channels of the first stage. Each later stage doubles them."""
+        blocks: Count = 1
+        """Residual blocks in each stage."""
+        flip: bool = False
+        """Mirror images left-right at random (not for digits or text)."""
+        crop_padding: CountOrZero = 1
+        """Pad by this many pixels, then crop at random. 0: off."""
+        min_crop_scale: Annotated[float, Limits(gt=0, le=1)] = 1.0
+        """Enlarge a random part of at least this share of the area (0.08 to 0.35 for photographs). 1: off."""
+        color_jitter: Share = 0.0
+        """Multiply brightness, contrast and saturation by 1 - color_jitter to 1 + color_jitter. 0: off."""
+        cutout_size: CountOrZero = 0
+        """Side of a random square that is filled with the mean, in pixels. 0: off."""
+        mixup_alpha: Annotated[float, Limits(ge=0)] = 0.0
+        """Blend each row with another one by a share drawn from Beta(mixup_alpha, mixup_alpha). 0: off."""
+        label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
+        """Share of the target that is spread over all classes."""
+
+    def __init__(self, options: Options, train: Source, val: Source):
+        """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
+        for source in (train, val):
+            _check_fields(source)
+        _check_same(train, val, "images")
+        _check_same(train, val, "labels")
+        self.options = options
         self.shape_CHW = train.fields["images"].shape
+        self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
+        self.has_attributes = bool(train.fields["labels"].shape)  # any number of K attributes, instead of one class
+        if self.has_attributes:
+            self.n_classes = train.fields["labels"].shape[0]
+        else:
+            self.n_classes = len(self.class_names) or _count_classes(train)
+        for source in (train, val):
+            _check_labels(source, 1 if self.has_attributes else self.n_classes - 1)
         self._normalize = Normalize(train.attributes, self.shape_CHW[0])
-        self.redraws = flip or crop_pad > 0 or crop_share < 1 or jitter > 0 or cutout > 0 or mixup > 0
-        """Whether `transform` makes a row look different each time."""
-        self._width, self._blocks, self._smoothing = width, blocks, label_smoothing
-        self._flip, self._crop_pad, self._crop_share = flip, crop_pad, crop_share
-        self._jitter, self._cutout, self._mixup = jitter, cutout, mixup
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        if self.has_attributes:
+            return {"accuracy_pct": "higher", "loss": "lower"}
+        return {"top1_pct": "higher", "top5_pct": "higher", "loss": "lower"}
+
+    @property
+    def is_random(self) -> bool:
+        o = self.options
+        has_crop = o.crop_padding > 0 or o.min_crop_scale < 1
+        return o.flip or has_crop or o.color_jitter > 0 or o.cutout_size > 0 or o.mixup_alpha > 0
 
     def model(self) -> nn.Module:
         """uint8 (B, C, H, W) -> logits (B, K)."""
-        return nn.Sequential(self._normalize, ResNet(self.shape_CHW, self.classes, self._width, self._blocks))
+        network = ResNet(self.shape_CHW, self.n_classes, self.options.width, self.options.blocks)
+        return nn.Sequential(self._normalize, network)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
-        """Augment on the device, still as bytes; drawn anew at each call, so also each time a row is echoed."""
-        x_BCHW, labels = batch["images"], batch["labels"]
-        if self._crop_share < 1:
-            x_BCHW = augment.random_resized_crop(x_BCHW, self._crop_share, rng)
-        if self._crop_pad:
-            x_BCHW = augment.random_crop(x_BCHW, self._crop_pad, rng)
-        if self._flip:
+        """Augment on the device, in uint8."""
+        o = self.options
+        x_BCHW = batch["images"]
+        labels = batch["labels"]
+        if o.min_crop_scale < 1:
+            x_BCHW = augment.random_resized_crop(x_BCHW, o.min_crop_scale, rng)
+        if o.crop_padding:
+            x_BCHW = augment.random_crop(x_BCHW, o.crop_padding, rng)
+        if o.flip:
             x_BCHW = augment.random_flip(x_BCHW, rng)
-        if self._jitter:
-            x_BCHW = augment.jitter(x_BCHW, self._jitter, rng)
-        if self._cutout:
-            x_BCHW = augment.cutout(x_BCHW, self._cutout, self._normalize.mean_bytes, rng)
-        if self._mixup:
-            target_BK = labels.float() if self.many else F.one_hot(labels.long(), self.classes).float()
-            x_BCHW, labels = augment.mixup(x_BCHW, target_BK, self._mixup, rng)
+        if o.color_jitter:
+            x_BCHW = augment.color_jitter(x_BCHW, o.color_jitter, rng)
+        if o.cutout_size:
+            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self._normalize.mean_bytes, rng)
+        if o.mixup_alpha:
+            one_hot = labels if self.has_attributes else F.one_hot(labels.long(), self.n_classes)
+            x_BCHW, labels = augment.mixup(x_BCHW, one_hot.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy of the batch; of attributes, the mean over them too. Labels may be shares (B, K)."""
-        logits_BK, labels = model(batch["images"]).float(), batch["labels"]
-        if self.many:
-            target_BK = labels.float() * (1 - self._smoothing) + self._smoothing / 2
+        """Mean cross-entropy of the batch; for attributes, the mean over them, too. Labels may be floats (B, K)."""
+        logits_BK = model(batch["images"]).float()
+        labels = batch["labels"]
+        smoothing = self.options.label_smoothing
+        if self.has_attributes:
+            target_BK = labels.float() * (1 - smoothing) + smoothing / 2
             return F.binary_cross_entropy_with_logits(logits_BK, target_BK)
         target = labels if labels.is_floating_point() else labels.long()
-        return F.cross_entropy(logits_BK, target, label_smoothing=self._smoothing)
+        return F.cross_entropy(logits_BK, target, label_smoothing=smoothing)
 
-    def score(self, model: nn.Module, batch: Rows) -> tuple[int, list[Tensor]]:
-        """The number of rows, and of each of `metrics` its sum over them."""
-        logits_BK, labels = model(batch["images"]).float(), batch["labels"]
-        if self.many:
-            loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.classes
-            return len(batch), [loss, 100 * ((logits_BK > 0) == (labels > 0)).sum() / self.classes]
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
+        logits_BK = model(batch["images"]).float()
+        labels = batch["labels"]
+        n = len(batch)
+        if self.has_attributes:
+            loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.n_classes
+            hits = ((logits_BK > 0) == (labels > 0)).sum() / self.n_classes
+            return {"accuracy_pct": Sum(100 * hits, n), "loss": Sum(loss, n)}
         labels_B = labels.long()
-        hits_B5 = logits_BK.topk(min(5, self.classes), dim=1).indices == labels_B[:, None]
+        hits_B5 = logits_BK.topk(min(5, self.n_classes), dim=1).indices == labels_B[:, None]
         loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-        return len(batch), [loss, 100 * hits_B5[:, 0].sum(), 100 * hits_B5.sum()]
+        return {
+            "top1_pct": Sum(100 * hits_B5[:, 0].sum(), n),
+            "top5_pct": Sum(100 * hits_B5.sum(), n),
+            "loss": Sum(loss, n),
+        }
+
+    def card(self) -> dict[str, Any]:
+        return {
+            "image_shape": list(self.shape_CHW),
+            "n_classes": self.n_classes,
+            "class_names": self.class_names,
+            "has_attributes": self.has_attributes,
+            "scale": self._normalize.scale.flatten().tolist(),
+            "shift": self._normalize.shift.flatten().tolist(),
+        }
 
 
-def _range(store: Source) -> tuple[int, int]:
-    try:
-        labels = store.column("labels")
-    except KeyError:
-        raise UserError(f"{store.name}: give the Dataset `class_names`, or its `labels` as an array") from None
-    return int(labels.min()), int(labels.max())
+# ---------------------------------------------------------------------------------------------- checks of the rows
 
 
-def _check(store: Source) -> None:
-    images, labels = store.fields.get("images"), store.fields.get("labels")
+def _check_fields(source: Source) -> None:
+    images = source.fields.get("images")
+    labels = source.fields.get("labels")
     if images is None or labels is None:
-        raise UserError(f"data.fields has {', '.join(store.fields)}; the images workload needs images and labels")
+        raise UserError(f"data.fields has {', '.join(source.fields)}; the images workload needs images and labels")
     if images.dtype != "uint8" or len(images.shape) != 3:
-        raise UserError(
-            f"{store.name}: images are {images.dtype} {('N', *images.shape)}; allowed is uint8 (N, C, H, W)"
-        )
+        shape = ("N", *images.shape)
+        raise UserError(f"{source.name}: images are {images.dtype} {shape}; allowed is uint8 (N, C, H, W)")
     if labels.dtype.kind not in "ui" or len(labels.shape) > 1:
-        raise UserError(
-            f"{store.name}: labels are {labels.dtype} {('N', *labels.shape)}; allowed are integers (N,), or (N, K)"
-        )
+        shape = ("N", *labels.shape)
+        raise UserError(f"{source.name}: labels are {labels.dtype} {shape}; allowed are integers (N,), or (N, K)")
+
+
+def _check_same(train: Source, val: Source, name: str) -> None:
+    if val.fields[name].shape != train.fields[name].shape:
+        val_shape = ("N", *val.fields[name].shape)
+        train_shape = ("N", *train.fields[name].shape)
+        raise UserError(f"{val.name}: {name} are {val_shape}, those of {train.name} are {train_shape}")
+
+
+def _count_classes(source: Source) -> int:
+    try:
+        return int(source.column("labels").max()) + 1
+    except KeyError:
+        raise UserError(f"{source.name}: give the Dataset `class_names`, or its `labels` as an array") from None
+
+
+def _check_labels(source: Source, highest: int) -> None:
+    """Check the range of the labels, if they are in memory."""
+    try:
+        labels = source.column("labels")
+    except KeyError:
+        return
+    low = int(labels.min())
+    high = int(labels.max())
+    if low < 0 or high > highest:
+        raise UserError(f"{source.name}: labels run from {low} to {high}; allowed are 0 to {highest}")
+
+
+# ---------------------------------------------------------------------------------------------- the network
 
 
 class Normalize(nn.Module):
-    """uint8 -> float, (x - mean) / std a channel. In the model, so that a checkpoint takes raw images."""
+    """uint8 -> float, (x - mean) / std of each channel. It is part of the model, so a checkpoint takes raw images."""
 
     scale: Tensor
     shift: Tensor
@@ -149,18 +207,15 @@ class Normalize(nn.Module):
 
     @property
     def mean_bytes(self) -> Tensor:
-        """(C,) uint8: what becomes 0."""
+        """(C,) uint8: the color that becomes 0."""
         return (-self.shift / self.scale).round().to(torch.uint8).flatten()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return x_BCHW * self.scale + self.shift
 
 
-# ---------------------------------------------------------------------------------------------- the network
-
-
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385); the second norm starts at zero."""
+    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The second norm is initialised with zeros."""
 
     def __init__(self, channels_in: int, channels: int, stride: int):
         super().__init__()
@@ -185,7 +240,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """Stem, up to four stages, mean over pixels, linear. The stem quarters images of over 64 pixels."""
+    """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels."""
 
     def __init__(self, shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int):
         channels, height, width_px = shape_CHW
@@ -201,7 +256,7 @@ class ResNet(nn.Sequential):
         features = width
         for stage in range(4):
             halve = stage > 0
-            if halve and side < 2 * SMALLEST_SIDE:
+            if halve and side < 2 * MIN_SIDE:
                 break
             side //= 2 if halve else 1
             for block in range(blocks):

@@ -1,141 +1,158 @@
-"""What a user likes next, from what they liked before: variational and denoising autoencoders on sparse rows.
+"""What a user likes next, from what the user liked before: variational and denoising autoencoders on sparse rows.
 
 Liang et al., "Variational Autoencoders for Collaborative Filtering" (WWW 2018, arXiv:1802.05814). A user u is a row of
-ones at n_u items. No dense row is ever built, on the host or on the device, and the numbers are the same:
+ones at n_u items. No dense row is ever built, neither on the host nor on the device, and the numbers are the same:
 
     first layer   W^T dropout(x_u / |x_u|) = sum over the items i of coin_ui / ((1 - p) sqrt(n_u)) W_i
     loss          -sum_i x_ui log softmax(z_u)_i = n_u logsumexp(z_u) - sum over the items i of z_ui
 
-Shapes: B users of a batch, N items of all of them, I items that there are, H hidden, L latent.
+Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent dimensions.
 """
 
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field as Limits
 from torch import Tensor, nn
 
-from fastgpu.process.launch import UserError
+import workloads
+from fastgpu.process.config import Count, CountOrZero, Section
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.training.evaluate import Sum
 from fastgpu.training.ranking import rank
+from workloads import Direction
 
-RECALL_AT, NDCG_AT = (20, 50), 100
+NDCG_AT = 100
+RECALL_AT = (20, 50)
 
 
-class Workload:
-    """Checks that the rows are items of users, and holds what training on them takes.
+class Workload(workloads.Workload):
+    """Trains on `items`, a CSR matrix of users and items. Validation rows also have `held_out`, the items to find."""
 
-    train: a store with `items`, a CSR matrix. val: one with `items`, from which those of `held_out` are to be found.
-    hidden to kl_anneal_steps: see `recsys` in config.schema.json. Raises UserError for rows of another kind.
-    """
+    class Options(Section):
+        """Settings of this workload: the section `model` of config.yaml."""
 
-    metrics = (f"ndcg_at_{NDCG_AT}", *(f"recall_at_{k}" for k in RECALL_AT))
-    best = metrics[0]
+        hidden_dim: CountOrZero = 600
+        """Width of the layers next to the latent one. 0: no such layers."""
+        latent_dim: Count = 200
+        """Dimensions of the latent vector of a user."""
+        dropout: Annotated[float, Limits(ge=0, lt=1)] = 0.5
+        """Share of a user's items that the model does not see, drawn anew each time."""
+        variational: bool = True
+        """true: Mult-VAE. false: Mult-DAE."""
+        kl_weight: Annotated[float, Limits(ge=0)] = 0.2
+        """Final weight of the divergence from the prior (Mult-VAE)."""
+        kl_anneal_steps: CountOrZero = 0
+        """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
 
-    def __init__(
-        self,
-        train: Source,
-        val: Source,
-        *,
-        hidden: int,
-        latent: int,
-        dropout: float,
-        variational: bool,
-        kl_weight: float,
-        kl_anneal_steps: int,
-    ):
-        self.items = _items_of(train, "items", "data.fields")
+    def __init__(self, options: Options, train: Source, val: Source):
+        """Raises UserError if the rows are not items of users, or if training and validation have other items."""
+        self.options = options
+        self.n_items = _count_items(train, "items", "data.fields")
         for field in ("items", "held_out"):
-            if (items := _items_of(val, field, "data.val_fields")) != self.items:
-                raise UserError(f"{val.name}: {field} are of {items:,} items, those of {train.name} of {self.items:,}; "
-                                "convert them together")  # fmt: skip
-        without = int((val.lengths["held_out"] == 0).sum())
-        if without == len(val):
+            n_items = _count_items(val, field, "data.val_fields")
+            if n_items != self.n_items:
+                raise UserError(
+                    f"{val.name}: {field} are of {n_items:,} items, those of {train.name} of {self.n_items:,}; "
+                    "convert them together"
+                )
+        n_empty = int((val.lengths["held_out"] == 0).sum())
+        if n_empty == len(val):
             raise UserError(f"{val.name}: no user has anything held out, so nothing can be scored")
-        self.note = f"\n{without:,} of {len(val):,} users of {val.name} have nothing held out: no metric counts them"
-        self.note = self.note if without else ""
-        self.redraws = dropout > 0
-        self._make = partial(
-            AutoEncoder, self.items, hidden=hidden, latent=latent, dropout=dropout, variational=variational,
-            kl_weight=kl_weight, kl_anneal_steps=kl_anneal_steps)  # fmt: skip
+        if n_empty:
+            warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        return {f"ndcg_at_{NDCG_AT}": "higher", **{f"recall_at_{k}": "higher" for k in RECALL_AT}}
+
+    @property
+    def is_random(self) -> bool:
+        return self.options.dropout > 0
 
     def model(self) -> nn.Module:
         """Items (N,), offsets (B + 1,) -> logits (B, I), penalty."""
-        return self._make()
+        return AutoEncoder(self.n_items, self.options)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
-        """Nothing: what is dropped is drawn in the first layer, anew each time a row is trained on."""
+        """Unchanged: dropout is part of the first layer."""
         return batch
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean over the users of their negative log-likelihood, and the model's penalty."""
+        """Mean negative log-likelihood of the users, plus the penalty of the model."""
         items: Ragged = batch["items"]
         logits_BI, penalty = model(items.values, items.offsets)
-        return multinomial_nll(logits_BI.float() if logits_BI.dtype.itemsize < 4 else logits_BI, items) + penalty
+        if logits_BI.dtype.itemsize < 4:
+            logits_BI = logits_BI.float()
+        return multinomial_nll(logits_BI, items) + penalty
 
-    def score(self, model: nn.Module, batch: Rows) -> tuple[Tensor, list[Tensor]]:
-        """How many users count, and of each of `metrics` its sum over them."""
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
+        """Users without held-out items do not count."""
         items: Ragged = batch["items"]
         logits_BI, _ = model(items.values, items.offsets)
-        found = rank(logits_BI.float(), items, batch["held_out"], RECALL_AT, NDCG_AT)
-        each = (found.ndcg, *(found.recall[k] for k in RECALL_AT))
-        return found.counts.sum(), [(metric * found.counts).sum() for metric in each]
+        ranking = rank(logits_BI.float(), items, batch["held_out"], RECALL_AT, NDCG_AT)
+        values = {f"ndcg_at_{NDCG_AT}": ranking.ndcg}
+        values |= {f"recall_at_{k}": ranking.recall[k] for k in RECALL_AT}
+        n_users = ranking.counts.sum()
+        return {name: Sum((value_B * ranking.counts).sum(), n_users) for name, value_B in values.items()}
+
+    def card(self) -> dict[str, Any]:
+        return {"n_items": self.n_items}
 
 
-def _items_of(rows: Source, name: str, key: str) -> int:
-    """How many items the field's are from."""
-    field = rows.fields.get(name)
+def _count_items(source: Source, name: str, key: str) -> int:
+    """The number of items that the values of a field are drawn from."""
+    field = source.fields.get(name)
     if field is None:
-        raise UserError(f"{key} has {', '.join(rows.fields)}; the recsys workload needs {name} of {rows.name}: "
-                        f"add {name}: {name}")  # fmt: skip
-    if not field.below:
-        raise UserError(f"{rows.name}: {name} is {field}; the recsys workload needs a CSR matrix: `python convert.py`")
-    return field.below
+        raise UserError(
+            f"{key} has {', '.join(source.fields)}; the recsys workload needs {name} of {source.name}: add {name}: "
+            f"{name}"
+        )
+    if not field.n_items:
+        raise UserError(
+            f"{source.name}: {name} is {field}; the recsys workload needs a CSR matrix: `python convert.py`"
+        )
+    return field.n_items
 
 
 # ---------------------------------------------------------------------------------------------- the network
 
 
 class AutoEncoder(nn.Module):
-    """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits; hidden=0 leaves those layers out.
+    """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits. hidden_dim=0 leaves out the hidden layers.
 
-    variational: the latent vector is drawn around its mean while training (Mult-VAE), else taken as it is (Mult-DAE).
-    kl_weight: of the divergence from the prior, reached after `kl_anneal_steps` forward passes of training.
+    The variational model draws the latent vector around its mean while training (Mult-VAE); the other one uses the mean
+    (Mult-DAE).
     """
 
-    is_ragged = True  # a batch cannot be cut into equal tensors
     passes: Tensor
+    """Forward passes of training so far."""
 
-    def __init__(
-        self,
-        items: int,
-        *,
-        hidden: int,
-        latent: int,
-        dropout: float,
-        variational: bool,
-        kl_weight: float,
-        kl_anneal_steps: int,
-    ):
+    def __init__(self, n_items: int, options: Workload.Options):
         super().__init__()
-        codes = 2 * latent if variational else latent
-        self.weight_IH = nn.Parameter(torch.empty(items, hidden or codes))
+        self.options = options
+        hidden = options.hidden_dim
+        latent = options.latent_dim
+        codes = 2 * latent if options.variational else latent
+        self.weight_IH = nn.Parameter(torch.empty(n_items, hidden or codes))
         self.bias_H = nn.Parameter(torch.empty(hidden or codes))
         self.encode = nn.Sequential(nn.Tanh(), nn.Linear(hidden, codes)) if hidden else nn.Identity()
         self.decode = nn.Sequential(nn.Linear(latent, hidden), nn.Tanh()) if hidden else nn.Identity()
-        self.output = nn.Linear(hidden or latent, items)
+        self.output = nn.Linear(hidden or latent, n_items)
         for parameter in self.parameters():
-            nn.init.xavier_uniform_(parameter) if parameter.ndim == 2 else nn.init.normal_(parameter, std=1e-3)
+            if parameter.ndim == 2:
+                nn.init.xavier_uniform_(parameter)
+            else:
+                nn.init.normal_(parameter, std=1e-3)
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-        self.dropout, self.variational = dropout, variational
-        self.kl_weight, self.kl_anneal_steps = kl_weight, kl_anneal_steps
 
     def forward(self, items_N: Tensor, offsets_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (B, I), and the weighted divergence, which is 0 for what is not variational."""
+        """Logits (B, I) and the weighted divergence from the prior, which is 0 for Mult-DAE."""
         code = self.encode(self._first(items_N, offsets_B1))
-        if not self.variational:
+        if not self.options.variational:
             return self.output(self.decode(torch.tanh(code))), code.new_zeros(())
         mean_BL, log_var_BL = code.chunk(2, 1)
         drawn_BL = mean_BL
@@ -143,16 +160,18 @@ class AutoEncoder(nn.Module):
             self.passes += 1
             drawn_BL = mean_BL + torch.exp(0.5 * log_var_BL) * torch.randn_like(mean_BL)
         divergence = -0.5 * (1 + log_var_BL - mean_BL.square() - log_var_BL.exp()).sum(1).mean()
-        weight = self.kl_weight * (self.passes.to(divergence.dtype) / max(1, self.kl_anneal_steps)).clamp(max=1)
+        annealed = (self.passes.to(divergence.dtype) / max(1, self.options.kl_anneal_steps)).clamp(max=1)
+        weight = self.options.kl_weight * annealed
         return self.output(self.decode(drawn_BL)), weight * divergence
 
     def _first(self, items_N: Tensor, offsets_B1: Tensor) -> Tensor:
-        """Linear(dropout(normalize(x))) of the 0/1 rows x, as a weighted bag of the weight's rows."""
+        """Linear(dropout(normalize(x))) of rows x of 0 and 1, as a weighted sum of rows of the weight."""
         counts_B = offsets_B1.diff()
         share_B = counts_B.to(self.weight_IH.dtype).rsqrt()
         share_N = share_B.repeat_interleave(counts_B, output_size=len(items_N))
-        if self.training and self.dropout:
-            share_N = share_N * (torch.rand_like(share_N) >= self.dropout) / (1 - self.dropout)
+        dropout = self.options.dropout
+        if self.training and dropout:
+            share_N = share_N * (torch.rand_like(share_N) >= dropout) / (1 - dropout)
         how: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
         return self.bias_H + F.embedding_bag(items_N, self.weight_IH, offsets_B1, per_sample_weights=share_N, **how)
 
@@ -164,7 +183,7 @@ def multinomial_nll(logits_BI: Tensor, items: Ragged) -> Tensor:
 
 
 class _MultinomialNLL(torch.autograd.Function):
-    """One (B, I) buffer for the gradient, where log_softmax and a gather hold three."""
+    """Needs one (B, I) buffer for the gradient, where log_softmax and a gather need three."""
 
     @staticmethod
     def forward(ctx: Any, logits_BI: Tensor, rows_N: Tensor, items_N: Tensor, counts_B: Tensor) -> Tensor:

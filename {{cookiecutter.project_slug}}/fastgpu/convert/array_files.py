@@ -24,7 +24,7 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
 
     Raises UserError for what cannot be rows.
     """
-    columns, below = dict[str, Any](), dict[str, int]()
+    columns, n_items = dict[str, Any](), dict[str, int]()
     for source in sources:
         name, _, path = source.rpartition("=")
         try:
@@ -37,7 +37,7 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
         if (isinstance(found, Mapping) and not is_matrix) == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
         if is_matrix:
-            below[name] = int(found["shape"][1])
+            n_items[name] = int(found["shape"][1])
             columns |= _ragged(name, path, found)
         else:
             columns |= {name: found} if name else dict(found)
@@ -48,7 +48,7 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
     if not next(iter(lengths.values()), 0):
         raise UserError(f"{', '.join(sources)}: no rows")
-    return Arrays(", ".join(sources), columns, below=below)
+    return Arrays(", ".join(sources), columns, n_items=n_items)
 
 
 def _load(path: str) -> Any:

@@ -76,8 +76,12 @@ def _checked(pixels: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.nda
     return images, labels
 
 
-_OF_AN_ARRAY = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct"),
-                ("numpy._core.multiarray", "_reconstruct")}  # fmt: skip
+_OF_AN_ARRAY = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+}
 _BYTES = ("_codecs", "encode")  # Python 3 writes bytes so for Python 2
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Read, Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 
 Resize = Literal["shorter", "exact", "pad"]
@@ -81,7 +81,7 @@ class ImageFiles(Source):
         """The labels; raises KeyError for what must be decoded."""
         return {"labels": self._listing.labels}[name]
 
-    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
         """Images -> out[field][places]. Thread-safe. Raises UserError, see `on_error`."""
         for row, _, (place,) in reads:
             out["labels"][place] = self._listing.labels[row]
@@ -222,8 +222,10 @@ def list_csv(path: Path, columns: Sequence[str], classes: int | None) -> Listing
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             if missing := [name for name in columns if name not in (reader.fieldnames or [])]:
-                raise UserError(f"{path} has no column {missing[0]}; it has {', '.join(reader.fieldnames or ['none'])}"
-                                "; name the two with --columns PATH,LABEL")  # fmt: skip
+                raise UserError(
+                    f"{path} has no column {missing[0]}; it has {', '.join(reader.fieldnames or ['none'])}"
+                    "; name the two with --columns PATH,LABEL"
+                )
             for entry in reader:
                 name, word = entry[columns[0]], entry[columns[1]]
                 if not name or word is None or not word.strip():
@@ -257,8 +259,8 @@ def split(listing: Listing, share: float, seed: int) -> tuple[Listing, Listing]:
     order = order[np.argsort(listing.labels[order], kind="stable")]
     _, counts = np.unique(listing.labels, return_counts=True)
     place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    is_first = place < np.round(np.repeat(counts, counts) * share)
-    return choose(listing, np.sort(order[is_first])), choose(listing, np.sort(order[~is_first]))
+    is_main = place < np.round(np.repeat(counts, counts) * share)
+    return choose(listing, np.sort(order[is_main])), choose(listing, np.sort(order[~is_main]))
 
 
 def choose(listing: Listing, rows: np.ndarray) -> Listing:

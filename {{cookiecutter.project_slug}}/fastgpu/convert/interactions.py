@@ -15,7 +15,7 @@ from fastgpu.storage.arrays import Arrays
 
 PUBLISHED_SEED = 98765
 HELD_OUT_SHARE = 0.2
-LEAST_ITEMS = 5  # of a user, to count at all; of a held-out user, to hide any
+MIN_ITEMS = 5  # of a user, to count at all; of a held-out user, to hide any
 
 
 class Split(NamedTuple):
@@ -38,14 +38,16 @@ def split(name: str, users: np.ndarray, items: np.ndarray, held_users: int, seed
     if len(once) < len(users):
         users, items = users[np.sort(once)], items[np.sort(once)]
     found, of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
-    enough = counts >= LEAST_ITEMS
+    enough = counts >= MIN_ITEMS
     keep = enough[of_event]
     users, items, found = users[keep], items[keep], found[enough]
     order = np.random.RandomState(seed).permutation(len(found))  # the paper's generator; NumPy keeps its stream
     trained = len(found) - 2 * held_users
     if trained < 1:
-        raise UserError(f"{name}: {len(found):,} users have {LEAST_ITEMS} items or more, and 2 x {held_users:,} are to "
-                        f"be held out; use --held-out {max(1, len(found) // 10)}")  # fmt: skip
+        raise UserError(
+            f"{name}: {len(found):,} users have {MIN_ITEMS} items or more, and 2 x {held_users:,} are to "
+            f"be held out; use --held-out {max(1, len(found) // 10)}"
+        )
     row_of = np.empty(len(found), np.int64)
     row_of[order] = np.arange(len(found))
     rows = row_of[np.searchsorted(found, users)]
@@ -54,9 +56,9 @@ def split(name: str, users: np.ndarray, items: np.ndarray, held_users: int, seed
     number_of[np.argsort(first)] = np.arange(len(known))
     item_ids = known[np.argsort(first)]
     attributes = {"item_ids": item_ids}
-    below = len(known)
+    n_items = len(known)
     train = csr(rows[rows < trained], number_of[numbers], trained)
-    parts = {"train": rows_of(name, {"items": train, "user": found[order[:trained]]}, below, attributes)}
+    parts = {"train": rows_of(name, {"items": train, "user": found[order[:trained]]}, n_items, attributes)}
     place = np.minimum(np.searchsorted(known, items), len(known) - 1)
     is_known = known[place] == items
     for part, start in (("val", trained), ("test", trained + held_users)):
@@ -69,7 +71,7 @@ def split(name: str, users: np.ndarray, items: np.ndarray, held_users: int, seed
             for field, which in (("items", ~held), ("held_out", held))
         }
         columns["user"] = found[order[start : start + held_users]]
-        parts[part] = rows_of(name, columns, below, attributes)
+        parts[part] = rows_of(name, columns, n_items, attributes)
     return Split(parts, len(users), len(found), len(np.unique(items)))
 
 
@@ -78,7 +80,7 @@ def hide(rows: np.ndarray, seed: int) -> np.ndarray:
     rng, hidden = np.random.RandomState(seed), np.zeros(len(rows), bool)
     borders = np.flatnonzero(np.diff(rows, prepend=-1, append=-1))
     for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-        if stop - start >= LEAST_ITEMS:
+        if stop - start >= MIN_ITEMS:
             chosen = rng.choice(stop - start, size=int(HELD_OUT_SHARE * (stop - start)), replace=False)
             hidden[start + chosen] = True
     return hidden
@@ -91,7 +93,7 @@ def csr(rows: np.ndarray, items: np.ndarray, count: int) -> RaggedArray:
     return RaggedArray((keys & 0xFFFFFFFF).astype(np.int32), offsets)
 
 
-def rows_of(name: str, columns: dict[str, Any], below: int, attributes: dict[str, Any]) -> Arrays:
-    """Rows whose ragged fields are of `below` items."""
-    ragged = {field: below for field, column in columns.items() if isinstance(column, RaggedArray)}
-    return Arrays(name, columns, attributes, below=ragged)
+def rows_of(name: str, columns: dict[str, Any], n_items: int, attributes: dict[str, Any]) -> Arrays:
+    """Rows whose ragged fields are of `n_items` items."""
+    ragged = {field: n_items for field, column in columns.items() if isinstance(column, RaggedArray)}
+    return Arrays(name, columns, attributes, n_items=ragged)

@@ -21,8 +21,8 @@ from fastgpu.process.launch import UserError
 PARSED_ROWS = 1_000_000  # at a time
 COLUMNS = ("userId", "movieId", "rating")
 RATING = np.dtype([("user", np.int32), ("item", np.int32), ("rating", np.float32)])
-MOST_SKIPPED = 0.01
-MOST_EXPANSION = 100  # of a zip file's member; ratings take a quarter to a fifth
+MAX_SKIPPED = 0.01
+MAX_EXPANSION = 100  # of a zip file's member; ratings take a quarter to a fifth
 
 
 class Ratings(NamedTuple):
@@ -102,7 +102,7 @@ def _read_carefully(source: Path, columns: Sequence[str], on_error: str) -> tupl
                 found.append(_parse(good, where))
                 good = []
         found.append(_parse(good, where))
-    if len(skipped) > MOST_SKIPPED * rows:
+    if len(skipped) > MAX_SKIPPED * rows:
         raise UserError(f"{len(skipped):,} of {rows:,} lines are no ratings, more than 1 %; the first: {skipped[0]}")
     return found, skipped
 
@@ -111,8 +111,10 @@ def _places(source: Path, header: str, columns: Sequence[str]) -> list[int]:
     names = next(csv.reader([header.lstrip("\ufeff")]), [])
     if len(columns) != 3 or (missing := [name for name in columns if name not in names]):
         wanted = missing[0] if len(columns) == 3 else ",".join(columns)
-        raise UserError(f"{source} has the columns {', '.join(names) or 'none'}, and not {wanted}; "
-                        "--columns names those of user, item and rating")  # fmt: skip
+        raise UserError(
+            f"{source} has the columns {', '.join(names) or 'none'}, and not {wanted}; "
+            "--columns names those of user, item and rating"
+        )
     return [names.index(name) for name in columns]
 
 
@@ -131,9 +133,11 @@ def _opened(source: Path) -> Iterator[tuple[IO[str], int]]:
                     f"{source} has {len(members)} files ratings.csv; give one of MovieLens, or the CSV itself"
                 )
             info = members[0]
-            if info.file_size > MOST_EXPANSION * max(1, info.compress_size):
-                raise UserError(f"{source}: its ratings.csv grows from {info.compress_size:,} to {info.file_size:,} "
-                                "bytes: it is not what it should be")  # fmt: skip
+            if info.file_size > MAX_EXPANSION * max(1, info.compress_size):
+                raise UserError(
+                    f"{source}: its ratings.csv grows from {info.compress_size:,} to {info.file_size:,} "
+                    "bytes: it is not what it should be"
+                )
             with archive.open(info) as member, io.TextIOWrapper(member, encoding="utf-8") as text:
                 yield text, max(1, info.file_size)
     except FileNotFoundError:

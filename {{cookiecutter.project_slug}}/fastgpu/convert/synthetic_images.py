@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fastgpu.rows.contract import Read, Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 
 BLOCK_ROWS = 64
@@ -37,7 +37,7 @@ class SyntheticImages(Source):
         """The labels of all rows; raises KeyError for the images."""
         return {"labels": np.arange(self._rows) % self._classes}[name]
 
-    def read(self, reads: Iterable[Read], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe."""
         for block, first, places in reads:
             rng = np.random.default_rng((*self._stream, block))

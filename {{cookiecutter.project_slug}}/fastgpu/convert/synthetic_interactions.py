@@ -14,7 +14,7 @@ from fastgpu.training.ranking import rank
 TOPICS, TASTE = 12, 0.05  # of a user: a Dirichlet draw with so small a parameter is one or two topics
 POPULARITY, HEAD = 1.6, 110  # power law of the items: exponent, and the rank at which it sets in
 SPREAD = 2.0  # of an item's log-popularity between topics
-LEAST_ITEMS, LENGTHS = 5, 1.15  # of a user; spread of the logarithm of their number
+MIN_ITEMS, LENGTHS = 5, 1.15  # of a user; spread of the logarithm of their number
 CHUNK_USERS = 4096
 
 
@@ -33,13 +33,15 @@ def interactions(users: int, items: int, mean_items: float, train_share: float, 
     phi = phi[:, rng.permutation(items)]
     phi /= phi.sum(1, keepdims=True)
     theta = rng.dirichlet(np.full(TOPICS, TASTE), users)
-    most = max(LEAST_ITEMS, items // 4)
+    most = max(MIN_ITEMS, items // 4)
     wanted = np.exp(LENGTHS * rng.standard_normal(users))
     for _ in range(50):  # so that the mean is right although the ends are cut off
-        wanted *= mean_items / np.clip(wanted, LEAST_ITEMS, most).mean()
-    wanted = np.clip(np.rint(wanted), LEAST_ITEMS, most).astype(np.int64)
-    drawn = [_draw(theta[start : start + CHUNK_USERS], phi, wanted[start : start + CHUNK_USERS], rng)
-             for start in range(0, users, CHUNK_USERS)]  # fmt: skip
+        wanted *= mean_items / np.clip(wanted, MIN_ITEMS, most).mean()
+    wanted = np.clip(np.rint(wanted), MIN_ITEMS, most).astype(np.int64)
+    drawn = [
+        _draw(theta[start : start + CHUNK_USERS], phi, wanted[start : start + CHUNK_USERS], rng)
+        for start in range(0, users, CHUNK_USERS)
+    ]
     rows = np.concatenate([some + number * CHUNK_USERS for number, (some, _) in enumerate(drawn)])
     chosen = np.concatenate([some for _, some in drawn])
     trained = round(train_share * users)
@@ -47,8 +49,10 @@ def interactions(users: int, items: int, mean_items: float, train_share: float, 
     train = csr(rows[is_train], chosen[is_train], trained)
     rows, chosen = rows[~is_train] - trained, chosen[~is_train]
     hidden = hide(rows, seed)
-    val = {field: csr(rows[which], chosen[which], users - trained)
-           for field, which in (("items", ~hidden), ("held_out", hidden))}  # fmt: skip
+    val = {
+        field: csr(rows[which], chosen[which], users - trained)
+        for field, which in (("items", ~hidden), ("held_out", hidden))
+    }
     counts = np.bincount(train.values, minlength=items)
     known = {
         "popularity_ndcg_at_100": _ndcg(val, lambda some: np.broadcast_to(counts, (len(theta[trained:][some]), items))),

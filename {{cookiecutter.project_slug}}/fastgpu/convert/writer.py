@@ -27,16 +27,16 @@ from typing import Any, Literal, NamedTuple
 import h5py
 import numpy as np
 
-from fastgpu.process.atomic import put_in_place
+from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import codecs
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, LEAST_BLOCKS
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 
 FORMAT = 1
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8  # blocks of ragged rows begin and end inside of chunks, which are decoded whole
-LEAST_CHUNK_BYTES = 16 << 10
+MIN_CHUNK_BYTES = 16 << 10
 INDPTR = np.dtype(np.int64)
 STATISTICS_PIXELS = 1024  # at least so many of a row's channel, if it has them: the rows differ more than its pixels
 STATISTICS_ROWS = 10_000  # at most so many give `mean` and `std`: their error is below 1 % of the pixels' spread
@@ -171,7 +171,7 @@ def block_rows_of(rows: int, fields: Mapping[str, Field]) -> dict[str, int]:
     where a file would have few: a run needs a block for each of its ranks, and many to shuffle.
     """
     widest = max(fields.values(), key=lambda field: field.row_bytes)
-    shared = max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), rows // LEAST_BLOCKS))
+    shared = max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), rows // MIN_BLOCKS))
     held = {name for name, field in fields.items() if field is not widest and rows * field.row_bytes <= COLUMN_BYTES}
     return {
         name: max(1, min(rows, BLOCK_BYTES // max(1, field.row_bytes))) if name in held else shared
@@ -212,10 +212,11 @@ class _Shard:
         self._file = h5py.File(self.partial, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
         block_rows = block_rows_of(rows, fields)
         self._columns: dict[str, _Column | _RaggedColumn] = {
-            name: _RaggedColumn(self._file, name, field, rows, filters, threads) if field.is_ragged
+            name: _RaggedColumn(self._file, name, field, rows, filters, threads)
+            if field.is_ragged
             else _Column(self._file, name, field, rows, block_rows[name], filters, threads)
             for name, field in fields.items()
-        }  # fmt: skip
+        }
 
     def append(self, rows: Mapping[str, Any]) -> None:
         for name, column in self._columns.items():
@@ -230,7 +231,7 @@ class _Shard:
     def publish(self, attributes: Mapping[str, Any]) -> None:
         with h5py.File(self.partial, "r+", libver="latest") as file:
             file.attrs.update(attributes)
-        put_in_place(self.partial, self.target)
+        atomic_replace(self.partial, self.target)
 
     def abandon(self) -> None:
         """Remove what has not got its name yet."""
@@ -349,13 +350,18 @@ class _RaggedColumn:
     """Ragged rows: their values as a column of their own, one row after the other, and where each row's begin."""
 
     def __init__(
-        self, file: h5py.File, name: str, field: Field, rows: int, filters: Mapping[str, Any],
+        self,
+        file: h5py.File,
+        name: str,
+        field: Field,
+        rows: int,
+        filters: Mapping[str, Any],
         threads: ThreadPoolExecutor,
-    ):  # fmt: skip
-        self._group, self._below = file.create_group(name), field.below
-        block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, rows // LEAST_BLOCKS))
-        chunk = max(LEAST_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
-        what = "indices" if field.below else "values"
+    ):
+        self._group, self._below = file.create_group(name), field.n_items
+        block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, rows // MIN_BLOCKS))
+        chunk = max(MIN_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
+        what = "indices" if field.n_items else "values"
         self._values = _Column(self._group, what, field._replace(mean_values=None), None, chunk, filters, threads)
         chunk = min(RAGGED_BLOCK_BYTES // INDPTR.itemsize, rows + 1)
         self._indptr = _Column(self._group, "indptr", Field(INDPTR, ()), rows + 1, chunk, filters, threads)

@@ -24,12 +24,12 @@ import psutil
 import torch
 
 from fastgpu.diagnose.verdict import Measured, Timing
-from fastgpu.feed.echo import echo, times_of_pool
+from fastgpu.feed.echo import echo, echo_passes
 from fastgpu.feed.sizes import Sizes
 from fastgpu.feed.tiers import Feed, make_feed
-from fastgpu.process.machine import cpus
+from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool, Read
+from fastgpu.rows.contract import BlockRead, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
@@ -69,9 +69,13 @@ class TorchDevice:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             self.synchronize()
-        kernels_us = (each.time_range.elapsed_us() for each in profile.events()
-                      if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
-                      and not each.name.startswith("Mem"))  # fmt: skip
+        kernels_us = (
+            each.time_range.elapsed_us()
+            for each in profile.events()
+            if each.device_type == torch.autograd.DeviceType.CUDA
+            and not each.is_user_annotation
+            and not each.name.startswith("Mem")
+        )
         return sum(kernels_us) / 1e6 or None  # none is seen where a container forbids profiling
 
     def syncs(self, work: Callable[[], object]) -> list[str]:
@@ -98,7 +102,7 @@ class Parts(NamedTuple):
     """Shares gradients with the other ranks."""
     alone: Callable[[Rows], object]
     """The same, without them."""
-    batch_rows: int
+    batch_size: int
     """Of this rank."""
     echo: float = 1.0
 
@@ -144,22 +148,27 @@ def make_feeds(
     if only_real:
         return Feeds(real, ahead=ahead, burst=burst)
     few = copy.copy(rows)  # its first blocks: at least two pools, and a block for each lane
-    need = 2 * order.pool_batches * order.global_rows
-    blocks = max(order.lanes, int(np.searchsorted(np.cumsum(rows.block_rows), need)) + 1)
+    need = 2 * order.pool_batches * order.global_batch_size
+    blocks = max(order.canonical_ranks, int(np.searchsorted(np.cumsum(rows.block_rows), need)) + 1)
     few.block_rows = rows.block_rows[:blocks]
     few_rows = int(few.block_rows.sum())
     few.lengths = {name: lengths[:few_rows] for name, lengths in rows.lengths.items()}
     few_order = _like(order, few.block_rows, order.pool_batches)
     cached = make_feed(few, few_order, "disk", *where) if sizes.tier == "disk" else None
     staged = _staged(rows, order, sizes, where) if device.type == "cuda" else None
-    return Feeds(real, staged, cached, ahead, few_order.pools_an_epoch, burst)
+    return Feeds(real, staged, cached, ahead, few_order.pools_per_epoch, burst)
 
 
 def _like(order: BlockSampler, block_rows: np.ndarray, pool_batches: int) -> BlockSampler:
     return BlockSampler(
-        block_rows, order.batch_rows, rank=order.rank, world_size=order.num_replicas, lanes=order.lanes,
-        pool_batches=pool_batches, seed=order.seed,
-    )  # fmt: skip
+        block_rows,
+        order.batch_size,
+        rank=order.rank,
+        world_size=order.num_replicas,
+        canonical_ranks=order.canonical_ranks,
+        pool_batches=pool_batches,
+        seed=order.seed,
+    )
 
 
 class _Staged(Arrays):
@@ -167,12 +176,12 @@ class _Staged(Arrays):
 
     def __init__(self, pool: Rows, fields: dict[str, Any], slots: int):
         columns = {name: column.numpy() for name, column in pool.columns.items()}
-        below = {name: field.below for name, field in fields.items()}
-        super().__init__("staged", columns, None, np.array([len(pool)], np.int32), below)
+        n_items = {name: field.n_items for name, field in fields.items()}
+        super().__init__("staged", columns, None, np.array([len(pool)], np.int32), n_items)
         self._fills_left = slots * len(pool)
 
     def read(self, reads: Any, out: Any) -> None:
-        listed: list[Read] = list(reads)
+        listed: list[BlockRead] = list(reads)
         if self._fills_left > 0:
             self._fills_left -= sum(len(read.places) for read in listed)
             super().read(listed, out)
@@ -184,7 +193,7 @@ def _staged(rows: Any, order: BlockSampler, sizes: Sizes, where: tuple[torch.dev
     pool = _copied(next(source.pools(0)).rows)
     source.close()
     staged = _Staged(pool, rows.fields, prefetch_pools + 1)
-    mine = BlockSampler(staged.block_rows, order.batch_rows, pool_batches=order.pool_batches, shuffle=False)
+    mine = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, shuffle=False)
     return make_feed(staged, mine, "disk", device, 1, prefetch_pools, pins)
 
 
@@ -207,11 +216,11 @@ def first_batch(rows: Any, order: BlockSampler, readers: int, device: torch.devi
 def time_of(world: World, device: Device, work: Callable[[int], int], units: int) -> list[float]:
     """Seconds a step of each rank; all begin together. work: (units) -> steps."""
     device.synchronize()
-    world.max(0.0)
+    world.all_reduce_max(0.0)
     t0 = time.perf_counter()
     steps = work(units)
     device.synchronize()
-    return world.each((time.perf_counter() - t0) / steps)
+    return world.all_gather((time.perf_counter() - t0) / steps)
 
 
 def units_for(world: World, device: Device, work: Callable[[int], int], seconds: float, least: int = 1) -> int:
@@ -222,7 +231,7 @@ def units_for(world: World, device: Device, work: Callable[[int], int], seconds:
         t0 = time.perf_counter()
         work(units)
         device.synchronize()
-        passed_s = world.max(time.perf_counter() - t0)
+        passed_s = world.all_reduce_max(time.perf_counter() - t0)
         if passed_s > seconds / 4:
             return least * max(1, round(units / least * seconds / passed_s))
         units *= 4
@@ -262,9 +271,11 @@ def measure(
 
     real = Pools(feeds.real, parts)
     works: dict[str, tuple[Callable[[int], int], Callable[[int], int], int]] = {  # name: work, before it, units
-        "compute": (compute, compute, 3), "bare": (bare, bare, 3), "alone": (alone, alone, 3),
+        "compute": (compute, compute, 3),
+        "bare": (bare, bare, 3),
+        "alone": (alone, alone, 3),
         "loop": (real.train, real.settle, feeds.ahead),
-    }  # fmt: skip
+    }
     if feeds.ahead:
         works["supply"] = real.pass_by, real.pass_by, feeds.ahead
     if feeds.staged:
@@ -273,7 +284,7 @@ def measure(
     if feeds.cached:
         cached = Pools(feeds.cached, parts)
         works["cached"] = cached.pass_by, cached.pass_by, feeds.ahead + feeds.cached_pools
-    if world.size == 1:
+    if world.world_size == 1:
         del works["alone"]
     units, found, cpu_shares = dict[str, int](), {name: list[list[float]]() for name in works}, list[float]()
     for number in range(rounds):
@@ -286,7 +297,9 @@ def measure(
             before_s, t0 = _cpu_s(), time.perf_counter()
             found[name].append(time_of(world, device, work, units[name]))
             if name == "loop":
-                cpu_shares.append((_cpu_s() - before_s) / (time.perf_counter() - t0) * world.local_size / cpus())
+                cpu_shares.append(
+                    (_cpu_s() - before_s) / (time.perf_counter() - t0) * world.local_world_size / available_cpus()
+                )
             if name not in STEPS:  # what it reads ahead now must not take the CPUs from what comes next
                 time.sleep(min(REFILL_S, feeds.ahead * (time.perf_counter() - t0) / units[name]))
 
@@ -303,7 +316,7 @@ def measure(
     busy_s = device.busy_s(watched)
     syncs = device.syncs(watched)
     return Measured(
-        batch_rows=parts.batch_rows * world.size,
+        batch_size=parts.batch_size * world.world_size,
         compute=times["compute"],
         loop=times["loop"],
         copy=times.get("copy"),
@@ -312,9 +325,9 @@ def measure(
         transform_s=max(0.0, times["compute"].step_s - times["bare"].step_s),
         ranks_compute_s=by_rank("alone") or (times["compute"].step_s,),
         ranks_supply_s=by_rank("supply"),
-        busy_s=world.max((busy_s or 0.0) / WATCHED_STEPS) or None,
+        busy_s=world.all_reduce_max((busy_s or 0.0) / WATCHED_STEPS) or None,
         syncs=tuple(syncs),
-        cpu_share=world.max(Timing(tuple(cpu_shares)).step_s),
+        cpu_share=world.all_reduce_max(Timing(tuple(cpu_shares)).step_s),
     )
 
 
@@ -332,12 +345,12 @@ class Pools:
         """The same, one after the other; without a number, for ever."""
         for pool, times in self._take(pools):
             rng = torch.Generator(next(iter(pool.rows.columns.values())).device)
-            for batch in echo(pool.rows, self._parts.batch_rows, times, rng):
+            for batch in echo(pool.rows, self._parts.batch_size, times, rng):
                 yield self._parts.step(self._parts.transform(batch))
 
     def pass_by(self, pools: int) -> int:
         """Steps that would have been done."""
-        return sum(times * ceil(len(pool.rows) / self._parts.batch_rows) for pool, times in self._take(pools))
+        return sum(times * ceil(len(pool.rows) / self._parts.batch_size) for pool, times in self._take(pools))
 
     def settle(self, pools: int) -> int:
         """Pass by so many that lie ready, then train on as many: so a slow supply shows at once, not when what was
@@ -347,7 +360,7 @@ class Pools:
     def _take(self, pools: int | None) -> Iterator[tuple[Pool, int]]:
         for _ in count() if pools is None else range(pools):
             self._number += 1
-            yield next(self._pools), times_of_pool(self._parts.echo, self._number)
+            yield next(self._pools), echo_passes(self._parts.echo, self._number)
 
 
 def _endless(feed: Feed) -> Iterator[Pool]:

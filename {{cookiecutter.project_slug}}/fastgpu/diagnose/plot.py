@@ -24,8 +24,10 @@ def write_bars(path: Path, title: str, bars: Sequence[Bar]) -> None:
     """Draw them into `path`, *.png or *.html. Raises OSError."""
     height = TOP + len(bars) * (BAR + GAP)
     longest = max(bar.value for bar in bars)
-    places = [(bar, TOP + number * (BAR + GAP), (WIDTH - LEFT - RIGHT) * bar.value / longest)
-              for number, bar in enumerate(bars)]  # fmt: skip
+    places = [
+        (bar, TOP + number * (BAR + GAP), (WIDTH - LEFT - RIGHT) * bar.value / longest)
+        for number, bar in enumerate(bars)
+    ]
     if path.suffix == ".png":
         image = Image.new("RGB", (WIDTH, height), "white")
         draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
@@ -39,10 +41,14 @@ def write_bars(path: Path, title: str, bars: Sequence[Bar]) -> None:
     parts = [f'<text x="10" y="30" font-size="17" font-weight="600">{html.escape(title)}</text>']
     for bar, y, length in places:
         middle = y + BAR / 2 + 5
-        parts.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{html.escape(bar.name)}</text>'
-                     f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{bar.colour}"/>'
-                     f'<text x="{LEFT + length + 8:.1f}" y="{middle}">{html.escape(bar.text)}</text>')  # fmt: skip
-    page = f'<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>' \
-           f'<svg viewBox="0 0 {WIDTH} {height}" style="max-width: {WIDTH}px; width: 100%; font: 14px system-ui; ' \
-           f'fill: {INK}" role="img">{"".join(parts)}</svg></html>\n'  # fmt: skip
+        parts.append(
+            f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{html.escape(bar.name)}</text>'
+            f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{bar.colour}"/>'
+            f'<text x="{LEFT + length + 8:.1f}" y="{middle}">{html.escape(bar.text)}</text>'
+        )
+    page = (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+        f'<svg viewBox="0 0 {WIDTH} {height}" style="max-width: {WIDTH}px; width: 100%; font: 14px system-ui; '
+        f'fill: {INK}" role="img">{"".join(parts)}</svg></html>\n'
+    )
     path.write_text(page, encoding="utf-8")

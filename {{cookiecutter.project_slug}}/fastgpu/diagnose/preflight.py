@@ -12,14 +12,14 @@ import psutil
 import torch
 
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import cpus, free_host_bytes
+from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.storage.inspection import advise, columns_of
 from fastgpu.storage.store import expand
 from fastgpu.telemetry.monitor import clock_limits, gpu_handle, open_nvml
 from fastgpu.training import apex
 
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
-LEAST_FILES, LEAST_SHM, LEAST_DISK = 1024, 1 << 30, 2 << 30
+MIN_FILES, MIN_SHM, MIN_DISK = 1024, 1 << 30, 2 << 30
 GIB = 1 << 30
 
 
@@ -51,12 +51,15 @@ def look(
     (in_workers). datasets: names of those that are read. folder: where runs are kept. What cannot be seen is left out.
     """
     found = [
-        Finding("versions", f"python {sys.version.split()[0]}, torch {torch.__version__}, h5py {h5py.__version__} "
-                            f"(HDF5 {h5py.version.hdf5_version})"),
+        Finding(
+            "versions",
+            f"python {sys.version.split()[0]}, torch {torch.__version__}, h5py {h5py.__version__} "
+            f"(HDF5 {h5py.version.hdf5_version})",
+        ),
         _processes(device, local_ranks),
         _room(local_ranks, in_workers),
         _disk(folder),
-    ]  # fmt: skip
+    ]
     for uuid in gpus:
         found += _seen(_gpu, nvml, uuid)
     why = apex.reason_against("optimizers", "FusedAdam", "amp_C")
@@ -81,7 +84,7 @@ def _seen(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Fi
 
 
 def _processes(device: torch.device, local_ranks: int) -> Finding:
-    each = cpus() / local_ranks
+    each = available_cpus() / local_ranks
     gpus = torch.cuda.device_count()
     value = f"{local_ranks} here, {each:g} CPUs each" + (f", {gpus} GPUs visible" if gpus else "")
     advice = ""
@@ -100,17 +103,17 @@ def _room(local_ranks: int, in_workers: bool) -> Finding:
     if Path("/dev/shm").exists():
         shm = shutil.disk_usage("/dev/shm").free
         value += f", {shm / GIB:.1f} GiB of /dev/shm"
-        if in_workers and shm < LEAST_SHM * local_ranks:
+        if in_workers and shm < MIN_SHM * local_ranks:
             advice = "worker processes hand over batches in /dev/shm; enlarge it (docker run --shm-size=16g)"
-    if files < LEAST_FILES:
-        advice = f"shards, workers and sockets need files; ulimit -n {LEAST_FILES * 4}"
+    if files < MIN_FILES:
+        advice = f"shards, workers and sockets need files; ulimit -n {MIN_FILES * 4}"
     return Finding("room", value, advice)
 
 
 def _disk(folder: str) -> Finding:
     path = next(each for each in (Path(folder).absolute(), *Path(folder).absolute().parents) if each.exists())
     free = shutil.disk_usage(path).free
-    advice = "checkpoints and logs need room; another run.folder" if free < LEAST_DISK else ""
+    advice = "checkpoints and logs need room; another run.folder" if free < MIN_DISK else ""
     return Finding("runs", f"{free / GIB:.1f} GiB free at run.folder ({folder})", advice)
 
 

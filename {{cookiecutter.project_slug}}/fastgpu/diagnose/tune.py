@@ -88,8 +88,8 @@ def ladders(readers: int, pools: Sequence[int], in_workers: bool, by_h5py: bool)
     """What to try, in this order. readers: this rank's share of the CPUs. pools: sizes in batches. by_h5py: whether
     the HDF5 library reads."""
     found: list[Ladder] = [
-        ("loader.workers" if in_workers else "data.readers", doubled(1, readers * (2 if in_workers else 4))),
-        ("loader.prefetch_factor" if in_workers else "data.prefetch_pools", [1, 2, 4]),
+        ("loader.num_workers" if in_workers else "loader.num_readers", doubled(1, readers * (2 if in_workers else 4))),
+        ("loader.prefetch_factor" if in_workers else "loader.prefetch_pools", [1, 2, 4]),
         ("data.pool_batches", pools),
     ]
     return found + [("hdf5.rdcc_nbytes", [8 << 20, 64 << 20, 512 << 20])] * by_h5py
@@ -114,26 +114,35 @@ def settle_readers(rows: Any, sizes: Sizes, world: World, seed: int) -> Sizes:
     moment, all ranks together. Threads that wait for a disk may be more than CPUs; threads that copy need not be as
     many. It changes nothing about the batches.
     """
-    if world.max(float(not sizes.readers_are_open or sizes.tier != "disk")):  # on any rank: free RAM may differ
+    if world.all_reduce_max(
+        float(not sizes.readers_are_open or sizes.tier != "disk")
+    ):  # on any rank: free RAM may differ
         return sizes
-    share = int(-world.max(-sizes.readers))
+    share = int(-world.all_reduce_max(-sizes.readers))
     tried = dict[int, float]()
     for number, readers in enumerate(doubled(max(1, share // 2), share if rows.in_workers else 2 * share)):
-        with world.together():
+        with world.raise_on_every_rank():
             mine = _row_s(rows, sizes, world, seed + number, readers)
-        tried[readers] = world.max(mine)
+        tried[readers] = world.all_reduce_max(mine)
     best_s = min(tried.values())
     readers = next(each for each in tried if tried[each] <= (1 + 2 * AS_GOOD) * best_s)
-    rates = ", ".join(f"{each}: {world.size / seconds:,.0f}" for each, seconds in tried.items())
+    rates = ", ".join(f"{each}: {world.world_size / seconds:,.0f}" for each, seconds in tried.items())
     return sizes._replace(readers=readers, note=f" (auto; rows/s by their number: {rates}){sizes.note}")
 
 
 def _row_s(rows: Any, sizes: Sizes, world: World, seed: int, readers: int) -> float:
     """Seconds to supply a row of this rank. Other blocks for each seed, so that none is measured on a warm cache."""
-    batches = 1 if rows.in_workers else PROBE_BYTES // (rows.row_bytes * sizes.batch_rows)
+    batches = 1 if rows.in_workers else PROBE_BYTES // (rows.row_bytes * sizes.batch_size)
     pool_batches = max(1, min(sizes.pool_batches, batches))
-    order = BlockSampler(rows.block_rows, sizes.batch_rows, rank=world.rank, world_size=world.size, lanes=sizes.lanes,
-                         pool_batches=pool_batches, seed=seed)  # fmt: skip
+    order = BlockSampler(
+        rows.block_rows,
+        sizes.batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        canonical_ranks=sizes.canonical_ranks,
+        pool_batches=pool_batches,
+        seed=seed,
+    )
     feed = make_feed(rows, order, "disk", torch.device("cpu"), readers, 1)
     pools = (pool for epoch in count() for pool in feed.pools(epoch))
     if rows.in_workers:

@@ -52,7 +52,7 @@ class Timing(NamedTuple):
 class Measured(NamedTuple):
     """What was measured; None: does not exist here (no copies from a device tier) or cannot be seen."""
 
-    batch_rows: int
+    batch_size: int
     """Of a step, over all ranks."""
     compute: Timing
     """Transform and step on one batch that stays on the device, all ranks together."""
@@ -87,8 +87,8 @@ class Measured(NamedTuple):
 class Facts(NamedTuple):
     """What a change can be made of."""
 
-    readers_key: str = "data.readers"
-    """Or loader.workers."""
+    readers_key: str = "loader.num_readers"
+    """Or loader.num_workers."""
     readers: int = 1
     near_tier: str | None = None
     """A nearer one than now that the rows fit."""
@@ -135,23 +135,12 @@ class _Found(NamedTuple):
     """What the loop's time should be, if this is the cause."""
 
 
-def of_run(wait_pct: float, util_pct: float | None = None) -> str:
-    """What a run says of itself, in a line. wait_pct: of the time, for data. util_pct: GPU-Util, where there is one."""
-    if wait_pct > WAIT_PCT:
-        return f"input-bound: {wait_pct:.0f} % of the time waits for data; run `python diagnose.py`"
-    if util_pct is not None and util_pct < 100 * (1 - IDLE_SHARE):
-        return (
-            f"fed, but the GPU is idle {100 - util_pct:.0f} % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"
-        )
-    return f"fed: {wait_pct:.1f} % of the time waits for data"
-
-
 def worth_trying(cause: Cause, facts: Facts) -> list[str]:
     """Config lines whose effect cannot be told from the ceilings; measure them and give `judge` the numbers."""
     if cause in ("READ", "DECODE"):
         return [f"{facts.readers_key}={max(1, facts.readers * 2)}"]
     if cause == "COPY" and not facts.pins:
-        return ["data.pin_memory=true"]
+        return ["loader.pin_memory=true"]
     return list(facts.lighter) if cause == "AUGMENT" else []
 
 
@@ -192,8 +181,11 @@ def _input(m: Measured) -> _Found | None:
         share = 1 - m.cached.step_s / m.supply.step_s
         if share > 0.5:
             return _Found("READ", f"{100 * share:.0f} % of the supply's time is storage's", m.supply.step_s)
-        why = "the supply is as slow from the page cache" if share < DEAD_BAND else \
-            f"{100 * (1 - share):.0f} % of the supply's time is left from the page cache"  # fmt: skip
+        why = (
+            "the supply is as slow from the page cache"
+            if share < DEAD_BAND
+            else f"{100 * (1 - share):.0f} % of the supply's time is left from the page cache"
+        )
         return _Found("DECODE", why, m.supply.step_s)
     supply_matters = m.supply and m.supply.step_s > (loop_s - m.compute.step_s) / 4  # of what is lost
     if supply_matters and m.cpu_share > CPU_SHARE:
@@ -262,8 +254,10 @@ def _change(cause: Cause, m: Measured, facts: Facts, tried: Mapping[str, float])
         if facts.float_fields:
             names, size = ", ".join(facts.float_fields), max(facts.float_fields.values())
             supply_s = m.supply.step_s / size if m.supply else 0.0
-            return f"store {names} as uint8: {size} x fewer bytes; the transform makes floats of them on the device", \
-                max(compute_s, copy_s / size, supply_s)  # fmt: skip
+            return (
+                f"store {names} as uint8: {size} x fewer bytes; the transform makes floats of them on the device",
+                max(compute_s, copy_s / size, supply_s),
+            )
         return _echo(m, facts, copy_s)
     if cause == "SYNC" and m.busy_s is not None:
         alone_s = max(m.ranks_compute_s, default=compute_s)
@@ -273,15 +267,15 @@ def _change(cause: Cause, m: Measured, facts: Facts, tried: Mapping[str, float])
         return f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", left_s
     if cause == "LAUNCH" and m.busy_s is not None:  # rows of a few steps in one: the host's time is a step's
         times = min(64, 1 << max(1, int(compute_s / m.busy_s).bit_length() - 1))
-        while times > 1 and m.batch_rows * times > facts.most_batch_rows:
+        while times > 1 and m.batch_size * times > facts.most_batch_rows:
             times //= 2
         if times == 1:
             return "try train.compile=true: there are no rows for a larger batch", loop_s
-        return f"data.batch_rows={m.batch_rows * times}", max(loop_s - compute_s + compute_s / times, m.busy_s)
+        return f"data.batch_size={m.batch_size * times}", max(loop_s - compute_s + compute_s / times, m.busy_s)
     if cause == "COMM":
-        if m.batch_rows * 2 > facts.most_batch_rows:
+        if m.batch_size * 2 > facts.most_batch_rows:
             return "fewer ranks: there are no rows for a larger batch", loop_s
-        return f"data.batch_rows={m.batch_rows * 2}", loop_s - (compute_s - max(m.ranks_compute_s)) / 2
+        return f"data.batch_size={m.batch_size * 2}", loop_s - (compute_s - max(m.ranks_compute_s)) / 2
     if cause == "STRAGGLER":
         is_supply = bool(m.supply and m.supply.step_s >= (1 - NEAR) * loop_s and _straggler(m.ranks_supply_s))
         ranks_s = m.ranks_supply_s if is_supply else m.ranks_compute_s
@@ -310,6 +304,8 @@ def _echo(m: Measured, facts: Facts, supply_s: float) -> tuple[str, float]:
     """Train on each pool as often as costs no time, if that is more often than now."""
     factor = round(min(facts.most_echo, facts.echo * supply_s / m.compute.step_s), 2)
     if factor < (1 + DEAD_BAND) * facts.echo:
-        return "fewer bytes a row, or a faster machine (python convert.py info says how far the file is from best)", \
-            m.loop.step_s  # fmt: skip
+        return (
+            "fewer bytes a row, or a faster machine (python convert.py info says how far the file is from best)",
+            m.loop.step_s,
+        )
     return f"data.echo={factor:g}", max(m.compute.step_s, supply_s * facts.echo / factor)

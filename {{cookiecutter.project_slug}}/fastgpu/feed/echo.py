@@ -1,8 +1,8 @@
-"""Pool -> batches, several times over: splitting a big batch on the device and echoing it are one loop.
+"""A pool as batches, once or several times: data echoing.
 
-Data echoing (Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550): when supplying a batch
-takes R times as long as training on it, training R times on each costs no time. The paper saw echoed batches worth
-almost as much as fresh ones up to about 4 with augmentation drawn anew, and less without.
+Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550. If reading a batch takes R times as
+long as training on it, training on each batch R times costs no time. In the paper echoed batches were worth almost as
+much as fresh ones up to a factor of about 4 with random augmentation, and less without.
 """
 
 from collections.abc import Iterator
@@ -11,37 +11,42 @@ import torch
 
 from fastgpu.rows.rows import Rows
 
+MAX_FACTOR = 4.0
+"""Largest factor that data.echo=auto chooses if rows look different each time."""
+MAX_FACTOR_UNCHANGED = 2.0
+"""Largest factor that data.echo=auto chooses if rows look the same each time."""
 
-def echo(rows: Rows, batch_rows: int, times: int, rng: torch.Generator) -> Iterator[Rows]:
-    """Batches of `batch_rows` rows (the last may be shorter): once as they lie, then reshuffled `times - 1` times.
 
-    The first pass yields views of the pool; they are valid until the next pool is asked for. rng: on the rows' device.
-    The order of ragged rows is drawn on the host, by torch's own generator there, since batches have sizes by it.
+def echo(rows: Rows, batch_size: int, passes: int, rng: torch.Generator) -> Iterator[Rows]:
+    """Batches of `batch_size` rows (the last may have fewer): once in order, then reshuffled `passes - 1` times.
+
+    The first pass yields views of the pool, which are valid until the next pool is asked for. rng: on the device of the
+    rows. The order of ragged rows is drawn on the host, by torch's default generator, because it decides their sizes.
     """
-    yield from rows.batches(batch_rows)
-    for _ in range(times - 1):
-        order = torch.randperm(len(rows)) if rows.has_ragged else torch.randperm(
-            len(rows), generator=rng, device=rng.device)  # fmt: skip
-        for index in order.split(batch_rows):
+    yield from rows.batches(batch_size)
+    for _ in range(passes - 1):
+        if rows.has_ragged:
+            order = torch.randperm(len(rows))
+        else:
+            order = torch.randperm(len(rows), generator=rng, device=rng.device)
+        for index in order.split(batch_size):
             yield rows.take(index)
 
 
-MOST, MOST_UNCHANGED = 4.0, 2.0  # data.echo=auto: where a transform draws augmentation anew, and where none does
+def max_echo(is_random: bool) -> float:
+    """The largest factor that data.echo=auto chooses. is_random: whether rows look different each time."""
+    return MAX_FACTOR if is_random else MAX_FACTOR_UNCHANGED
 
 
-def auto_factor(supply_s: float, train_s: float, redraws: bool) -> float:
-    """The factor that costs no time: R = supply / train, seconds to supply and to train on a row; 1 where R is less.
-
-    redraws: whether a row looks different each time it is trained on.
-    """
-    most = MOST if redraws else MOST_UNCHANGED
-    return round(min(max(supply_s / train_s, 1.0), most), 2)
+def free_echo(read_s: float, train_s: float, is_random: bool) -> float:
+    """The factor that costs no time: seconds to read a row / seconds to train on it, between 1 and `max_echo`."""
+    return round(min(max(read_s / train_s, 1.0), max_echo(is_random)), 2)
 
 
-def times_of_pool(factor: float, number: int) -> int:
-    """How often pool `number` (counted over the whole run) is trained on: 2.5 -> 2, 3, 2, 3 ...
+def echo_passes(factor: float, number: int) -> int:
+    """How many times to train on pool `number`, counted over the whole run: 2.5 gives 2, 3, 2, 3, ...
 
-    The difference of two floors of number x factor: exact in the mean, without a state to keep in a checkpoint.
+    The difference of two floors of number x factor is exact in the mean and needs no state in a checkpoint.
     """
     milli = round(1000 * factor)
     return (number + 1) * milli // 1000 - number * milli // 1000

@@ -1,4 +1,4 @@
-"""What `auto` in the config becomes, and whether the numbers that a person chose fit together.
+"""What `auto` in the config becomes on this machine, and whether the numbers that a person chose fit together.
 
 Every function raises UserError with the key, the value, what is allowed and the cure.
 """
@@ -6,168 +6,181 @@ Every function raises UserError with the key, the value, what is allowed and the
 import shutil
 from math import lcm
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastgpu.process.launch import UserError
-from fastgpu.process.machine import _size, cpus, free_host_bytes
+from fastgpu.process.config import Auto, Data, Loader, Tier
+from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
+from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import MOST_VALUES
-from fastgpu.storage.inspection import warn_of_class_order
+from fastgpu.rows.field import MAX_VALUES
+from fastgpu.storage.dataset import DatasetSource
+from fastgpu.storage.inspection import class_order_warning
 
-Auto = Literal["auto"]
-Tier = Literal["device", "host", "disk"]
-POOL_BYTES = 256 << 20  # 128 blocks of 2 MiB: with so many, a pool of a file in class order still looks shuffled
+POOL_BYTES = 256 << 20
+"""Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""
+MAX_READERS = 8
+RESIDENT_SHARE = 0.5
+"""Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
+
+
+class Room(NamedTuple):
+    """What the rows need and what is free for each rank, in bytes."""
+
+    need: int
+    free_device: int
+    free_host: int
 
 
 class Sizes(NamedTuple):
-    """Every number that says how rows move, resolved."""
+    """Every number that says how rows move; no `auto` is left."""
 
-    batch_rows: int
-    """Of a rank, a step."""
-    lanes: int
-    pool_batches: int
-    readers: int
-    """Threads, or worker processes of a Dataset."""
-    readers_are_open: bool
-    """Whether the config leaves their number to `tune.settle_readers`; it begins with this rank's share of the CPUs."""
-    who: str
-    """What the readers are."""
-    tier: Tier
-    told: str
-    note: str = ""
-
-    @property
-    def text(self) -> str:
-        """What a person is told of it."""
-        return f"{self.told}; {self.who}: {self.readers}{self.note}"
-
-
-def sizes(
-    train: Source,
-    val: Source,
-    ranks: int,
-    local_ranks: int,
-    device: torch.device,
-    accumulation: int,
-    tier: Tier | Auto,
-    batch_rows: int,
-    lanes: int | Auto,
-    pool_batches: int | Auto,
-    readers: int | Auto,
-    workers: int | Auto,
-    prefetch_factor: int,
-    prefetch_pools: int,
-) -> Sizes:
-    """What the config asks for on this machine, all checked."""
-    a_rank = choose_rank_batch(batch_rows, ranks, accumulation, len(train), train.name)
-    lanes = choose_lanes(lanes, batch_rows, ranks, len(train.block_rows), train.name)
-    pool_batches = choose_pool_batches(pool_batches, batch_rows, train.row_bytes, len(train))
-    need_bytes = len(train) * train.row_bytes + len(val) * val.row_bytes
-    values = [int(lengths.sum(dtype=np.int64)) for each in (train, val) for lengths in each.lengths.values()]
-    streams = train.in_workers or max(values, default=0) > MOST_VALUES
-    tier, text = choose_tier(tier, need_bytes, device, local_ranks, train.name, streams)
-    asked: int | Auto = readers
-    if train.in_workers:
-        readers = choose_workers(workers, prefetch_factor, a_rank * train.row_bytes, local_ranks)
-    else:
-        readers = choose_readers(readers, local_ranks)
-    who, is_open = ("worker processes", workers) if train.in_workers else ("reader threads", asked)
-    text += f"\na step: {batch_rows} rows, {a_rank} a rank; a pool: {pool_batches} steps; {lanes} lanes"
-    note = warn_of_class_order(train, pool_batches * batch_rows)
-    if tier == "device" and prefetch_pools != 2:
-        note = f"\ndata.prefetch_pools has no effect on the device tier{note}"
-    return Sizes(a_rank, lanes, pool_batches, readers, is_open == "auto", who, tier, text, note)
-
-
-def resolved(sizes: Sizes, in_workers: bool, precision: str) -> dict[str, Any]:
-    """The keys of the config that they answer."""
-    found = {"lanes": sizes.lanes, "pool_batches": sizes.pool_batches, "tier": sizes.tier}
-    readers = {"loader.workers": sizes.readers} if in_workers else {"data.readers": sizes.readers}
-    return {f"data.{name}": value for name, value in found.items()} | readers | {"train.precision": precision}
-
-
-def choose_rank_batch(batch_rows: int, ranks: int, accumulation: int, rows: int, name: str) -> int:
+    batch_size: int
     """Rows of one optimizer step on one rank."""
-    if batch_rows % (ranks * accumulation):
+    canonical_ranks: int
+    pool_batches: int
+    tier: Tier
+    n_readers: int
+    """Reader threads of a rank, or worker processes if the rows come from a Dataset."""
+    uses_workers: bool
+    """Whether the readers are worker processes."""
+    room: Room
+
+    def data_values(self) -> dict[str, object]:
+        """The values of section `data` that were chosen."""
+        return {"tier": self.tier, "pool_batches": self.pool_batches, "canonical_ranks": self.canonical_ranks}
+
+    def loader_values(self) -> dict[str, object]:
+        """The values of section `loader` that were chosen."""
+        return {"num_workers" if self.uses_workers else "num_readers": self.n_readers}
+
+
+def choose_sizes(
+    data: Data, loader: Loader, sources: tuple[Source, Source], world: World, *, accumulation: int
+) -> Sizes:
+    """What the config asks for on this machine. sources: training and validation rows."""
+    source, val_source = sources
+    batch_size = choose_rank_batch(data.batch_size, world.world_size, accumulation, source)
+    canonical_ranks = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world.world_size, source)
+    pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
+    uses_workers = isinstance(source, DatasetSource)
+    room = Room(
+        need=len(source) * source.row_bytes + len(val_source) * val_source.row_bytes,
+        free_device=_free_device_bytes(world),
+        free_host=free_host_bytes() // world.local_world_size,
+    )
+    can_stay = not uses_workers and all(_offsets_fit(each) for each in sources)
+    tier = choose_tier(data.tier, room, source.name, can_stay)
+    if uses_workers:
+        batch_bytes = batch_size * source.row_bytes
+        n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
+    else:
+        n_readers = choose_readers(loader.num_readers, world.local_world_size)
+    if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
+        warn("loader.prefetch_pools has no effect on the device tier")
+    if text := class_order_warning(source, pool_batches * data.batch_size):
+        warn(text)
+    return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, room)
+
+
+def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Source) -> int:
+    """Rows of one optimizer step on one rank."""
+    if batch_size % (world_size * accumulation):
         raise UserError(
-            f"data.batch_rows is {batch_rows}; it should be a multiple of {ranks * accumulation} "
-            f"({ranks} ranks x optim.accumulation {accumulation})"
+            f"data.batch_size is {batch_size}; it should be a multiple of {world_size * accumulation} "
+            f"({world_size} ranks x optim.accumulation_steps {accumulation})"
         )
-    if rows < batch_rows:
-        raise UserError(f"data.batch_rows is {batch_rows}, but {name} has {rows:,} rows; use at most {rows}")
-    return batch_rows // ranks
-
-
-def choose_lanes(lanes: int | Auto, batch_rows: int, ranks: int, blocks: int, name: str) -> int:
-    """`auto`: a multiple of 8 where it divides the global batch, so that 1, 2, 4 and 8 ranks see the same batches."""
-    if blocks < ranks:
+    if len(source) < batch_size:
         raise UserError(
-            f"{ranks} ranks are more than the {blocks} blocks (chunks) of {name}; use at most {blocks} ranks, "
-            "or write the file with smaller chunks"
+            f"data.batch_size is {batch_size}, but {source.name} has {len(source):,} rows; use at most {len(source)}"
         )
-    if lanes == "auto":
-        wide = lcm(8, ranks)
-        return wide if batch_rows % wide == 0 and wide <= blocks else ranks
-    if lanes % ranks or batch_rows % lanes:
+    return batch_size // world_size
+
+
+def choose_canonical_ranks(canonical_ranks: int | Auto, batch_size: int, world_size: int, source: Source) -> int:
+    """auto: a multiple of 8 if it divides the global batch, so that 1, 2, 4 and 8 ranks see the same batches."""
+    n_blocks = len(source.block_rows)
+    if n_blocks < world_size:
         raise UserError(
-            f"data.lanes is {lanes}; it should be auto, or a multiple of the {ranks} ranks that divides "
-            f"data.batch_rows ({batch_rows})"
+            f"{world_size} ranks are more than the {n_blocks} blocks (chunks) of {source.name}; use at most "
+            f"{n_blocks} ranks, or write the file with smaller chunks"
         )
-    return lanes
+    if canonical_ranks == "auto":
+        wide = lcm(8, world_size)
+        return wide if batch_size % wide == 0 and wide <= n_blocks else world_size
+    if canonical_ranks % world_size or batch_size % canonical_ranks:
+        raise UserError(
+            f"data.canonical_ranks is {canonical_ranks}; it should be auto, or a multiple of the {world_size} ranks "
+            f"that divides data.batch_size ({batch_size})"
+        )
+    return canonical_ranks
 
 
-def choose_pool_batches(pool_batches: int | Auto, batch_rows: int, row_bytes: int, rows: int) -> int:
-    """`auto`: 256 MiB over all ranks, so that the order does not depend on their number; at most all rows."""
+def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Source) -> int:
+    """auto: 256 MiB over all ranks, so that the order does not depend on their number; at most all rows."""
     if pool_batches != "auto":
         return pool_batches
-    return max(1, min(rows, POOL_BYTES // row_bytes) // batch_rows)
+    return max(1, min(len(source), POOL_BYTES // source.row_bytes) // batch_size)
 
 
-def choose_readers(readers: int | Auto, local_ranks: int) -> int:
-    """`auto`: this rank's share of the machine's CPUs, at most 8; `tune.settle_readers` begins with it."""
-    return max(1, min(8, cpus() // local_ranks)) if readers == "auto" else readers
+def choose_readers(num_readers: int | Auto, local_world_size: int) -> int:
+    """auto: the CPUs of this rank, at most 8. `diagnose.py --tune` measures whether another number is better."""
+    if num_readers != "auto":
+        return num_readers
+    return max(1, min(MAX_READERS, available_cpus() // local_world_size))
 
 
-def choose_workers(
-    workers: int | Auto, prefetch_factor: int, batch_bytes: int, local_ranks: int, shm: str = "/dev/shm"
-) -> int:
-    """Worker processes of a Dataset. `auto`: the CPUs this process may use, shared by the ranks of this machine.
+def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int, shm: str = "/dev/shm") -> int:
+    """Worker processes of a Dataset. auto: the CPUs of this rank.
 
-    Their batches travel through shared memory, which a container has little of: raises UserError if they do not fit.
+    Their batches travel through shared memory, which is scarce in a container. Raises UserError if they do not fit.
     """
-    chosen = max(1, cpus() // local_ranks) if workers == "auto" else workers
-    need = 2 * chosen * prefetch_factor * batch_bytes * local_ranks  # of training and validation
+    if loader.num_workers == "auto":
+        n_workers = max(1, available_cpus() // local_world_size)
+    else:
+        n_workers = loader.num_workers
+    need = 2 * n_workers * loader.prefetch_factor * batch_bytes * local_world_size  # of training and validation
     free = shutil.disk_usage(shm).free if Path(shm).exists() else need
     if need > free:
         raise UserError(
-            f"loader.workers is {chosen}, loader.prefetch_factor {prefetch_factor}: their batches take {_size(need)} "
-            f"of {shm}, where {_size(free)} are free; lower one of them or data.batch_rows, or enlarge it (docker run "
-            "--shm-size=16g; in Kubernetes an emptyDir with medium: Memory)"
+            f"loader.num_workers is {n_workers}, loader.prefetch_factor {loader.prefetch_factor}: their batches take "
+            f"{format_bytes(need)} of {shm}, where {format_bytes(free)} are free; lower one of them or "
+            "data.batch_size, or enlarge it (docker run --shm-size=16g; in Kubernetes an emptyDir with medium: Memory)"
         )
-    return chosen
+    return n_workers
 
 
-def choose_tier(
-    tier: Tier | Auto, need_bytes: int, device: torch.device, local_ranks: int, name: str, streams: bool = False
-) -> tuple[Tier, str]:
-    """The tier, and a sentence with the numbers. `auto`: the nearest one that the rows fill at most by half.
+def choose_tier(tier: Tier | Auto, room: Room, name: str, can_stay: bool = True) -> Tier:
+    """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
 
-    The other half is for the model, its gradients and the optimizer. All tiers give the same batches: ranks need not
-    agree. streams: `auto` keeps no rows, as they may differ from epoch to epoch (a Dataset that augments), or have more
-    values than offsets of 32 bits can count.
+    can_stay: False if `auto` must not keep the rows in memory, because they may change from epoch to epoch (a Dataset
+    with augmentation), or because they have more values than 32-bit offsets can count.
     """
-    host = free_host_bytes() // local_ranks
-    free = {"device": torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, "host": host}
+    if tier == "disk":
+        return tier
     if tier == "auto":
-        near: tuple[Tier, ...] = () if streams else ("device", "host")
-        tier = next((each for each in near if need_bytes <= free[each] / 2), "disk")
-    elif tier != "disk" and need_bytes > free[tier]:
+        if can_stay and room.need <= RESIDENT_SHARE * room.free_device:
+            return "device"
+        if can_stay and room.need <= RESIDENT_SHARE * room.free_host:
+            return "host"
+        return "disk"
+    free = room.free_device if tier == "device" else room.free_host
+    if room.need > free:
         raise UserError(
-            f"data.tier is {tier}, but {name} needs {_size(need_bytes)} a rank and {_size(free[tier])} are free; "
-            "use data.tier=disk"
+            f"data.tier is {tier}, but {name} needs {format_bytes(room.need)} a rank and {format_bytes(free)} are "
+            "free; use data.tier=disk"
         )
-    room = f"free for each rank: {_size(free['device'])} on the device, {_size(host)} in RAM"
-    return tier, f"{name}: {_size(need_bytes)} with validation, on the {tier} tier ({room})"  # type: ignore[return-value]
+    return tier
+
+
+def _free_device_bytes(world: World) -> int:
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0]
+    return free_host_bytes() // world.local_world_size
+
+
+def _offsets_fit(source: Source) -> bool:
+    return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())

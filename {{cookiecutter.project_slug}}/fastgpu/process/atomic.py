@@ -1,17 +1,19 @@
-"""Files and folders that are whole or absent, whatever ends the process or the machine."""
+"""Files and folders that are either complete or absent, whatever ends the process or the machine."""
 
 import os
 import shutil
 from pathlib import Path
 
 
-def put_in_place(partial: Path, target: Path) -> None:
-    """Flush a file, or a folder of files, to the disk, then give it its name, which may have another bearer.
+def atomic_replace(partial: Path, target: Path) -> None:
+    """Flush a file, or a folder of files, to disk and rename it to `target`, which may exist.
 
-    Raises OSError if the disk refuses; whatever had the name still has it then.
+    Raises OSError if the disk refuses; an existing `target` is then unchanged.
     """
-    for path in (*(partial.iterdir() if partial.is_dir() else ()), partial):
-        _flush(path)
+    if partial.is_dir():
+        for path in partial.iterdir():
+            _flush(path)
+    _flush(partial)
     if target.is_dir():
         shutil.rmtree(target)
     partial.replace(target)
@@ -19,7 +21,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """To the disk; for a folder, the names in it."""
+    """Write a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,50 +1,92 @@
-"""From text to Config."""
+"""From YAML files and `section.key=value` words to one checked `Config`. An error names file, line, key and cure."""
 
 import difflib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from fastgpu.process.config import Config, Section
+from fastgpu.process.config import SECTIONS, Config, Section
 from fastgpu.process.launch import UserError
 
+OptionsT = TypeVar("OptionsT", bound=Section)
+FindOptions = Callable[[str], type[Section]]
+"""Name of a workload -> the class of its settings."""
 
-def load_config(argv: list[str]) -> Config:
-    """`[--config FILE]... [section.key=value]...` -> Config; later ones win. Without --config: config.yaml.
 
-    Raises UserError with a line for each thing that is wrong: file and line, key, value, what is allowed, nearest key.
+def load_config(argv: list[str], find_options: FindOptions | None = None) -> Config:
+    """Read `[--config FILE]... [section.key=value]...`; later ones win. Without --config, config.yaml is read.
+
+    find_options: used by --help, to list the settings of the workload as well. Raises UserError with one line for each
+    mistake: file and line, key, value, what is allowed, and the nearest key.
     """
+    if {"-h", "--help"} & set(argv):
+        print(_help(argv, find_options))
+        raise SystemExit(0)
+    tree, origins = _read(argv)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("\n       ".join(_explain(error, origins, Config, ""))) from None
+    config.origins.update(origins)
+    return config
+
+
+def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
+    """The section `model`, checked by the class that the workload declares its settings with. Raises UserError."""
+    try:
+        return options.model_validate(config.model)
+    except ValidationError as error:
+        lines = _explain(error, config.origins, options, "model.")
+        raise UserError("\n       ".join(lines)) from None
+
+
+def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[Any, str]]:
+    """{dotted key: (default, description)} of every key; the default of a required key is None."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name, field in root.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= keys(kind, f"{prefix}{name}.")
+        elif name not in SECTIONS or prefix:
+            default = None if field.is_required() else field.default
+            found[prefix + name] = (default, field.description or "")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The merged tree of all files and words, and {dotted key: where it was set last}."""
     paths, overrides = _split(argv)
     tree: dict[str, Any] = {}
-    source: dict[str, str] = {}  # dotted key -> who set it last
+    origins: dict[str, str] = {}
     for path in paths or ["config.yaml"]:
-        _merge(tree, _read_yaml(path, source))
+        _merge(tree, _read_yaml(path, origins))
     for override in overrides:
         key, _, text = override.partition("=")
-        branch: Any = _parse(text, f"command line: {key}", key, source)
+        branch: Any = _parse(text, f"command line: {key}", key, origins)
         for name in reversed(key.split(".")):
             branch = {name: branch}
         _merge(tree, branch)
-        source[key] = "command line"
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError("\n       ".join(_explain(error, source))) from None
+        origins[key] = "command line"
+    return tree, origins
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    paths, overrides, rest = [], [], list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word in ("-h", "--help"):
-            print(describe())
-            raise SystemExit(0)
-        if word == "--config" and rest:
-            paths.append(rest.pop(0))
+    """The paths after --config, and the overrides."""
+    paths = []
+    overrides = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--config" and words:
+            paths.append(words.pop(0))
         elif word.startswith("--config="):
             paths.append(word.removeprefix("--config="))
         elif "=" in word and not word.startswith("-"):
@@ -54,16 +96,16 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return paths, overrides
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """YAML as people expect it: `1e-3` is a number, as in YAML 1.2."""
 
 
-_Loader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
 
 
-def _read_yaml(path: str, source: dict[str, str]) -> dict[str, Any]:
+def _read_yaml(path: str, origins: dict[str, str]) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -72,7 +114,7 @@ def _read_yaml(path: str, source: dict[str, str]) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not UTF-8 text; name a YAML file") from None
-    tree = _parse(text, path, "", source)
+    tree = _parse(text, path, "", origins)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -80,116 +122,105 @@ def _read_yaml(path: str, source: dict[str, str]) -> dict[str, Any]:
     return tree
 
 
-def _parse(text: str, where: str, prefix: str, source: dict[str, str]) -> Any:
-    """The value of a YAML text. Refuses a key that stands twice; notes the line of each key in `source`."""
+def _parse(text: str, origin: str, prefix: str, origins: dict[str, str]) -> Any:
+    """The value of a YAML text. Refuses a key that occurs twice; records the line of each key in `origins`."""
 
     def walk(node: yaml.Node, path: str) -> None:
         if not isinstance(node, yaml.MappingNode):
             return
         seen: dict[str, int] = {}
         for key, value in node.value:
-            dotted, line = f"{path}.{key.value}".lstrip("."), key.start_mark.line + 1
+            dotted = f"{path}.{key.value}".lstrip(".")
+            line = key.start_mark.line + 1
             if key.value in seen:
-                raise UserError(f"{where}:{line}: {dotted} stands twice, first in line {seen[key.value]}: keep one")
+                raise UserError(f"{origin}:{line}: {dotted} stands twice, first in line {seen[key.value]}: keep one")
             seen[key.value] = line
-            source[dotted] = f"{where}:{line}"
+            origins[dotted] = f"{origin}:{line}"
             walk(value, dotted)
 
     try:
-        node = yaml.compose(text, _Loader)
+        node = yaml.compose(text, _YamlLoader)
         if node is not None:
             walk(node, prefix)
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _YamlLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line}: is not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise UserError(f"{origin}{line}: is not YAML: {getattr(error, 'problem', None) or error}") from None
 
 
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Key by key; the value of a key is replaced as a whole, `data.fields` too, or one could not leave a field out."""
+    """Merge key by key. The value of a key is replaced as a whole, so that data.fields can lose a field."""
     for key, value in layer.items():
-        if key in _sections() and isinstance(value, dict) and isinstance(tree.get(key), dict):
+        if key in SECTIONS and isinstance(value, dict) and isinstance(tree.get(key), dict):
             tree[key] |= value
         else:
             tree[key] = value
 
 
-def _explain(error: ValidationError, source: dict[str, str]) -> list[str]:
-    """One line a key; the branches of a union (`int or "auto"`) become one line."""
+# ---------------------------------------------------------------------------------------------- messages
+
+
+def _explain(error: ValidationError, origins: dict[str, str], root: type[Section], prefix: str) -> list[str]:
+    """One line for each wrong key; the branches of a union (`int or "auto"`) become one line."""
     wrong: dict[str, tuple[str, Any, list[str]]] = {}
     for item in error.errors(include_url=False):
-        key = _field_of(item["loc"])
-        if item["type"] == "extra_forbidden":
-            key = ".".join(str(part) for part in item["loc"])
+        key = prefix + _field_of(item["loc"], root)
+        if item["type"] in ("extra_forbidden", "missing"):
+            key = prefix + ".".join(str(part) for part in item["loc"])
         _, _, allowed = wrong.setdefault(key, (item["type"], item["input"], []))
         allowed.append(re.sub(r"^\w+ should ", "", item["msg"]))
+    known = [*keys(), *keys(root, prefix)]
     lines = []
     for key, (kind, value, allowed) in wrong.items():
-        where = source.get(key) or next((s for k, s in source.items() if k.startswith(f"{key}.")), "config")
+        if kind == "missing":
+            lines.append(f"config: {key} is missing; set it in the file or on the command line")
+            continue
+        origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "config")
         if kind == "extra_forbidden":
-            close = difflib.get_close_matches(key, keys(), 1, 0.75) or _same_ending(key)
-            hint = f"did you mean {close[0]}?" if close else f"allowed are: {', '.join(_siblings(key))}"
-            lines.append(f"{where}: unknown key {key} ({hint})")
-        else:
-            choices = re.findall(r"'([^']+)'", " ".join(allowed))
-            close = difflib.get_close_matches(value, choices, 1) if isinstance(value, str) else []
-            hint = f' (did you mean "{close[0]}"?)' if close else ""
-            should = "hold keys of its own" if key in _sections() else " or ".join(dict.fromkeys(allowed))
-            lines.append(f"{where}: {key} is {json.dumps(value, default=str)}; it should {should}{hint}")
+            lines.append(f"{origin}: unknown key {key} ({_hint(key, known)})")
+            continue
+        choices = re.findall(r"'([^']+)'", " ".join(allowed))
+        close = difflib.get_close_matches(value, choices, 1) if isinstance(value, str) else []
+        hint = f' (did you mean "{close[0]}"?)' if close else ""
+        should = "hold keys of its own" if key in SECTIONS else " or ".join(dict.fromkeys(allowed))
+        lines.append(f"{origin}: {key} is {json.dumps(value, default=str)}; it should {should}{hint}")
     return lines
 
 
-def _field_of(loc: tuple[int | str, ...]) -> str:
-    """The dotted key inside a pydantic location, which also names list positions and union branches."""
-    model, names = Config, []
+def _hint(key: str, known: list[str]) -> str:
+    """What an unknown key should have been."""
+    section, _, name = key.rpartition(".")
+    close = difflib.get_close_matches(key, known, 1, 0.75)
+    close = close or [each for each in known if each.rpartition(".")[2] == name]
+    if close:
+        return f"did you mean {close[0]}?"
+    siblings = [each for each in known if section and each.rpartition(".")[0] == section]
+    if section == "model" and not siblings:
+        return "this workload has no settings"
+    return f"allowed are: {', '.join(siblings or Config.model_fields)}"
+
+
+def _field_of(loc: tuple[int | str, ...], root: type[Section]) -> str:
+    """The dotted key in a pydantic location, which also contains list positions and branches of unions."""
+    model: Any = root
+    names = []
     for part in loc:
-        if not (isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields):
+        if not (isinstance(model, type) and issubclass(model, Section) and part in model.model_fields):
             break
         names.append(str(part))
-        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+        model = model.model_fields[str(part)].annotation
     return ".".join(names)
 
 
-def _sections() -> dict[str, type[Section]]:
-    found = {name: field.annotation for name, field in Config.model_fields.items()}
-    return {name: kind for name, kind in found.items() if isinstance(kind, type) and issubclass(kind, Section)}
-
-
-def keys() -> list[str]:
-    """Every dotted key there is."""
-    sections = _sections()
-    return [
-        dotted
-        for name in Config.model_fields
-        for dotted in ([f"{name}.{key}" for key in sections[name].model_fields] if name in sections else [name])
-    ]
-
-
-def _siblings(key: str) -> list[str]:
-    section = key.rpartition(".")[0]
-    return [k for k in keys() if section and k.rpartition(".")[0] == section] or list(Config.model_fields)
-
-
-def _same_ending(key: str) -> list[str]:
-    return [k for k in keys() if k.rpartition(".")[2] == key.rpartition(".")[2]]
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """Config -> {dotted key: value}."""
-    return {
-        key: getattr(getattr(config, section), name) if section else getattr(config, name)
-        for key in keys()
-        for section, _, name in [key.rpartition(".")]
-    }
-
-
-def describe() -> str:
-    """The text of --help: every key, its default and its meaning."""
+def _help(argv: list[str], find_options: FindOptions | None) -> str:
+    """The text of --help: every key with its default and its meaning."""
     lines = ["usage: train.py [--config FILE]... [section.key=value]...", "", "Keys and their defaults:"]
-    sections, defaults = _sections(), flat(Config())
-    for key in keys():
-        section, _, name = key.rpartition(".")
-        doc = (sections[section] if section else Config).model_fields[name].description
-        lines.append(f"  {key}={json.dumps(defaults[key])}\n      {doc}")
+    described = keys()
+    if find_options:
+        tree, _ = _read([word for word in argv if word not in ("-h", "--help")])
+        described |= keys(find_options(str(tree.get("workload"))), "model.")
+    for key, (default, description) in described.items():
+        value = "(required)" if default is None else json.dumps(default)
+        lines.append(f"  {key}={value}\n      {description}")
     return "\n".join(lines)

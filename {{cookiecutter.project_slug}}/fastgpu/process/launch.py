@@ -1,6 +1,7 @@
-"""What the launcher told this process, and the way out when a person must change something.
+"""What the launcher told this process, messages for a person, and the exit when a person has to change something.
 
-The only module that reads environment variables. It imports no torch, so a typo in the config is told at once.
+The only module that reads environment variables. It does not import torch, so an error in the config is reported at
+once.
 """
 
 import faulthandler
@@ -12,51 +13,57 @@ from typing import NamedTuple
 
 
 class UserError(ValueError):
-    """What a person can fix. The message holds the key or path, the value, what is allowed, and the cure."""
+    """An error that a person can fix. The message names the key or path, the value, what is allowed, and the cure."""
 
 
 class RankError(UserError):
-    """The same, met by one rank alone while it trains: told by that rank, whichever it is."""
+    """A UserError that one rank alone meets during training. That rank prints it, whichever it is."""
 
 
 class Launch(NamedTuple):
-    """One process among those that `torchrun` started; the defaults are a plain `python train.py`."""
+    """One of the processes that `torchrun` started. The defaults describe a plain `python train.py`."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_size: int = 1
+    local_world_size: int = 1
     attempt: int = 0
     """How often torchrun has restarted the processes of this job."""
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process prints for its machine: a person sees one message, not one per rank."""
+    def is_local_main(self) -> bool:
+        """Whether this process prints for its machine: a person sees one message, not one from each rank."""
         return self.local_rank == 0
 
 
 def read_launch() -> Launch:
-    """What torchrun wrote into the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
+    """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     return Launch(*(int(os.environ.get(name, default)) for name, default in zip(names, Launch(), strict=True)))
 
 
-@contextmanager
-def clear_exit(
-    launch: Launch, interrupted: str = "interrupted; run.resume=auto goes on from the last checkpoint"
-) -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr and exit code 2, the same on every rank. Bugs keep their traceback.
+def warn(text: str) -> None:
+    """Print a warning once for the whole job. Every warning of the project goes through here."""
+    if read_launch().rank == 0:
+        print(f"warning: {text}", flush=True)
 
-    A signal that kills (a bug in a driver, a file cut while its mapping is read) leaves a traceback, too.
+
+@contextmanager
+def exit_with_message(
+    launch: Launch, interrupted: str = "interrupted; run.resume=auto continues from the last checkpoint"
+) -> Iterator[None]:
+    """Turn a `UserError` into one line on stderr and exit code 2 on every rank. Bugs keep their traceback.
+
+    A fatal signal (a bug in a driver, a file truncated while it is mapped) leaves a traceback, too.
     """
     faulthandler.enable(sys.__stderr__ or 2)
     try:
         yield
     except UserError as error:
-        if launch.speaks or isinstance(error, RankError):
+        if launch.is_local_main or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        if launch.speaks:
+        if launch.is_local_main:
             print(f"\n{interrupted}", file=sys.stderr, flush=True)
         raise SystemExit(130) from None

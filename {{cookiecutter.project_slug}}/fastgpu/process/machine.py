@@ -1,23 +1,29 @@
-"""What this machine has."""
+"""The CPUs and the memory that this process may use."""
 
 import os
 from pathlib import Path
 
 import psutil
 
+GIB = 1 << 30
+MIB = 1 << 20
 
-def cpus() -> int:
-    """CPUs that this process may use: its affinity, or its cgroup's quota where that is less."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, or the quota of its cgroup if that is less."""
+    if hasattr(os, "sched_getaffinity"):
+        n_cpus = len(os.sched_getaffinity(0))
+    else:  # macOS
+        n_cpus = os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
-        return found
-    return found if quota == "max" else max(1, min(found, int(quota) // int(period)))
+        return n_cpus
+    return n_cpus if quota == "max" else max(1, min(n_cpus, int(quota) // int(period)))
 
 
 def free_host_bytes() -> int:
-    """RAM that this process may still take: the machine's, or its cgroup's where that is less."""
+    """Host memory that this process may still allocate: of the machine, or of its cgroup if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -27,5 +33,6 @@ def free_host_bytes() -> int:
     return free if limit == "max" else min(free, max(0, int(limit) - used))
 
 
-def _size(n_bytes: float) -> str:
-    return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.1f} MiB"
+def format_bytes(n_bytes: float) -> str:
+    """A size for a message: `1.5 GiB` or `3.2 MiB`."""
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"

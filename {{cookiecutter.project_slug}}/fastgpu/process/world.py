@@ -1,4 +1,4 @@
-"""The process group, the device and the rank as one value; nccl on CUDA, gloo on a CPU."""
+"""The process group, the device and the rank as one value: nccl on CUDA, gloo on a CPU."""
 
 import gc
 import traceback
@@ -6,167 +6,164 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch._dynamo  # DDP imports it anyway; imported once the group exists, it keeps the group alive past `_leave`
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, UserError
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them. Every collective is a no-op when it is alone."""
+    """This process among all processes of the job. Collectives do nothing when it is alone."""
 
     rank: int
-    size: int
-    local_size: int
+    world_size: int
+    local_world_size: int
     device: torch.device
     local_rank: int = 0
-    """Among the ranks of this machine."""
+    """Rank among the processes of this machine."""
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     @property
     def gpus(self) -> list[str] | None:
-        """UUIDs of the GPUs of this machine's ranks, in their order; None for all of them but the first.
+        """UUIDs of the GPUs that the ranks of this machine use, in their order; None on all but the first local rank.
 
-        Their numbers are not NVML's where CUDA_VISIBLE_DEVICES hides or reorders some; a MIG slice has its own UUID.
+        CUDA's numbers are not NVML's where CUDA_VISIBLE_DEVICES hides or reorders GPUs; a MIG slice has its own UUID.
         """
         if self.local_rank:
             return None
-        count = self.local_size if self.device.type == "cuda" else 0
+        count = self.local_world_size if self.device.type == "cuda" else 0
         return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What decides how fast the job can be: for comparing it with another one."""
+        return {"device": self.device_name, "world_size": self.world_size, "local_world_size": self.local_world_size}
 
     def __str__(self) -> str:
         if self.device.type == "cuda":
-            return f"{self.size} x {torch.cuda.get_device_name(self.device)}" + (" over nccl" if self.size > 1 else "")
-        return f"{self.size} CPU process" + ("es over gloo" if self.size > 1 else "")
+            text = f"{self.world_size} x {self.device_name}"
+            return f"{text} over nccl" if self.world_size > 1 else text
+        return f"{self.world_size} CPU processes over gloo" if self.world_size > 1 else "1 CPU process"
 
-    def say(self, text: str | None) -> None:
-        """Print once for the whole job, if there is something to say."""
-        if self.is_first and text:
+    def print_once(self, text: str | None) -> None:
+        """Print once for the whole job, if there is something to print."""
+        if self.is_main and text:
             print(text, flush=True)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place; values on the world's device."""
-        if self.size > 1:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place. values: on the device of this world."""
+        if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
-    def max(self, value: float) -> float:
+    def all_reduce_max(self, value: float) -> float:
         """The largest value of any rank."""
-        if self.size == 1:
+        if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.item()
 
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank (pickled: only among this job's own processes)."""
+    def all_gather(self, value: float) -> list[float]:
+        """The values of all ranks, in the order of the ranks."""
+        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
+        values[self.rank] = value
+        return self.all_reduce_sum(values).tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0 on every rank (pickled, only among the processes of this job)."""
         box = [value]
-        if self.size > 1:
+        if self.world_size > 1:
             dist.broadcast_object_list(box, device=self.device)
         return box[0]
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What a person can fix and any rank meets in this block, every rank raises: none is left waiting for it.
+    def gather_by_node(self, values: dict[str, float]) -> dict[str, float]:
+        """The values of the first rank of every machine: those of rank 0 by name, others as `machine1/<name>`."""
+        if self.world_size == self.local_world_size:
+            return values
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, (self.local_rank == 0, values))
+        machines = [of_rank for is_local_main, of_rank in gathered if is_local_main]
+        merged: dict[str, float] = {}
+        for number, of_machine in enumerate(machines):
+            prefix = f"machine{number}/" if number else ""
+            merged |= {prefix + name: value for name, value in of_machine.items()}
+        return merged
 
-        The block must hold no collective: a rank that raises would not take part.
+    @contextmanager
+    def raise_on_every_rank(self) -> Iterator[None]:
+        """If any rank raises a UserError in this block, every rank raises it.
+
+        The block must not contain a collective: a rank that raises would not take part in it.
         """
-        mine = None
+        own = None
         try:
             yield
         except UserError as error:
-            mine = str(error)
-        errors = [mine]
-        if self.size > 1:
-            errors = [None] * self.size
-            dist.all_gather_object(errors, mine)
+            own = str(error)
+        errors = [own]
+        if self.world_size > 1:
+            errors = [None] * self.world_size
+            dist.all_gather_object(errors, own)
         first = next((error for error in errors if error), None)
         if first:
             raise UserError(first)
 
-    def agree(self, value: Any, cure: str) -> None:
-        """Raise UserError on every rank if a rank's value is not rank 0's."""
-        first = self.from_first(value)
-        with self.together():
+    def check_equal(self, value: Any, cure: str) -> None:
+        """Raise UserError on every rank if the value of a rank differs from that of rank 0."""
+        first = self.broadcast(value)
+        with self.raise_on_every_rank():
             if value != first:
                 raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
 
-    def each(self, value: float) -> list[float]:
-        """The value of every rank."""
-        values = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        values[self.rank] = value
-        return self.sum(values).tolist()
-
-    def by_machine(self, values: dict[str, float]) -> dict[str, float]:
-        """The values of every machine's first rank: those of rank 0 by their names, others' as `machine1/<name>`."""
-        if self.size == self.local_size:
-            return values
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, (self.local_rank == 0, values))
-        machines = [of_rank for speaks, of_rank in found if speaks]
-        return {f"machine{number}/{name}" if number else name: value
-                for number, of_rank in enumerate(machines) for name, value in of_rank.items()}  # fmt: skip
-
-    def require(self, holds: bool, otherwise: str) -> None:
-        """Raise UserError(otherwise) on every rank if it does not hold on one."""
-        with self.together():
+    def check_everywhere(self, holds: bool, message: str) -> None:
+        """Raise UserError(message) on every rank if the condition does not hold on one."""
+        with self.raise_on_every_rank():
             if not holds:
-                raise UserError(otherwise)
-
-    def reseed(self, *numbers: int) -> torch.Generator:
-        """Seed every generator from the numbers and the rank; returns the device's.
-
-        Called once a pool: a resumed run draws what an uninterrupted one would, with no state in the checkpoint.
-        """
-        seed = 0
-        for number in (*numbers, self.rank):
-            seed = (seed * 1_000_003 + number + 1) % (1 << 63)
-        cpu = torch.manual_seed(seed)
-        return torch.cuda.default_generators[self.device.index] if self.device.type == "cuda" else cpu
-
-    def average_buffers(self, model: nn.Module) -> None:
-        """Make the ranks' running statistics (batch norm) one: their mean. Before evaluating and saving."""
-        for buffer in model.buffers():
-            if self.size > 1 and buffer.is_floating_point():
-                self.sum(buffer).div_(self.size)
+                raise UserError(message)
 
 
 @contextmanager
-def join(launch: Launch, device: Literal["auto", "cuda", "cpu"], timeout_s: int) -> Iterator[World]:
-    """Become a rank: choose the device, meet the others, and part from them in order at the end.
+def join(launch: Launch, settings: Dist) -> Iterator[World]:
+    """Choose the device, join the process group, and leave it in order at the end.
 
-    Alone, no process group exists and no port is opened. Raises UserError if the device is not to be had.
+    A single process creates no process group and opens no port. Raises UserError if the device is not available.
     """
-    chosen = _choose_device(launch, device)
-    world = World(launch.rank, launch.size, launch.local_size, chosen, launch.local_rank)
-    if world.size == 1:
+    device = _choose_device(launch, settings.device)
+    world = World(launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank)
+    if world.world_size == 1:
         yield world
         return
-    # torchrun's store outlives a restart and still holds the dead ranks' addresses: 18 of 30 restarts failed without
-    # this prefix, none of 24 with it and the orderly end below. Several nodes may count restarts differently; there
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart a store of its own (launch/ sets it).
-    prefix = f"attempt{launch.attempt}" if launch.local_size == launch.size else "attempt"
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
+    # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts
+    # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
+    prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
+    timeout = timedelta(seconds=settings.timeout_s)
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     dist.init_process_group(
-        "nccl" if world.device.type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore(prefix, store),
         rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=world.device if world.device.type == "cuda" else None,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
     )
     try:
         yield world
         dist.barrier()
-    except UserError as error:  # on every rank, see `together`
+    except UserError as error:  # raised on every rank, see `raise_on_every_rank`
         traceback.clear_frames(error.__traceback__)
         _leave()
         raise
@@ -174,24 +171,27 @@ def join(launch: Launch, device: Literal["auto", "cuda", "cpu"], timeout_s: int)
 
 
 def _leave() -> None:
-    """End the group and its threads while Python still runs: a thread that gloo leaves behind wants the interpreter to
-    free its last tensor, and aborts the process if that has gone (1 run in 12 did)."""
+    """End the group and its threads while Python still runs.
+
+    A thread that gloo leaves behind needs the interpreter to free its last tensor, and aborts the process if the
+    interpreter is gone (1 run in 12 did).
+    """
     gc.collect()  # a DDP module still holds the group
     dist.destroy_process_group()
 
 
 def _choose_device(launch: Launch, device: str) -> torch.device:
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
+    n_gpus = torch.cuda.device_count()
+    if device == "cuda" and not n_gpus:
         raise UserError(
             f"dist.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build, "
             "check nvidia-smi, or use dist.device=cpu"
         )
-    if device == "cpu" or not gpus:
+    if device == "cpu" or not n_gpus:
         return torch.device("cpu")
-    if launch.local_size > gpus:
+    if launch.local_world_size > n_gpus:
         raise UserError(
-            f"{launch.local_size} processes on a machine with {gpus} visible GPUs; use --nproc-per-node=gpu"
+            f"{launch.local_world_size} processes on a machine with {n_gpus} visible GPUs; use --nproc-per-node=gpu"
         )
     chosen = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(chosen)  # before anything allocates, or every rank would hold memory on GPU 0

@@ -1,65 +1,120 @@
-"""What a source of rows is, and what is asked of it."""
+"""What the rooms agree on: a source of rows, a plan of a pool, a read of a block.
 
-from collections.abc import Mapping
+A source has rows in blocks, which are cheap to read as a whole. A `BlockSampler` (order.py) plans pools: which rows of
+which blocks go to which places of a pool. The feed carries the plans out.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
 
+if TYPE_CHECKING:
+    from fastgpu.rows.order import BlockSampler
 
-class Read(NamedTuple):
-    """Rows first, first + 1, ... of a block go to `places` of the pool."""
+
+class BlockRead(NamedTuple):
+    """Neighbouring rows of one block, and the place of each in a pool."""
 
     block: int
     first: int
+    """The first row to read, counted from the beginning of the block."""
     places: np.ndarray
+    """(n,) int64, all different: row `first + i` of the block goes to place `places[i]` of the pool."""
 
 
 class PoolPlan(NamedTuple):
-    """One pool of one rank: what to read, and where in the pool it goes."""
+    """One pool of one rank: the rows to read and where they go."""
 
     epoch: int
     number: int
-    """Of the pool in the epoch, from 0."""
-    rows: int
-    real_rows: int
-    """Rows that are no padding; the padding, if any, lies at the pool's end."""
-    skip_rows: int
-    """Rows at the pool's start that were trained on before the run was resumed."""
+    """Number of the pool in its epoch, from 0."""
+    n_rows: int
+    """Rows of the pool, padding included."""
+    n_real_rows: int
+    """Rows without padding. Padding, if there is any, lies at the end of the pool."""
+    n_skipped_rows: int
+    """Rows at the beginning of the pool that were trained on before the run was resumed."""
     consumed: int
-    """Fresh rows that all ranks together have taken in this epoch once this pool is done."""
+    """Fresh rows that all ranks together have taken from this epoch once the pool is done."""
     is_last: bool
-    reads: list[Read]
+    """Whether this is the last pool of its epoch."""
+    reads: list[BlockRead]
+
+
+class Pool(NamedTuple):
+    """Rows of one rank on the device, in training order. They are valid until the next pool is asked for."""
+
+    plan: PoolPlan
+    rows: Rows
+
+
+class PoolReader(Protocol):
+    """Plans the pools of one rank and reads their rows."""
+
+    n_threads: int
+    """Number of threads that may call `read` at the same time."""
+
+    def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
+        """The pools of an epoch, beginning with the one that `consumed` rows (of all ranks together) lead to."""
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        """Read rows to their places in `out` (see `Source.read`)."""
+
+    def close(self) -> None:
+        """End the threads or processes of the reader."""
 
 
 class Source(Protocol):
-    """Rows to be read in blocks: a `Store` of files, or `DatasetRows`."""
+    """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
     name: str
+    """Name for messages."""
     fields: dict[str, Field]
     attributes: dict[str, Any]
+    """What the source says about its rows, such as `class_names`, `mean` and `std`."""
     block_rows: np.ndarray
+    """(blocks,) int32: number of rows in each block."""
     lengths: Mapping[str, np.ndarray] = MappingProxyType({})
-    """{ragged field: (rows,) int32, the number of values of each row}"""
-    in_workers: bool = False
-    """Whether worker processes read them, one row a block, maybe drawn anew in each epoch."""
+    """{ragged field: (rows,) int32, number of values in each row}."""
+    filters: str = ""
+    """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
+    by_h5py: bool = False
+    """Whether only the HDF5 library can read the rows, one thread at a time."""
 
     def __len__(self) -> int: ...
 
     @property
     def row_bytes(self) -> int:
-        """Of all fields, of ragged ones in the mean."""
+        """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
 
     def column(self, name: str) -> np.ndarray:
-        """One small field of all rows, (rows, *shape); raises KeyError if it is not at hand."""
+        """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        """Copy the rows of each read to their places. Thread-safe.
+
+        out: {field: C-contiguous array (rows, *shape)}. For a ragged field it is a RaggedArray, whose offsets say where
+        the values of each place go. Raises OSError or RankError if the bytes cannot be had.
+        """
+
+    def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
+        """A reader of this source in that order. n_readers: number of threads or worker processes."""
+        return BlockReader(self, order, n_readers)
 
 
-class Pool(NamedTuple):
-    """Rows of one rank on the device, in training order; valid until the next pool is asked for."""
+class BlockReader:
+    """Reads blocks of a source by threads, in the order of a sampler."""
 
-    plan: PoolPlan
-    rows: Rows
+    def __init__(self, source: Source, order: "BlockSampler", n_threads: int):
+        self.n_threads = n_threads
+        self.pools = order.pools
+        self.read = source.read
+
+    def close(self) -> None:
+        """Nothing to end: the threads belong to the caller."""

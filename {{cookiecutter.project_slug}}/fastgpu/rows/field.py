@@ -1,41 +1,45 @@
-"""What one row of a field is made of."""
+"""The type of one field of a row: a fixed shape, or any number of values."""
 
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
-OFFSET = np.dtype(np.int32)  # of offsets on the device: torch's embedding_bag wants the type of the values
-MOST_VALUES = np.iinfo(OFFSET).max  # that rows on a device may have together
+OFFSET_DTYPE = np.dtype(np.int32)
+"""Type of the offsets of ragged rows on the device: torch's embedding_bag wants the type of the values."""
+MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
+"""Maximum number of ragged values that lie together on a device."""
 
 
 class Field(NamedTuple):
-    """What one row of a field is made of: a value of `shape`, or any number of values where it is ragged."""
+    """The type of one field: `dtype` and `shape` of one row, or any number of scalar values if it is ragged."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     mean_values: float | None = None
-    """Of a ragged field: values of a row in the mean over its source."""
-    below: int | None = None
-    """Of a ragged field of item numbers: how many items there are. Every value is one of 0 to below - 1."""
+    """Mean number of values in a row, if the field is ragged; None if it is not."""
+    n_items: int | None = None
+    """If the values are item numbers: the number of items. Each value is in range(n_items)."""
 
     @property
     def is_ragged(self) -> bool:
         return self.mean_values is not None
 
     @property
-    def kind(self) -> tuple[np.dtype, tuple[int, ...], bool, int | None]:
-        """What rows must have in common to lie in one pool."""
-        return self.dtype, self.shape, self.is_ragged, self.below
+    def signature(self) -> tuple[np.dtype, tuple[int, ...], bool, int | None]:
+        """The properties that two sources must share for their rows to lie in one pool."""
+        return self.dtype, self.shape, self.is_ragged, self.n_items
 
     def __str__(self) -> str:
-        if not self.is_ragged:
-            return f"{self.dtype} (N{''.join(f', {n}' for n in self.shape)})"
-        return f"{self.dtype} (N, any number){f' below {self.below}' if self.below else ''}"
+        if self.is_ragged:
+            limit = f" below {self.n_items}" if self.n_items else ""
+            return f"{self.dtype} (N, any number){limit}"
+        dimensions = "".join(f", {n}" for n in self.shape)
+        return f"{self.dtype} (N{dimensions})"
 
     @property
     def row_bytes(self) -> int:
-        """Of a ragged field in the mean."""
+        """Bytes of one row; the mean over the source if the field is ragged."""
         if self.mean_values is not None:
-            return OFFSET.itemsize + ceil(self.mean_values * self.dtype.itemsize)
+            return OFFSET_DTYPE.itemsize + ceil(self.mean_values * self.dtype.itemsize)
         return self.dtype.itemsize * int(np.prod(self.shape))

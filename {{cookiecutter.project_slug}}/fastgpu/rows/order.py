@@ -1,33 +1,47 @@
-"""Which row is trained on when: a pure function of (seed, epoch), in O(blocks) memory.
+"""Which row is trained on when: a pure function of (seed, epoch) that needs memory for the blocks only.
 
     blocks of the file, permuted   | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    one line of rows, cut into
-    lanes                          |    lane 0   |    lane 1   |   lane 2  |    equal lanes, and each lane into
-    pools                          | p0 | p1 |p2 | p0 | p1 |p2 | ...            runs that are shuffled in themselves
+    canonical ranks                |   rank 0    |   rank 1    |  rank 2   |    equal parts, each of them cut into
+    pools                          | p0 | p1 |p2 | p0 | p1 |p2 | ...            runs of rows that are shuffled
 
-A global batch takes the same number of rows from every lane, and a rank owns lanes / world_size neighbouring lanes. So
-the global batches are the same, rows in the same order, for every world size that divides `lanes`.
+A global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring canonical ranks.
+So the global batches are the same, rows in the same order, for every world size that divides the number of canonical
+ranks.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from fastgpu.rows.contract import PoolPlan, Read
+from fastgpu.rows.contract import BlockRead, PoolPlan
+
+
+class Shard(NamedTuple):
+    """The part of the rows that one rank trains on."""
+
+    rank: int = 0
+    world_size: int = 1
+    canonical_ranks: int | None = None
+    """A multiple of world_size that divides the global batch. None: world_size."""
 
 
 class _Line:
-    """Blocks one after the other: which one holds row n of the line, and where does it begin?
+    """Blocks that lie one after the other: finds the block that holds a row of the line, and where the block begins.
 
-    Only the start of each 1,024th is kept, the others are summed when asked for: 10^7 blocks cost 80 kB, not 80 MB.
+    Only the start of every 1,024th block is stored and the others are summed on demand: 10^7 blocks need 80 kB instead
+    of 80 MB.
     """
 
     STEP = 1024
 
     def __init__(self, block_rows: np.ndarray, blocks: np.ndarray | None = None):
-        """blocks: the block at each slot of the line; None: they lie in their own order."""
-        self._block_rows, self._blocks = block_rows, blocks
-        part, sums = self.STEP * self.STEP, []  # a part at a time: no array as long as the line
+        """blocks: the block at each slot of the line. None: the order of the file."""
+        self._block_rows = block_rows
+        self._blocks = blocks
+        part = self.STEP * self.STEP  # summed in parts, so that no array is as long as the line
+        sums = []
         for start in range(0, len(block_rows), part):
             rows = self._rows(start, start + part)
             sums.append(np.add.reduceat(rows, np.arange(0, len(rows), self.STEP), dtype=np.int64))
@@ -37,7 +51,7 @@ class _Line:
         return slot if self._blocks is None else int(self._blocks[slot])
 
     def start(self, slot: int) -> int:
-        """First row of a slot."""
+        """The first row of a slot."""
         mark = slot // self.STEP
         return int(self._marks[mark]) + int(self._rows(mark * self.STEP, slot).sum())
 
@@ -48,150 +62,198 @@ class _Line:
         return mark * self.STEP + int(np.searchsorted(ends, row, "right"))
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        return self._block_rows[slice(start, stop) if self._blocks is None else self._blocks[start:stop]]
+        if self._blocks is None:
+            return self._block_rows[start:stop]
+        return self._block_rows[self._blocks[start:stop]]
 
 
 class BlockSampler(DistributedSampler):
-    """Rows in an order that a disk can follow; a drop-in for torch's DistributedSampler that can also plan reads.
+    """Plans an epoch in an order that a disk can follow. A drop-in for torch's DistributedSampler.
 
-    block_rows: (blocks,) rows of each block. batch_rows: rows of a batch on this rank. lanes: a multiple of world_size
-    that divides the global batch. pool_batches: batches shuffled together. With drop_last, the end of each lane that
-    fills no batch is left out (other rows each epoch); without, lanes are padded to equal length with their last row.
-    Raises ValueError if the numbers do not fit.
+    block_rows: (blocks,) rows of each block. batch_size: rows of one batch on this rank. pool_batches: batches that are
+    shuffled together. seed: None keeps the order of the file. drop_last: leave out the rows at the end of each
+    canonical rank that do not fill a batch (other rows in each epoch); if False, canonical ranks are padded to equal
+    length by repeating their last row. Raises ValueError if the numbers do not fit together.
     """
 
     def __init__(
         self,
         block_rows: np.ndarray,
-        batch_rows: int,
+        batch_size: int,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        lanes: int | None = None,
+        shard: Shard = Shard(),  # noqa: B008 (an immutable tuple)
         pool_batches: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int | None = 0,
         drop_last: bool = True,
     ):
-        rows = int(np.sum(block_rows))
-        super().__init__(range(rows), world_size, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
-        self.lanes = lanes or world_size
-        self.global_rows = batch_rows * world_size
-        if self.lanes % world_size:
-            raise ValueError(f"{self.lanes} lanes do not divide among {world_size} ranks")
-        if self.global_rows % self.lanes:
-            raise ValueError(f"a global batch of {self.global_rows} rows does not divide among {self.lanes} lanes")
-        self.rows, self.batch_rows, self.pool_batches = rows, batch_rows, pool_batches
+        n_rows = int(np.sum(block_rows))
+        rows = range(n_rows)
+        super().__init__(rows, shard.world_size, shard.rank, seed is not None, seed or 0, drop_last)  # type: ignore[arg-type]
+        self.n_rows = n_rows
+        self.batch_size = batch_size
+        self.pool_batches = pool_batches
+        self.canonical_ranks = shard.canonical_ranks or shard.world_size
+        self.global_batch_size = batch_size * shard.world_size
+        if self.canonical_ranks % shard.world_size:
+            raise ValueError(f"{self.canonical_ranks} canonical ranks do not divide among {shard.world_size} ranks")
+        if self.global_batch_size % self.canonical_ranks:
+            raise ValueError(
+                f"a global batch of {self.global_batch_size} rows does not divide among {self.canonical_ranks} "
+                "canonical ranks"
+            )
         self._block_rows = np.asarray(block_rows, np.int32)
         self._file = _Line(self._block_rows)
-        self._share = self.global_rows // self.lanes  # rows of a global batch from one lane
-        lane_rows = rows // self.lanes if drop_last else -(-rows // self.lanes)
-        self.batches = lane_rows // self._share if drop_last else -(-lane_rows // self._share)
-        self._lane_rows = min(lane_rows, self.batches * self._share)
-        self.num_samples = self._lane_rows * (self.lanes // world_size)  # torch's name: rows of this rank an epoch
-        self.total_size = self._lane_rows * self.lanes
+        self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
+        if drop_last:
+            rank_rows = n_rows // self.canonical_ranks
+            self.n_batches = rank_rows // self._share
+        else:
+            rank_rows = -(-n_rows // self.canonical_ranks)
+            self.n_batches = -(-rank_rows // self._share)
+        self._canonical_rows = min(rank_rows, self.n_batches * self._share)
+        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
+        self.total_size = self._canonical_rows * self.canonical_ranks
 
     def __len__(self) -> int:
         return self.num_samples
 
     @property
-    def pools_an_epoch(self) -> int:
-        return -(-self.batches // self.pool_batches)
+    def shard(self) -> Shard:
+        return Shard(self.rank, self.num_replicas, self.canonical_ranks)
+
+    @property
+    def pools_per_epoch(self) -> int:
+        return -(-self.n_batches // self.pool_batches)
+
+    @property
+    def max_pool_rows(self) -> int:
+        """Number of rows in the largest pool of this rank."""
+        return min(self.pool_batches * self.batch_size, self.num_samples)
 
     @property
     def identity(self) -> dict[str, int]:
-        """The numbers that decide which row comes when."""
+        """The numbers that decide which row comes when, under the names that checkpoints use."""
         return {
-            "rows": self.rows,
+            "rows": self.n_rows,
             "blocks": len(self._block_rows),
-            "global_rows": self.global_rows,
+            "global_rows": self.global_batch_size,
             "pool_batches": self.pool_batches,
-            "lanes": self.lanes,
+            "lanes": self.canonical_ranks,
             "seed": self.seed,
         }
 
     def __iter__(self) -> Iterator[int]:
-        """Row numbers of this rank in order, for torch's DataLoader; `set_epoch` chooses the epoch."""
+        """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""
         for plan in self.pools(self.epoch):
-            yield from self.row_numbers(plan).tolist()
+            yield from self.row_ids(plan).tolist()
 
-    def most_values(self, lengths: np.ndarray) -> int:
-        """No pool of this rank has more values than this, where row n has lengths[n] of them: (rows,).
+    def max_values(self, lengths: np.ndarray) -> int:
+        """An upper bound on the values in a pool of this rank, where row n has lengths[n] values: (rows,).
 
-        The lesser of two bounds: of as many rows as a pool has, the longest; and of blocks, the fullest, in each lane
-        with the two that its pool may cut counted whole.
+        The smaller of two bounds: the longest rows, as many as a pool has; and the fullest blocks, counting the two
+        blocks that a pool may cut in each canonical rank as whole.
         """
-        pool_rows = min(self.pool_batches * self.batch_rows, self.num_samples)
-        longest = np.partition(lengths, len(lengths) - min(pool_rows, len(lengths)))[-pool_rows:].sum(dtype=np.int64)
+        n_rows = self.max_pool_rows
+        longest = np.partition(lengths, len(lengths) - min(n_rows, len(lengths)))[-n_rows:].sum(dtype=np.int64)
         starts = np.cumsum(self._block_rows, dtype=np.int64) - self._block_rows
         values = np.add.reduceat(lengths, starts, dtype=np.int64)
         fullest = np.argsort(-values / self._block_rows, kind="stable")
-        cut = 2 * self.lanes // self.num_replicas * int(self._block_rows.max())
+        cut_rows = 2 * self.canonical_ranks // self.num_replicas * int(self._block_rows.max())
         ends = np.cumsum(self._block_rows[fullest], dtype=np.int64)
-        full = values[fullest][: int(np.searchsorted(ends, pool_rows + cut)) + 1].sum()
-        padding = 0 if self.drop_last else self.lanes // self.num_replicas * int(lengths.max())
+        full = values[fullest][: int(np.searchsorted(ends, n_rows + cut_rows)) + 1].sum()
+        padding = 0 if self.drop_last else self.canonical_ranks // self.num_replicas * int(lengths.max())
         return int(min(longest, full)) + padding
 
-    def row_numbers(self, plan: PoolPlan) -> np.ndarray:
-        """(rows,) int64: which row of the store lies at each place of the pool."""
-        numbers = np.empty(plan.rows, np.int64)
+    def row_ids(self, plan: PoolPlan) -> np.ndarray:
+        """(rows,) int64: the row of the source at each place of the pool."""
+        row_ids = np.empty(plan.n_rows, np.int64)
         for block, first, places in plan.reads:
             start = self._file.start(block) + first
-            numbers[places] = np.arange(start, start + len(places))
-        return numbers
+            row_ids[places] = np.arange(start, start + len(places))
+        return row_ids
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
-        """The pools of an epoch, from the one on that `consumed` rows (all ranks together) lead to."""
-        if consumed % self.global_rows:
-            raise ValueError(f"{consumed} consumed rows are no whole number of global batches of {self.global_rows}")
+        """The pools of an epoch, beginning with the one that `consumed` rows (of all ranks together) lead to."""
+        if consumed % self.global_batch_size:
+            raise ValueError(
+                f"{consumed} consumed rows are not a multiple of the global batch size {self.global_batch_size}"
+            )
         line = self._file
         if self.shuffle:
             blocks = np.arange(len(self._block_rows), dtype=np.int32)
             self._rng(epoch).shuffle(blocks)
             line = _Line(self._block_rows, blocks)
-        start_batch = consumed // self.global_rows
-        for number in range(start_batch // self.pool_batches, self.pools_an_epoch):
+        start_batch = consumed // self.global_batch_size
+        for number in range(start_batch // self.pool_batches, self.pools_per_epoch):
             yield self._plan(epoch, number, line, start_batch)
 
     def _plan(self, epoch: int, number: int, line: _Line, start_batch: int) -> PoolPlan:
-        share, first_batch = self._share, number * self.pool_batches
-        per_rank = self.lanes // self.num_replicas
-        begin = first_batch * share  # of the pool in each lane
-        stop = min((first_batch + self.pool_batches) * share, self._lane_rows)
-        full = (stop - begin - 1) // share * share  # rows of a lane before the pool's last batch, which may be short
-        spans = []  # of each of our lanes: its own rows on the line, then whether one row of padding follows
-        for lane in range(self.rank * per_rank, (self.rank + 1) * per_rank):
-            lane_start, lane_stop = lane * self.rows // self.lanes, (lane + 1) * self.rows // self.lanes
-            spans.append((lane, lane_start + begin, min(lane_start + stop, lane_stop)))
-        rows, real_rows = (stop - begin) * per_rank, sum(hi - lo for _, lo, hi in spans)
-        reads: list[Read] = []
-        tail, pad = full * per_rank, real_rows  # next free places: of the last batch's real rows, of the padding
-        for slot, (lane, lo, hi) in enumerate(spans):
-            turn = np.arange(hi - lo)  # of the lane's rows: the batch that each is in takes `share` of every lane
-            places = turn + turn // share * (self.batch_rows - share) + slot * share
-            places[full:] = tail + np.arange(len(places[full:]))
-            tail += len(places[full:])
+        """Plan one pool of this rank.
+
+        Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
+        batches in a pool, the last of which has one row of each only. Unshuffled, the places of the pool hold
+
+            batch 0         batch 1         batch 2
+            a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4
+
+        Shuffling permutes the places of each canonical rank among themselves, so every batch keeps its share of each.
+        """
+        share = self._share
+        first_batch = number * self.pool_batches
+        per_rank = self.canonical_ranks // self.num_replicas
+        begin = first_batch * share  # first and last row of the pool, counted within each canonical rank
+        stop = min((first_batch + self.pool_batches) * share, self._canonical_rows)
+        full = (stop - begin - 1) // share * share  # rows before the last batch of the pool, which may be short
+        spans = []  # (canonical rank, its first row on the line, its last row + 1) without padding
+        for rank in range(self.rank * per_rank, (self.rank + 1) * per_rank):
+            rank_start = rank * self.n_rows // self.canonical_ranks
+            rank_stop = (rank + 1) * self.n_rows // self.canonical_ranks
+            spans.append((rank, rank_start + begin, min(rank_start + stop, rank_stop)))
+        n_rows = (stop - begin) * per_rank
+        n_real_rows = sum(hi - lo for _, lo, hi in spans)
+        reads: list[BlockRead] = []
+        next_tail = full * per_rank  # next free place of the last batch
+        next_padding = n_real_rows  # next free place of the padding
+        for slot, (rank, lo, hi) in enumerate(spans):
+            turn = np.arange(hi - lo)  # place of each row among the rows of its canonical rank
+            places = turn + turn // share * (self.batch_size - share) + slot * share
+            n_tail = len(places[full:])
+            places[full:] = next_tail + np.arange(n_tail)
+            next_tail += n_tail
             if self.shuffle:
-                places = self._rng(epoch, lane, number).permutation(places)
+                places = self._rng(epoch, rank, number).permutation(places)
             reads += self._reads(lo, places, line)
             if hi - lo < stop - begin:
-                reads += self._reads(max(hi - 1, 0), np.array([pad]), line)
-                pad += 1
-        done = min((first_batch + self.pool_batches) * self.global_rows, self.total_size)
-        skip = max(0, start_batch - first_batch) * self.batch_rows
-        return PoolPlan(epoch, number, rows, real_rows, skip, done, stop == self._lane_rows, reads)
+                reads += self._reads(max(hi - 1, 0), np.array([next_padding]), line)
+                next_padding += 1
+        return PoolPlan(
+            epoch=epoch,
+            number=number,
+            n_rows=n_rows,
+            n_real_rows=n_real_rows,
+            n_skipped_rows=max(0, start_batch - first_batch) * self.batch_size,
+            consumed=min((first_batch + self.pool_batches) * self.global_batch_size, self.total_size),
+            is_last=stop == self._canonical_rows,
+            reads=reads,
+        )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
-        """Of its own for the epoch's blocks and for each part: bare tuples would not do, (0, 0) and (0, 0, 0, 0) are
-        one seed to NumPy, and blocks of one row were put back into file order by the pool's permutation."""
+        """A generator for the blocks of an epoch, or for one part of it.
+
+        `spawn_key` keeps the streams apart. Plain tuples would not: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy,
+        and the permutation of a pool put blocks of one row back into the order of the file.
+        """
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
-    def _reads(self, start: int, places: np.ndarray, line: _Line) -> Iterator[Read]:
-        """Cut the line's rows start, start + 1, ... at the borders of the blocks."""
-        slot, at = line.slot(start), 0
+    def _reads(self, start: int, places: np.ndarray, line: _Line) -> Iterator[BlockRead]:
+        """Cut the rows start, start + 1, ... of the line at the borders of the blocks."""
+        slot = line.slot(start)
         first = start - line.start(slot)  # only the first block may begin in its middle
-        while at < len(places):
+        done = 0
+        while done < len(places):
             block = line.block(slot)
-            count = min(len(places) - at, int(self._block_rows[block]) - first)
-            yield Read(block, first, places[at : at + count])
-            slot, at, first = slot + 1, at + count, 0
+            count = min(len(places) - done, int(self._block_rows[block]) - first)
+            yield BlockRead(block, first, places[done : done + count])
+            slot += 1
+            done += count
+            first = 0

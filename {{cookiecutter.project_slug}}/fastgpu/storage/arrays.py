@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fastgpu.rows.contract import Read, Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
 
@@ -25,7 +25,7 @@ class Arrays(Source):
         columns: Mapping[str, np.ndarray | RaggedArray],
         attributes: Mapping[str, Any] | None = None,
         block_rows: np.ndarray | None = None,
-        below: Mapping[str, int | None] | None = None,
+        n_items: Mapping[str, int | None] | None = None,
     ):
         self.name, self._columns, self.attributes = name, columns, dict(attributes or {})
         self.fields, self.lengths = dict[str, Field](), dict[str, np.ndarray]()
@@ -33,7 +33,7 @@ class Arrays(Source):
             if isinstance(column, RaggedArray):
                 self.lengths[key] = np.diff(column.offsets).astype(np.int32)
                 mean = float(self.lengths[key].mean())
-                self.fields[key] = Field(column.values.dtype, (), mean, (below or {}).get(key))
+                self.fields[key] = Field(column.values.dtype, (), mean, (n_items or {}).get(key))
             else:
                 self.fields[key] = Field(column.dtype.newbyteorder("="), column.shape[1:])
         if block_rows is None:
@@ -58,7 +58,7 @@ class Arrays(Source):
             raise KeyError(name)
         return self._columns[name]  # type: ignore[return-value]
 
-    def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe."""
         for block, first, places in reads:
             start = int(self._block_start[block]) + first

@@ -17,7 +17,13 @@ if find_spec("hdf5plugin"):
     import_module("hdf5plugin")  # from here on the library itself knows blosc, lz4, zstd and more
 
 NAMES = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset"} | {
-    32000: "lzf", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}  # fmt: skip
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32015: "zstd",
+    32026: "blosc2",
+}
 
 Filter = tuple[int, tuple[int, ...]]  # HDF5's number of a filter and its parameters
 Bytes = bytes | bytearray | memoryview

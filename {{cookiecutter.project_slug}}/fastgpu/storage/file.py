@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import RankError, UserError
 
 READ_AHEAD_BYTES = 128 << 10  # Linux fetches no more for one request
 SURE_AFTER, ASK_EVERY = 64, 8  # blocks in the page cache one after the other: then one in so many is asked for
@@ -23,6 +23,17 @@ def _scratch(size: int) -> np.ndarray:
     if getattr(_of_thread, "scratch", None) is None or len(_of_thread.scratch) < size:
         _of_thread.scratch = np.empty(size, np.uint8)
     return _of_thread.scratch[:size]
+
+
+def split_group(path: str) -> tuple[str, str]:
+    """(file, group) of `file.h5::/group`; the group of a plain `file.h5` is "/"."""
+    file, _, group = path.partition("::")
+    return file, group or "/"
+
+
+def not_found(path: object) -> UserError:
+    """The error for a file that does not exist."""
+    return UserError(f"{path} does not exist (looked in {Path.cwd()})")
 
 
 class OpenFile:

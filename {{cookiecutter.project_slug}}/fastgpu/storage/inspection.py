@@ -11,7 +11,7 @@ import numpy as np
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.contract import Source
 from fastgpu.storage import codecs
-from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, Options, Run
+from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions, RowRange
 
 SMALL_BYTES, LARGE_BYTES = BLOCK_BYTES // 16, BLOCK_BYTES * 16
 REPACK = "`python convert.py repack` mends it"
@@ -111,7 +111,7 @@ def damaged(path: str, threads: int, tick: Callable[[int], object]) -> list[str]
         checks = []
         for data in _datasets(group):
             column = _column(data)
-            layout = Layout(f"{path}: {column.path}", data, Options(verify=column.has_digests))
+            layout = Layout(f"{path}: {column.path}", data, ReadOptions(verify=column.has_digests))
             for start in range(0, len(data), layout.chunk_rows):
                 rows = min(layout.chunk_rows, len(data) - start)
                 checks.append(pool.submit(_check, layout, start, rows, tick))
@@ -122,7 +122,7 @@ def _check(layout: Layout, start: int, rows: int, tick: Callable[[int], object])
     out = np.empty((rows, *layout.field.shape), layout.field.dtype)
     tick(out.nbytes)
     try:
-        layout.read([Run(start, np.arange(rows))], out)
+        layout.read([RowRange(start, np.arange(rows))], out)
     except (RankError, OSError) as error:
         return f"rows {start:,} to {start + rows - 1:,}: {error}"
     return ""
@@ -168,14 +168,18 @@ def _column(data: h5py.Dataset) -> Column:
     return Column(group or "/", name, data.dtype, data.shape, data.chunks, names, size, has_digests)
 
 
-def warn_of_class_order(rows: Source, pool_rows: int) -> str:
-    """A warning if neighbours in the file share their label far more often than chance has it and pools do not mix the
-    whole file: the labels of a batch then scatter more than a random sample's."""
-    if rows.in_workers or pool_rows >= len(rows) or "labels" not in rows.fields:
+def class_order_warning(source: Source, pool_rows: int) -> str:
+    """A warning if the file is sorted by class and pools of `pool_rows` rows cannot mix it; otherwise empty.
+
+    The file counts as sorted if neighbouring rows share their label far more often than by chance. The labels of a
+    batch then scatter more than those of a random sample. Blocks of single rows are always mixed.
+    """
+    is_mixed = pool_rows >= len(source) or source.block_rows.max() == 1
+    if is_mixed or "labels" not in source.fields:
         return ""
     try:
-        labels = rows.column("labels")
-    except KeyError:  # too many to be held
+        labels = source.column("labels")
+    except KeyError:  # too many to be kept in memory
         return ""
     if labels.ndim != 1 or labels.dtype.kind not in "bui":
         return ""
@@ -186,7 +190,7 @@ def warn_of_class_order(rows: Source, pool_rows: int) -> str:
     if shared <= (1 + by_chance) / 2:
         return ""
     return (
-        f"\nwarning: {rows.name} is sorted by class: {100 * shared:.0f} % of neighbours share a label, by chance it "
-        f"would be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(rows):,} rows cannot mix that: "
+        f"{source.name} is sorted by class: {100 * shared:.0f} % of neighbouring rows share a label, by chance it would "
+        f"be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(source):,} rows cannot mix that: "
         "`python convert.py repack` writes them in random order"
     )

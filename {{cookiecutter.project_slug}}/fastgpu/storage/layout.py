@@ -22,21 +22,21 @@ from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
 
 BLOCK_BYTES = 2 << 20  # random pieces of 2 MiB read as fast as a cold disk can
-LEAST_BLOCKS = 256  # of a small file: enough to shuffle, and to share among ranks
+MIN_BLOCKS = 256  # of a small file: enough to shuffle, and to share among ranks
 COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
 SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
 IOV_MAX = 1024  # Linux: destinations of one preadv
 DIGESTS = "fastgpu_sha256"  # group beside the datasets: (blocks, 32) uint8 for each, of the rows' bytes as stored
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """Rows start, start + 1, ... of a dataset go to `places`: (n,) int64."""
 
     start: int
     places: np.ndarray
 
 
-class Options(NamedTuple):
+class ReadOptions(NamedTuple):
     """How to read; see `store.open_store`."""
 
     verify: bool = False
@@ -47,9 +47,9 @@ class Options(NamedTuple):
 class Layout:
     """Where the rows of one dataset lie in its file: chunk after chunk, or left to h5py."""
 
-    def __init__(self, what: str, data: h5py.Dataset, options: Options, below: int | None = None):
+    def __init__(self, what: str, data: h5py.Dataset, options: ReadOptions, n_items: int | None = None):
         """what: names the dataset in messages. below: whole numbers that are not 0 to below - 1 are damage."""
-        self._what, self.dataset, self._below = what, data.name, below
+        self._what, self.dataset, self._below = what, data.name, n_items
         self._dtype = data.dtype
         self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
         self._file = OpenFile(data.file.filename, options.chunk_cache)  # the file that a trusted link leads to
@@ -116,7 +116,7 @@ class Layout:
         """(chunks,) rows of each."""
         return np.diff(np.arange(0, self._rows, self.chunk_rows), append=self._rows)
 
-    def read(self, runs: Iterable[Run], out: np.ndarray) -> None:
+    def read(self, runs: Iterable[RowRange], out: np.ndarray) -> None:
         """Rows -> out, each run to its places; all of them are there when it returns.
 
         What is not in memory is announced to the kernel first, so that few threads keep a disk busy. Copies out of the
@@ -153,10 +153,10 @@ class Layout:
         step = self.chunk_rows * max(1, BLOCK_BYTES // max(1, self.chunk_rows * self.field.row_bytes))
         for start in range(0, self._rows, step):
             some = out[start : start + step]
-            self.read([Run(start, np.arange(len(some)))], some)
+            self.read([RowRange(start, np.arange(len(some)))], some)
         return out
 
-    def _by_chunk(self, runs: Iterable[Run]) -> Iterator[tuple[int, int, np.ndarray]]:
+    def _by_chunk(self, runs: Iterable[RowRange]) -> Iterator[tuple[int, int, np.ndarray]]:
         """(chunk, first row in it, places) of every part of a run that lies in one chunk."""
         for start, places in runs:
             at = 0

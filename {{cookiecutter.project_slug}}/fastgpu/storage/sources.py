@@ -1,21 +1,22 @@
-"""Where rows come from: HDF5 files, or a Dataset of the user's own."""
+"""The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from typing import Literal
 
-from fastgpu.storage.dataset import LoaderOptions, open_dataset
+from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.rows.contract import Source
+from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.store import open_store
 
 
-def opener(
-    dataset: str, verify: bool, trust_links: bool, chunk_cache: Mapping[str, float], loader: Mapping[str, Any]
-) -> Callable[[str, str | list[str], Mapping[str, str]], Any]:
-    """(config key, path, fields) -> rows: by `open_store`, or by `open_dataset` where `dataset` names a class.
-
-    loader: the fields of LoaderOptions, and maybe others.
-    """
-    if dataset == "none":
-        return partial(open_store, verify=verify, trust_links=trust_links, chunk_cache=chunk_cache)
-    options = LoaderOptions(*(loader[name] for name in LoaderOptions._fields))
-    return partial(open_dataset, factory=dataset, options=options)
+def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
+    """The rows of data.train or data.val. Raises UserError if they cannot be opened."""
+    key = f"data.{split}"
+    path = data.train if split == "train" else data.val
+    fields = data.fields
+    if split == "val" and data.val_fields:
+        fields = data.val_fields
+    if data.dataset != "none":
+        return open_dataset(key, path, fields, factory=data.dataset, loader=loader)
+    return open_store(
+        key, path, fields, verify=data.verify, trust_links=data.trust_links, chunk_cache=hdf5.model_dump()
+    )

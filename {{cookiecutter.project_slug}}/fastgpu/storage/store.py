@@ -16,9 +16,9 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Read, Source
-from fastgpu.rows.field import MOST_VALUES, OFFSET, Field
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, LEAST_BLOCKS, Layout, Options, Run
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import MAX_VALUES, OFFSET_DTYPE, Field
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
 
 
 class Store(Source):
@@ -34,37 +34,32 @@ class Store(Source):
         self.attributes: dict[str, Any] = parts[0].attributes
         self.name = parts[0].name if len(parts) == 1 else f"{parts[0].name} and {len(parts) - 1} more"
         self.block_rows = np.concatenate([part.block_rows for part in parts])
-        self.lengths = {name: np.concatenate([np.diff(part.indptr[name]).astype(np.int32) for part in parts])
-                        for name, field in self.fields.items() if field.is_ragged}  # fmt: skip
+        self.lengths = {
+            name: np.concatenate([np.diff(part.indptr[name]).astype(np.int32) for part in parts])
+            for name, field in self.fields.items()
+            if field.is_ragged
+        }
         for name, lengths in self.lengths.items():  # the mean over all files
             self.fields[name] = self.fields[name]._replace(mean_values=float(lengths.mean()))
+        self.filters = parts[0].widest.filters
+        self.by_h5py = not parts[0].widest.is_direct
         self._first_block = [0, *accumulate(len(part.block_rows) for part in parts)]
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
 
-    @property
-    def filters(self) -> str:
-        """How the rows are compressed or checked: `gzip`; empty: they are not."""
-        return self._parts[0].widest.filters
-
-    @property
-    def by_h5py(self) -> bool:
-        """Whether only the HDF5 library can read them, one thread at a time."""
-        return not self._parts[0].widest.is_direct
-
-    def read(self, reads: Iterable[Read], out: Mapping[str, Any]) -> None:
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe.
 
         places: (n,) int64, all different. out: C-contiguous arrays of shape (rows, *field.shape), or RaggedArray whose
         offsets say how many values of each row go where.
         Raises OSError or RankError when a file cannot give the bytes.
         """
-        runs: dict[int, list[Run]] = {}
+        runs: dict[int, list[RowRange]] = {}
         for block, first, places in reads:
             part = bisect_right(self._first_block, block) - 1
             start = self._parts[part].block_start[block - self._first_block[part]]
-            runs.setdefault(part, []).append(Run(int(start) + first, places))
+            runs.setdefault(part, []).append(RowRange(int(start) + first, places))
         for part, some in runs.items():
             self._parts[part].read(some, out)
 
@@ -90,14 +85,16 @@ def open_store(
     trust_links: follow a file to bytes that lie in others. chunk_cache: rdcc_nbytes, rdcc_nslots and rdcc_w0 of
     h5py.File, for what h5py must read. Raises UserError for whatever a person can mend.
     """
-    options = Options(verify, trust_links, dict(chunk_cache or {}))
+    options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
     files = [found for path in ([paths] if isinstance(paths, str) else paths) for found in expand(key, path)]
     parts = [_Part(key, path, group, fields, options) for path, group in files]
     for part in parts[1:]:
         for name, field in part.fields.items():
-            if field.kind != parts[0].fields[name].kind:
-                raise UserError(f"{key}: {part.name} holds {name} as {field}, {parts[0].name} as "
-                                f"{parts[0].fields[name]}; shards must agree")  # fmt: skip
+            if field.signature != parts[0].fields[name].signature:
+                raise UserError(
+                    f"{key}: {part.name} holds {name} as {field}, {parts[0].name} as "
+                    f"{parts[0].fields[name]}; shards must agree"
+                )
     return Store(parts)
 
 
@@ -113,7 +110,7 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
 class _Part:
     """One file: where the rows of each field lie."""
 
-    def __init__(self, key: str, path: str, group: str, fields: Mapping[str, str], options: Options):
+    def __init__(self, key: str, path: str, group: str, fields: Mapping[str, str], options: ReadOptions):
         self.name = path if group == "/" else f"{path}::{group}"
         if Path(path).is_dir():
             raise UserError(f"{key}: {path} is a folder; name the files in it: {path}/*.h5")
@@ -138,7 +135,7 @@ class _Part:
             raise UserError(f"{key}: {path} {cure}") from None
 
     def _read_metadata(
-        self, key: str, file: h5py.File, group: str, names: Mapping[str, str], options: Options
+        self, key: str, file: h5py.File, group: str, names: Mapping[str, str], options: ReadOptions
     ) -> "dict[str, Layout]":
         root = _open_group(key, file, group, options.trust_links)
         self.attributes = {name: _plain(value) for name, value in root.attrs.items()}
@@ -150,8 +147,10 @@ class _Part:
         (rows,) = set(lengths.values())
         if not rows:
             raise UserError(f"{key}: {self.name} has no rows")
-        layouts = {name: Layout(f"{key}: {self.name}: {names[name]}", column.values, options, column.below)
-                   for name, column in found.items()}  # fmt: skip
+        layouts = {
+            name: Layout(f"{key}: {self.name}: {names[name]}", column.values, options, column.n_items)
+            for name, column in found.items()
+        }
         self.fields = {name: column.field(layouts[name].field) for name, column in found.items()}
         widest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
         self.columns: dict[str, np.ndarray] = {}  # of a ragged field: its values
@@ -160,17 +159,17 @@ class _Part:
                 self.columns[name] = layouts[name].read_all(field.dtype)
         step = layouts[widest].chunk_rows
         if self.fields[widest].is_ragged:
-            step = max(1, min(BLOCK_BYTES // self.fields[widest].row_bytes, rows // LEAST_BLOCKS))
+            step = max(1, min(BLOCK_BYTES // self.fields[widest].row_bytes, rows // MIN_BLOCKS))
         self.widest = layouts[widest]
         self.block_start = np.arange(0, rows, step)
         self.block_rows = np.diff(self.block_start, append=rows).astype(np.int32)
         return layouts
 
-    def read(self, runs: Sequence[Run], out: Mapping[str, Any]) -> None:
+    def read(self, runs: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         for name, layout in self._layouts.items():
             target, found = out[name], runs
             if name in self.indptr:  # runs of rows are runs of values
-                found = [Run(int(self.indptr[name][start]), target.places(places)) for start, places in runs]
+                found = [RowRange(int(self.indptr[name][start]), target.places(places)) for start, places in runs]
                 target = target.values
             if name in self.columns:
                 for start, places in found:
@@ -194,7 +193,7 @@ class _Column(NamedTuple):
     values: h5py.Dataset
     indptr: np.ndarray | None = None
     """(rows + 1,) int64"""
-    below: int | None = None
+    n_items: int | None = None
 
     def __len__(self) -> int:
         return len(self.values) if self.indptr is None else len(self.indptr) - 1
@@ -202,11 +201,11 @@ class _Column(NamedTuple):
     def field(self, of_values: Field) -> Field:
         if self.indptr is None:
             return of_values
-        dtype = OFFSET if self.below else of_values.dtype  # item numbers, whatever the file has
-        return Field(dtype, of_values.shape, len(self.values) / max(1, len(self)), self.below)
+        dtype = OFFSET_DTYPE if self.n_items else of_values.dtype  # item numbers, whatever the file has
+        return Field(dtype, of_values.shape, len(self.values) / max(1, len(self)), self.n_items)
 
 
-def _open_field(key: str, root: h5py.Group, part: str, source: str, options: Options) -> _Column:
+def _open_field(key: str, root: h5py.Group, part: str, source: str, options: ReadOptions) -> _Column:
     """A dataset; or ragged rows, as a group: `indptr` with `indices`, a CSR matrix as anndata writes it, or `values`.
 
     The item numbers of such a matrix are below the second number of its attribute `shape`; `group/data` are what
@@ -227,28 +226,31 @@ def _open_field(key: str, root: h5py.Group, part: str, source: str, options: Opt
             f"{key}: {part}: {source} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it"
         )
     values = _open_dataset(key, root, part, f"{source}/indices", options)
-    below = int(shape[1]) if len(shape) == 2 else 0
-    if not 0 < below <= MOST_VALUES or values.dtype.kind not in "ui" or values.ndim != 1:
-        raise UserError(f"{key}: {part}: {source} should have the attribute shape, (rows, items), and whole numbers as "
-                        f"indices; it has {tuple(shape)}, {values.dtype}")  # fmt: skip
-    return _Column(values, _indptr(key, part, source, values, options), below)
+    n_items = int(shape[1]) if len(shape) == 2 else 0
+    if not 0 < n_items <= MAX_VALUES or values.dtype.kind not in "ui" or values.ndim != 1:
+        raise UserError(
+            f"{key}: {part}: {source} should have the attribute shape, (rows, items), and whole numbers as "
+            f"indices; it has {tuple(shape)}, {values.dtype}"
+        )
+    return _Column(values, _indptr(key, part, source, values, options), n_items)
 
 
-def _indptr(key: str, part: str, source: str, values: h5py.Dataset, options: Options) -> np.ndarray:
+def _indptr(key: str, part: str, source: str, values: h5py.Dataset, options: ReadOptions) -> np.ndarray:
     indptr = _open_dataset(key, values.parent, part, "indptr", options)
     found = Layout(f"{key}: {part}: {source}/indptr", indptr, options).read_all(np.dtype(np.int64))
     if found.ndim != 1 or not len(found) or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] != len(values):
-        raise UserError(f"{key}: {part}: {source} is damaged: its indptr should rise from 0 to the "
-                        f"{len(values):,} values")  # fmt: skip
-    if len(found) > 1 and np.diff(found).max() > MOST_VALUES:
-        raise UserError(f"{key}: {part}: {source} has a row of more than {MOST_VALUES:,} values")
+        raise UserError(
+            f"{key}: {part}: {source} is damaged: its indptr should rise from 0 to the {len(values):,} values"
+        )
+    if len(found) > 1 and np.diff(found).max() > MAX_VALUES:
+        raise UserError(f"{key}: {part}: {source} has a row of more than {MAX_VALUES:,} values")
     return found
 
 
 ELSEWHERE = "takes its bytes from other files; write them into one file, or set data.trust_links=true if you trust them"
 
 
-def _open_dataset(key: str, root: h5py.Group, name: str, source: str, options: Options) -> h5py.Dataset:
+def _open_dataset(key: str, root: h5py.Group, name: str, source: str, options: ReadOptions) -> h5py.Dataset:
     data = root.get(source)
     where = f"{key}: {name}: {source}"
     if data is None and isinstance(link := root.get(source, getlink=True), h5py.ExternalLink):

@@ -18,8 +18,6 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from fastgpu.diagnose import result as diagnosis
-from fastgpu.diagnose import verdict as bottleneck
 from fastgpu.telemetry import report
 
 LAYOUT = {  # of the page CUSTOM SCALARS: what belongs together in one chart
@@ -46,7 +44,7 @@ WAIT_POINTS = 4  # over so many points a run must be input-bound to say so, once
 PLAIN_EVERY_S = 5.0  # between two lines where the output is no terminal
 
 
-def listed(values: Mapping[str, float]) -> str:
+def format_metrics(values: Mapping[str, float]) -> str:
     """`val/loss 0.01234, val/top1_pct 99.72`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
@@ -57,16 +55,18 @@ class Log:
     def __init__(
         self,
         folder: Path | None,
+        *,
         planned_rows: int,
         consumed_rows: int = 0,
         config: Mapping[str, Any] | None = None,
-        world: str = "",
+        ceiling_rows_per_s: float | None = None,
     ):
         """config: as resolved, for TensorBoard's TEXT page. world: what it runs on and bytes of a row, as
         diagnose.py has it."""
         self._folder, self._warned, self._t0 = folder, False, time.monotonic()
         self._printed_s, self._waits, self._charts = self._t0, list[float](), set[str]()
-        self._ceiling = diagnosis.ceiling(folder.parent, world, config or {}) if folder else None
+        self._ceiling = ceiling_rows_per_s
+        self._config = dict(config or {})
         self._writer: SummaryWriter | None = None
         with self._surviving():
             if folder:
@@ -117,14 +117,16 @@ class Log:
         }
         if self._writer and not new <= self._charts:
             self._charts |= new
-            pages = {page: {chart: found[chart] for chart in found if chart in self._charts}
-                     for page, found in LAYOUT.items()}  # fmt: skip
+            pages = {
+                page: {chart: found[chart] for chart in found if chart in self._charts}
+                for page, found in LAYOUT.items()
+            }
             with self._surviving():
                 self._writer.add_custom_scalars({page: found for page, found in pages.items() if found})
 
     def _warn_of_waiting(self) -> None:
         """Once a run, when it is sure. The first point holds what only happens at the start."""
-        said = bottleneck.of_run(fmean(self._waits[1:])) if len(self._waits) == WAIT_POINTS + 1 else ""
+        said = report.feed_verdict(fmean(self._waits[1:])) if len(self._waits) == WAIT_POINTS + 1 else ""
         if said.startswith("input-bound"):
             text = f"warning: {said}"
             self._bar.write(text) if not self._bar.disable else print(text, flush=True)
@@ -138,7 +140,11 @@ class Log:
         if self._writer:
             plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in config.items()}
             with self._surviving():
-                found = report.verdicts(self._folder, report.read_metrics(self._folder)) if self._folder else []
+                found = (
+                    report.verdicts(self._folder, report.read_metrics(self._folder), self._config)
+                    if self._folder
+                    else []
+                )
                 self._writer.add_text("verdict", "\n\n".join(found))
                 for summary in hparams(plain, dict(metrics)):
                     self._writer._get_file_writer().add_summary(summary)
@@ -149,7 +155,7 @@ class Log:
     def _report(self) -> None:
         atexit.unregister(self._report)
         if self._folder:
-            report.write_report(self._folder)
+            report.write_report(self._folder, self._config)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:

@@ -140,8 +140,10 @@ def _gpu(nvml: Any, uuid: str) -> list[Counter]:
         if before is None:
             return {}
         asked = nvml.c_nvmlGpmMetricsGet_t()
-        metrics = {"sm_active_pct": nvml.NVML_GPM_METRIC_SM_UTIL,
-                   "tensor_active_pct": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL}  # fmt: skip
+        metrics = {
+            "sm_active_pct": nvml.NVML_GPM_METRIC_SM_UTIL,
+            "tensor_active_pct": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+        }
         asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(metrics)
         asked.sample1, asked.sample2 = before, sample
         for place, metric in enumerate(metrics.values()):

@@ -13,11 +13,10 @@ from statistics import fmean
 from string import Template
 from typing import Any, NamedTuple
 
-from fastgpu.diagnose import result as diagnosis
-from fastgpu.diagnose import verdict as bottleneck
+from fastgpu.telemetry.ceiling import read_summary
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 200, 70, 10, 24
-MOST_POINTS = 600  # of a line; more are thinned out
+MAX_POINTS = 600  # of a line; more are thinned out
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569")
 ROWS = {  # tag -> what the table calls it, unit
     "data/fresh_rows_per_s": ("fresh rows", "a second"),
@@ -48,6 +47,12 @@ CHARTS = {  # title -> tags; those of GPUs stand for each GPU's
     "GPU power, W": ("power_w",),
     "disks, MB/s read": ("host/disk_read_mb_per_s",),
 }
+
+
+WAIT_PCT = 10.0
+"""A run that waits for data for a larger part of its time is input-bound."""
+IDLE_SHARE = 0.2
+"""A GPU that is idle for a larger part of the time, although it is fed, deserves a look."""
 
 
 class Line(NamedTuple):
@@ -93,12 +98,26 @@ def summary(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]
     return found + [(f"{tag.removeprefix('val/')} of validation", f"{value:.4g}", "") for tag, value in last.items()]
 
 
-def verdicts(folder: Path, metrics: Sequence[Mapping[str, float]]) -> list[str]:
+def verdicts(folder: Path, metrics: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[str]:
     """Whether the run was fed, and what diagnose.py found of just such a run, if it was asked."""
-    means = {tag: fmean([v for _, v in line.points[1:] or line.points]) for tag in ("data/wait_pct", "util_pct")
-             for line in lines_of(metrics, tag)[:1]}  # fmt: skip
-    found = [bottleneck.of_run(means["data/wait_pct"], means.get("util_pct"))] if "data/wait_pct" in means else []
-    return found + [line for line in [diagnosis.of_run(folder)] if line]
+    means = {
+        tag: fmean([v for _, v in line.points[1:] or line.points])
+        for tag in ("data/wait_pct", "util_pct")
+        for line in lines_of(metrics, tag)[:1]
+    }
+    found = [feed_verdict(means["data/wait_pct"], means.get("util_pct"))] if "data/wait_pct" in means else []
+    return found + [line for line in [read_summary(folder.parent, config)] if line]
+
+
+def feed_verdict(wait_pct: float, util_pct: float | None = None) -> str:
+    """What a run says of itself, in a line. wait_pct: of the time, for data. util_pct: GPU-Util, where there is one."""
+    if wait_pct > WAIT_PCT:
+        return f"input-bound: {wait_pct:.0f} % of the time waits for data; run `python diagnose.py`"
+    if util_pct is not None and util_pct < 100 * (1 - IDLE_SHARE):
+        return (
+            f"fed, but the GPU is idle {100 - util_pct:.0f} % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"
+        )
+    return f"fed: {wait_pct:.1f} % of the time waits for data"
 
 
 def table(metrics: Sequence[Mapping[str, float]]) -> str:
@@ -108,7 +127,7 @@ def table(metrics: Sequence[Mapping[str, float]]) -> str:
     return "\n".join(f"  {what:<{wide}}  {value:>10} {unit}".rstrip() for what, value, unit in rows)
 
 
-def write_report(folder: Path) -> None:
+def write_report(folder: Path, config: Mapping[str, Any] | None = None) -> None:
     """report.html of a run's folder, from its metrics.jsonl, run.json and config.yaml; nothing if there are no points.
 
     A page that cannot be written is no reason to stop: it is told, and that is all.
@@ -125,7 +144,7 @@ def write_report(folder: Path) -> None:
         lines = [line for tag in tags for line in lines_of(metrics, tag)]
         if lines:
             charts.append(f"<h2>{html.escape(title)}</h2>{_svg(lines)}")
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in verdicts(folder, metrics))
+    said = "".join(f"<p>{html.escape(line)}</p>" for line in verdicts(folder, metrics, config or {}))
     details = ""
     for path in (*sorted(folder.glob("*.yaml")), *sorted(folder.glob("run*.json"))):
         text = html.escape(path.read_text(encoding="utf-8"))
@@ -177,16 +196,20 @@ def _svg(lines: Sequence[Line]) -> str:
     for number, line in enumerate(lines):
         colour, points = COLOURS[number % len(COLOURS)], " ".join(place(*point) for point in line.points)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(f'<circle cx="{points.rpartition(" ")[2].split(",")[0]}" '
-                     f'cy="{points.rpartition(",")[2]}" r="2.5" fill="{colour}"/>')  # fmt: skip
-        parts.append(f'<text x="{LEFT + 110 + 190 * number}" y="{HEIGHT - 6}" font-size="11" fill="{colour}">'
-                     f"{html.escape(line.tag)}</text>")  # fmt: skip
+        parts.append(
+            f'<circle cx="{points.rpartition(" ")[2].split(",")[0]}" '
+            f'cy="{points.rpartition(",")[2]}" r="2.5" fill="{colour}"/>'
+        )
+        parts.append(
+            f'<text x="{LEFT + 110 + 190 * number}" y="{HEIGHT - 6}" font-size="11" fill="{colour}">'
+            f"{html.escape(line.tag)}</text>"
+        )
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most MOST_POINTS of them, the last one among them."""
-    step = -(-len(points) // MOST_POINTS)
+    step = -(-len(points) // MAX_POINTS)
     return points[::-1][::step][::-1]
 
 

@@ -71,7 +71,7 @@ def _positions(start_B: Tensor, length_B: Tensor, count: int) -> Tensor:
     return start_B[:, None] + torch.minimum(inside, length_B[:, None] - 1)
 
 
-def jitter(x_BCHW: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def color_jitter(x_BCHW: Tensor, strength: float, rng: torch.Generator) -> Tensor:
     """Brightness, then contrast, then saturation of each image times 1 - strength to 1 + strength.
 
     Contrast is about the mean grey of the image, saturation about the grey of each pixel (of images with 3 channels).

@@ -1,43 +1,28 @@
-"""Optimizer, schedule, precision, and the step that they make together."""
-
-import math
-from typing import Literal
+"""The optimizer that the config asks for."""
 
 import torch
 from torch import nn
 
+from fastgpu.process.config import Kernels, Optim
 from fastgpu.training import apex
 
 
-def make_optimizer(
-    model: nn.Module,
-    name: Literal["adamw", "sgd", "lamb"],
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    kernels: apex.Kernels = "torch",
-) -> torch.optim.Optimizer:
-    """AdamW (betas = momentum, 0.999) or SGD with Nesterov momentum, fused into one kernel a step; LAMB of Apex.
+def make_optimizer(model: nn.Module, settings: Optim, kernels: Kernels = "torch") -> torch.optim.Optimizer:
+    """AdamW with betas (momentum, 0.999), SGD with Nesterov momentum, or Apex's LAMB.
 
-    kernels: whose; off: not fused. Biases and norms (parameters with fewer than two dimensions) get no weight decay.
+    kernels: the fused kernels to use, see `apex.choose_kernels`. Parameters with fewer than two dimensions (biases and
+    norms) get no weight decay. To add an optimizer, add its name to `Optim.name` and a branch here.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    lr = settings.lr
+    momentum = settings.momentum
     if kernels == "apex":
-        return apex.make(name, groups, lr, momentum)
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=kernels == "torch")
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=kernels == "torch")
-
-
-def schedule(progress: float, warmup: float) -> float:
-    """Factor of the peak learning rate: a linear rise up to progress = warmup, then a cosine to 0 at progress = 1.
-
-    progress = fresh / planned fresh rows, so that echoing a batch does not bend it.
-    """
-    if progress < warmup:
-        return progress / warmup
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / max(1e-9, 1 - warmup))))
+        return apex.make_optimizer(settings.name, groups, lr, momentum)
+    is_fused = kernels == "torch"
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=is_fused)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=is_fused)

@@ -1,53 +1,75 @@
-"""Gradients shared between ranks."""
-
-from typing import Literal
+"""What the ranks share while they train: gradients, running statistics, and seeds that differ."""
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from fastgpu.process.config import Dist
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.training import apex
 
-Strategy = Literal["ddp", "apex", "dp", "none"]
+
+def share_gradients(
+    model: nn.Module, settings: Dist, world: World, *, static_graph: bool = False, has_ragged: bool = False
+) -> nn.Module:
+    """The module to train: it averages the gradients over the ranks.
+
+    static_graph: every step uses the same parameters. has_ragged: the batches have ragged rows, which nn.DataParallel
+    cannot cut. Raises UserError if the strategy does not fit the number of processes or is not available.
+    """
+    strategy = settings.strategy
+    if strategy in ("dp", "none") and world.world_size > 1:
+        what = "shares no gradients" if strategy == "none" else "drives all GPUs from one process"
+        raise UserError(
+            f"dist.strategy is {strategy}, which {what}, but there are {world.world_size} processes: use ddp"
+        )
+    if strategy == "apex":
+        return apex.distributed(model, world.world_size)
+    if strategy == "dp":
+        if has_ragged:
+            raise UserError("dist.strategy is dp, which cuts a batch into equal parts; rows are ragged: use ddp")
+        return DataParallel(model)
+    if world.world_size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        static_graph=static_graph,
+        forward_sync_buffers=False,  # `average_buffers` does this when it matters, not in every forward pass
+    )
 
 
-def hint(world: World, strategy: Strategy, script: str) -> str | None:
-    """The command that uses the whole machine, if this one does not."""
-    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
-    if world.size > 1 or gpus < 2:
+def average_buffers(model: nn.Module, world: World) -> None:
+    """Replace the running statistics of the ranks (batch norm) by their mean, before evaluating and saving."""
+    for buffer in model.buffers():
+        if world.world_size > 1 and buffer.is_floating_point():
+            world.all_reduce_sum(buffer).div_(world.world_size)
+
+
+def reseed(world: World, *numbers: int) -> torch.Generator:
+    """Seed torch's generators from the numbers and the rank, and return the one of the device.
+
+    It is called once for each pool, so that a resumed run draws the same numbers as an uninterrupted one and no
+    checkpoint has to keep a random state.
+    """
+    seed = 0
+    for number in (*numbers, world.rank):
+        seed = (seed * 1_000_003 + number + 1) % (1 << 63)
+    cpu = torch.manual_seed(seed)
+    return torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else cpu
+
+
+def unused_gpus_hint(world: World, settings: Dist, script: str) -> str | None:
+    """The command that uses all GPUs of the machine, if this one does not."""
+    n_gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if world.world_size > 1 or n_gpus < 2:
         return None
     command = f"torchrun --standalone --nproc-per-node=gpu {script}"
-    if strategy == "dp":
-        return f"nn.DataParallel copies the model to {gpus} GPUs every step; ddp is faster: {command} dist.strategy=ddp"
-    return f"1 of {gpus} GPUs in use; all of them: {command}"
-
-
-def wrap(world: World, model: nn.Module, strategy: Strategy, static_graph: bool, compiled: bool = False) -> nn.Module:
-    """The module to train, which shares gradients between ranks.
-
-    static_graph: each step uses the same parameters. compiled: by torch.compile, at its first step. Raises UserError if
-    the strategy does not fit the number of processes, or is not to be had.
-    """
-    if strategy in ("dp", "none") and world.size > 1:
-        what = "shares no gradients" if strategy == "none" else "drives all GPUs from one process"
-        raise UserError(f"dist.strategy is {strategy}, which {what}, but there are {world.size} processes: use ddp")
-    shared = model
-    if strategy == "apex":
-        shared = apex.distributed(model, world.size)
-    elif strategy == "dp" and getattr(model, "is_ragged", False):
-        raise UserError("dist.strategy is dp, which cuts a batch into equal parts, but its rows are ragged: use ddp")
-    elif strategy == "dp":
-        shared = DataParallel(model)
-    elif world.size > 1:
-        shared = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            static_graph=static_graph,
-            forward_sync_buffers=False,  # `average_buffers` makes them one when it matters, not in every forward pass
+    if settings.strategy == "dp":
+        return (
+            f"nn.DataParallel copies the model to {n_gpus} GPUs in every step; ddp is faster: {command} "
+            "dist.strategy=ddp"
         )
-    if compiled:
-        shared.compile()
-    return shared
+    return f"1 of {n_gpus} GPUs is in use; to use all of them: {command}"

@@ -1,84 +1,90 @@
-"""One optimizer step."""
+"""Parts of an optimizer step: precision, parts of a batch, learning rate, and the state that a checkpoint keeps.
+
+The step itself is in train.py. Nothing here makes the host wait for the device.
+"""
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, Literal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Auto, Precision
 from fastgpu.rows.rows import Rows
 from fastgpu.training import apex
 
-Precision = Literal["bf16", "fp16", "fp32"]
+
+class MixedPrecision(NamedTuple):
+    """The numerics of a step."""
+
+    name: Precision
+    autocast: torch.autocast
+    scaler: torch.amp.GradScaler
+    """Scales the loss in fp16; does nothing in bf16 and fp32."""
 
 
-def choose_precision(precision: Precision | Literal["auto"], device: torch.device) -> Precision:
-    """`auto`: bf16 (no loss scaling) on a GPU that computes in it, fp16 on an older GPU, fp32 on a CPU."""
-    if precision != "auto":
-        return precision
+def mixed_precision(precision: Precision | Auto, device: torch.device) -> MixedPrecision:
+    """auto: bf16 (no loss scaling) on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
+    if precision == "auto":
+        precision = _best_precision(device)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    autocast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
+    return MixedPrecision(precision, autocast, torch.amp.GradScaler(device.type, enabled=precision == "fp16"))
+
+
+def _best_precision(device: torch.device) -> Precision:
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def check_finite(loss: float, step: int, lr: float) -> None:
-    """Raises UserError if training has come to nothing. lr: optim.lr, for the message."""
-    if not math.isfinite(loss):
-        raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({lr}) or optim.clip_norm")
+def to_device(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+    """The model on the device, with its weights in the NHWC memory format if `channels_last`."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    moved: nn.Module = model.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+    return moved
 
 
-class Step:
-    """One optimizer step: forward and backward over `accumulation` equal parts of a batch, clip, update.
+def micro_batches(batch: Rows, steps: int, ddp: nn.Module) -> Iterator[tuple[Rows, AbstractContextManager[None]]]:
+    """The batch in `steps` equal parts, each with the context to run it in.
 
-    loss: (model, rows) -> mean loss of the rows. model: may be wrapped in DDP, whose ranks then share gradients once a
-    step. Nothing here makes the host wait for the device.
+    Only the last part averages gradients over the ranks: the others run in the `no_sync` context of the DDP module.
     """
+    n_rows = len(batch) // steps
+    no_sync = getattr(ddp, "no_sync", nullcontext)
+    for number in range(steps):
+        is_last = number == steps - 1
+        yield batch.slice(number * n_rows, (number + 1) * n_rows), nullcontext() if is_last else no_sync()
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Rows], Tensor],
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        device: torch.device,
-        accumulation: int = 1,
-        clip_norm: float = 0.0,
-    ):
-        self.model, self._loss, self._optimizer, self.precision = model, loss, optimizer, precision
-        self._accumulation, self._clip_norm = accumulation, clip_norm
-        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        self.cast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
-    def __call__(self, batch: Rows, lr: float) -> Tensor:
-        """The mean loss of the batch before the update, on the device."""
-        losses = []
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        for part in range(self._accumulation):
-            rows = len(batch) // self._accumulation
-            is_last = part == self._accumulation - 1
-            with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
-                with self.cast:
-                    loss = self._loss(self.model, batch.slice(part * rows, (part + 1) * rows)) / self._accumulation
-                self._scaler.scale(loss).backward()
-            losses.append(loss.detach())
-        if self._clip_norm:
-            self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad()
-        return torch.stack(losses).sum()
+def lr_factor(progress: float, warmup_share: float) -> float:
+    """Factor of the peak learning rate: a linear rise until `warmup_share`, then a cosine to 0 at progress 1.
+
+    progress: fresh rows / planned fresh rows, so that echoing a batch does not change the schedule.
+    """
+    if progress < warmup_share:
+        return progress / warmup_share
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup_share) / max(1e-9, 1 - warmup_share))))
+
+
+class OptimizerState:
+    """The state of the optimizer and of the loss scaler, as a checkpoint keeps it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler):
+        self._optimizer = optimizer
+        self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer, which kind it is, and the loss scale."""
-        state = {"optimizer": self._optimizer.state_dict(), "kind": apex.label(self._optimizer)}
-        return state | {"scaler": self._scaler.state_dict()}
+        """State of the optimizer, the kind of optimizer, and the loss scale."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "kind": apex.label(self._optimizer),
+            "scaler": self._scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the state belongs to another algorithm."""
         self._optimizer.load_state_dict(apex.converted(state["optimizer"], state["kind"], self._optimizer))
         self._scaler.load_state_dict(state["scaler"])

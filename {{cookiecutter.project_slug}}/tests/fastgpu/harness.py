@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from fastgpu.rows.contract import Read
+from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.rows import Ragged, RaggedArray
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def read_rows(source: Any) -> dict[str, Any]:
             out[name] = np.zeros((len(source), *field.shape), field.dtype)
     starts = np.cumsum(source.block_rows) - source.block_rows
     for block, (start, rows) in enumerate(zip(starts.tolist(), source.block_rows.tolist(), strict=True)):
-        source.read([Read(block, 0, np.arange(start, start + rows))], out)
+        source.read([BlockRead(block, 0, np.arange(start, start + rows))], out)
     return out
 
 
@@ -95,8 +95,13 @@ def run_train(
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.run(
         [sys.executable, *launcher, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def run_ranks(*arguments: str, ranks: int) -> list[subprocess.CompletedProcess[str]]:
@@ -110,9 +115,13 @@ def run_ranks(*arguments: str, ranks: int) -> list[subprocess.CompletedProcess[s
         processes.append(
             subprocess.Popen(
                 [sys.executable, "train.py", *arguments],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
-        )  # fmt: skip
+        )
     outputs = [process.communicate(timeout=120) for process in processes]
     return [subprocess.CompletedProcess(p.args, p.returncode, *out) for p, out in zip(processes, outputs, strict=True)]
 

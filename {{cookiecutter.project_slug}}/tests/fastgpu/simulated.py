@@ -135,14 +135,19 @@ def seen(
     item: bool = False,
     readers: int = 1,
     bytes_per_s: float = 0.0,
-    batch_rows: int = BATCH,
+    batch_size: int = BATCH,
     **slow: float,
 ) -> Measured:
     """All ceilings of a loop whose parts take so long; a batch of twice the rows takes the device twice as long."""
-    device, times = Simulated(), batch_rows / BATCH
+    device, times = Simulated(), batch_size / BATCH
     rows: Any = SlowRows(open_store("data.train", path, {"images": "images", "labels": "labels"}), **slow)  # type: ignore[arg-type]
-    order = BlockSampler(rows.block_rows, batch_rows, rank=world.rank, world_size=world.size,
-                         pool_batches=max(1, int(POOL_BATCHES / times)))  # fmt: skip
+    order = BlockSampler(
+        rows.block_rows,
+        batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        pool_batches=max(1, int(POOL_BATCHES / times)),
+    )
 
     def transform(batch: Rows) -> Rows:
         if transform_s:
@@ -157,16 +162,16 @@ def seen(
 
     def step(_: Rows) -> None:
         work(step_s)
-        if world.size > 1:  # gradients are there when the slowest rank's are
+        if world.world_size > 1:  # gradients are there when the slowest rank's are
             device.synchronize()
-            world.max(0.0)
+            world.all_reduce_max(0.0)
 
     sizes: Any = type("Sizes", (), {"tier": "disk", "readers": readers})
     feeds = make_feeds(rows, order, sizes, CPU, 2, False)
     if bytes_per_s:
         pool = Pool(None, first_batch(rows, order, 1, CPU))  # type: ignore[arg-type]
         feeds = feeds._replace(real=SlowCopies(feeds.real, bytes_per_s), staged=SlowCopies(Ready(pool), bytes_per_s))
-    parts = Parts(transform, step, lambda _: work(step_s), batch_rows)
+    parts = Parts(transform, step, lambda _: work(step_s), batch_size)
     found = measure(world, device, parts, first_batch(rows, order, 1, CPU), feeds, 0.15, 3)
     feeds.close()
     return found
@@ -174,7 +179,7 @@ def seen(
 
 def speed(m: Measured) -> float:
     """Rows a second of the loop."""
-    return m.batch_rows / m.loop.step_s
+    return m.batch_size / m.loop.step_s
 
 
 class Planted(NamedTuple):
@@ -194,20 +199,54 @@ class Planted(NamedTuple):
 
 BUS = BATCH * 16 / 0.024  # bytes/s: 16 bytes a row as it lies there, a quarter of them as bytes
 PLANTED = [
-    Planted("a slow disk", {"disk_s": 0.012}, "READ", "data.readers=2", {"disk_s": 0.012, "readers": 2},
-            tried={"data.readers=2": 0.006}),
+    Planted(
+        "a slow disk",
+        {"disk_s": 0.012},
+        "READ",
+        "loader.num_readers=2",
+        {"disk_s": 0.012, "readers": 2},
+        tried={"loader.num_readers=2": 0.006},
+    ),
     Planted("slow decoding", {"decode_s": 0.012}, "DECODE", "data.tier=host", {}, Facts(near_tier="host")),
-    Planted("a slow transform", {"transform_s": 0.006}, "AUGMENT", "augment.jitter=0", {},
-            Facts(lighter=("augment.jitter=0",)), {"augment.jitter=0": 0.004}),
-    Planted("rows of floats, four times the bytes", {"bytes_per_s": BUS}, "COPY",
-            "store images as uint8: 4 x fewer bytes", {"bytes_per_s": 4 * BUS}, Facts(float_fields={"images": 4})),
-    Planted("a value read in each step", {"launch_s": 0.004, "item": True}, "SYNC",
-            "leave the value on the device at mine.py:12", {"launch_s": 0.004}),
-    Planted("a model too small for its launches", {"step_s": 0.002, "launch_s": 0.009}, "LAUNCH",
-            f"data.batch_rows={4 * BATCH}", {"step_s": 0.002, "launch_s": 0.009, "batch_rows": 4 * BATCH}),
-    Planted("none: the device computes all the time", {"step_s": 0.008, "disk_s": 0.002}, "COMPUTE", "nothing",
-            {"step_s": 0.008, "disk_s": 0.002}),
-]  # fmt: skip
+    Planted(
+        "a slow transform",
+        {"transform_s": 0.006},
+        "AUGMENT",
+        "model.color_jitter=0",
+        {},
+        Facts(lighter=("model.color_jitter=0",)),
+        {"model.color_jitter=0": 0.004},
+    ),
+    Planted(
+        "rows of floats, four times the bytes",
+        {"bytes_per_s": BUS},
+        "COPY",
+        "store images as uint8: 4 x fewer bytes",
+        {"bytes_per_s": 4 * BUS},
+        Facts(float_fields={"images": 4}),
+    ),
+    Planted(
+        "a value read in each step",
+        {"launch_s": 0.004, "item": True},
+        "SYNC",
+        "leave the value on the device at mine.py:12",
+        {"launch_s": 0.004},
+    ),
+    Planted(
+        "a model too small for its launches",
+        {"step_s": 0.002, "launch_s": 0.009},
+        "LAUNCH",
+        f"data.batch_size={4 * BATCH}",
+        {"step_s": 0.002, "launch_s": 0.009, "batch_rows": 4 * BATCH},
+    ),
+    Planted(
+        "none: the device computes all the time",
+        {"step_s": 0.008, "disk_s": 0.002},
+        "COMPUTE",
+        "nothing",
+        {"step_s": 0.008, "disk_s": 0.002},
+    ),
+]
 
 
 def slow_second_rank(world: World, path: str, slow_s: float) -> Measured:

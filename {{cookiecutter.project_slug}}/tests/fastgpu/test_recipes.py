@@ -12,7 +12,7 @@ from fastgpu.process.config_loader import load_config
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 SMALL = [
-    "data.batch_rows=8",
+    "data.batch_size=8",
     "train.epochs=1",
     "model.width=4",
     "model.blocks=1",

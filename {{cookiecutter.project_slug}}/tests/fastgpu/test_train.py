@@ -22,9 +22,17 @@ from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys, load_config
 
 TAGS = {
-    "train/loss", "train/lr", "train/trained_rows_per_s", "data/fresh_rows_per_s", "data/wait_pct", "data/echo",
-    "train/step_ms", "val/loss", "val/top1_pct", "val/top5_pct",
-}  # fmt: skip
+    "train/loss",
+    "train/lr",
+    "train/trained_rows_per_s",
+    "data/fresh_rows_per_s",
+    "data/wait_pct",
+    "data/echo",
+    "train/step_ms",
+    "val/loss",
+    "val/top1_pct",
+    "val/top5_pct",
+}
 
 
 def test_the_shipped_file_names_every_key_with_its_default():
@@ -104,7 +112,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, ranks, echo)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("crop_pad", "most"), [(1, 4), (0, 2)])
-def test_echo_auto_trains_again_while_slow_rows_come(tmp_path, crop_pad, most):
+def test_echo_auto_trains_again_while_slow_rows_come(tmp_path, crop_padding, most):
     """A row takes 10 ms to read and far less to train on: the first epoch measures it, the others echo."""
     (tmp_path / "mine.py").write_text(
         "import time, numpy as np\n"
@@ -115,8 +123,17 @@ def test_echo_auto_trains_again_while_slow_rows_come(tmp_path, crop_pad, most):
         "    def __len__(self): return 128\n"
         "    def __getitem__(self, i): time.sleep(0.01); return np.full((1, 8, 8), i, np.uint8), i % 2\n"
     )
-    options = ("data.echo=auto", "data.dataset=mine:Slow", "data.batch_rows=16", "data.pool_batches=2", "run.name=a",
-               "loader.workers=1", f"augment.crop_pad={crop_pad}", "log.every_steps=1", "model.width=4")  # fmt: skip
+    options = (
+        "data.echo=auto",
+        "data.dataset=mine:Slow",
+        "data.batch_size=16",
+        "data.pool_batches=2",
+        "run.name=a",
+        "loader.num_workers=1",
+        f"model.crop_padding={crop_padding}",
+        "log.every_steps=1",
+        "model.width=4",
+    )
     config = ["--config", str(ROOT / "config.yaml"), *options]
     for epochs, factors in ((1, [1]), (3, [1, most, most])):
         done = run_train(*config, f"train.epochs={epochs}", "run.resume=auto", cwd=tmp_path)
@@ -178,7 +195,7 @@ def test_a_killed_rank_is_restarted_by_torchrun(tmp_path):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_every_tier_trains_the_same_weights(tmp_path, tier):
     for name in ("device", tier):
-        run_train(*short(tmp_path, name, f"data.tier={name}", "run.resume=auto", "data.readers=3"))
+        run_train(*short(tmp_path, name, f"data.tier={name}", "run.resume=auto", "loader.num_readers=3"))
     expected, got = weights(tmp_path / "device"), weights(tmp_path / tier)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
@@ -187,14 +204,14 @@ def test_every_tier_trains_the_same_weights(tmp_path, tier):
     ("argument", "message"),
     [
         ("data.train=nowhere.h5", "error: data.train: nowhere.h5 does not exist"),
-        ("data.batch_rows=63", r"error: data.batch_rows is 63; it should be a multiple of 2 (2 ranks"),
-        ("data.batch_rows=2000", "error: data.batch_rows is 2000, but data/digits.h5::/train has 1,442 rows"),
+        ("data.batch_size=63", r"error: data.batch_size is 63; it should be a multiple of 2 (2 ranks"),
+        ("data.batch_size=2000", "error: data.batch_size is 2000, but data/digits.h5::/train has 1,442 rows"),
         ("dist.device=cuda", "error: dist.device is cuda, but torch"),
         ("dist.strategy=dp", "error: dist.strategy is dp, which drives all GPUs from one process, but there are 2"),
         ("run.folder=/proc/nowhere", "error: run.folder: cannot write to /proc/nowhere"),
         ("workload=tables", "error: workload is tables, but workloads/tables.py does not exist; there are: images"),
         ("optim.lr=1e30", "error: the loss is nan at step"),
-        ("data.bach_rows=3", "error: command line: unknown key data.bach_rows (did you mean data.batch_rows?)"),
+        ("data.bach_rows=3", "error: command line: unknown key data.bach_rows (did you mean data.batch_size?)"),
     ],
 )
 def test_bad_input_is_one_line_and_the_same_exit_code_on_every_rank(tmp_path, argument, message):
@@ -222,7 +239,7 @@ def test_more_ranks_than_blocks(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"], file["labels"] = numbered(40, (1, 8, 8)), np.arange(40) % 3
     data = f"{tmp_path}/x.h5"
-    done = run_ranks(*short(tmp_path, "bad"), f"data.train={data}", f"data.val={data}", "data.batch_rows=8", ranks=2)
+    done = run_ranks(*short(tmp_path, "bad"), f"data.train={data}", f"data.val={data}", "data.batch_size=8", ranks=2)
     assert [each.returncode for each in done] == [2, 2]
     assert "2 ranks are more than the 1 blocks (chunks)" in done[0].stderr
     assert done[1].stderr == ""

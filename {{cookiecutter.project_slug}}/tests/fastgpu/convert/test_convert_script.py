@@ -50,8 +50,18 @@ def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(
         group.attrs.update(class_names=["cat", "dog"], mean=[3.0], std=[4.0], source="a camera")
     source = f"{tmp_path / 'old.h5'}::/photos"
     result = convert(
-        "repack", source, tmp_path / "new.h5", "--keep-order", "--shards", "2", "--compression", "gzip",
-        "--fields", "images=x", "labels=y")  # fmt: skip
+        "repack",
+        source,
+        tmp_path / "new.h5",
+        "--keep-order",
+        "--shards",
+        "2",
+        "--compression",
+        "gzip",
+        "--fields",
+        "images=x",
+        "labels=y",
+    )
     assert result.returncode == 0, result.stderr
     first, second = (rows_of(tmp_path / f"new-0000{i}-of-00002.h5") for i in range(2))
     assert first == (list(range(20)), list(range(20)))
@@ -200,7 +210,7 @@ VAL = "rows.h5::/val"
         (("info", "text.h5"), "text.h5 cannot be read"),
         (("verify", "absent.h5"), "absent.h5 cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message):
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         for group in ("train", "val"):

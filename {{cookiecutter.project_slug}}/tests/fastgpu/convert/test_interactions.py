@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from harness import read_rows
 
-from fastgpu.convert.interactions import LEAST_ITEMS, PUBLISHED_SEED, csr, hide, split
+from fastgpu.convert.interactions import MIN_ITEMS, PUBLISHED_SEED, csr, hide, split
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 
@@ -57,7 +57,7 @@ def test_the_split_is_that_of_the_published_protocol(seed):
     found, (train, parts, names) = split("x", users, items, HELD), as_published(users, items)
     assert found.parts["train"].column("user").tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
-    assert found.parts["train"].fields["items"].below == len(names)
+    assert found.parts["train"].fields["items"].n_items == len(names)
     number = {item: place for place, item in enumerate(names)}
     of_user = [{number[i] for i in items[users == user].tolist()} for user in train]
     assert rows_of(found.parts["train"], "items") == of_user
@@ -89,7 +89,7 @@ def test_a_fifth_of_each_row_is_hidden():
     rows = np.repeat(np.arange(100), np.arange(100) % 23)
     hidden = np.bincount(rows[hide(rows, 3)], minlength=100)
     counts = np.bincount(rows, minlength=100)
-    assert (hidden == np.where(counts >= LEAST_ITEMS, (0.2 * counts).astype(int), 0)).all()
+    assert (hidden == np.where(counts >= MIN_ITEMS, (0.2 * counts).astype(int), 0)).all()
     assert not len(hide(rows[:0], 3))
 
 

@@ -139,8 +139,8 @@ def test_the_command_prints_the_counts_and_writes_three_files(tmp_path):
     assert (tmp_path / "ml.h5.skipped.txt").read_text().startswith(f"{source}:42: 'x' is no")
     train = open_store("data.train", str(tmp_path / "ml-train.h5"), {"items": "items", "user": "user"}, verify=True)
     assert len(train) == (counts >= 5).sum() - 20
-    assert len(train.attributes["item_ids"]) == train.fields["items"].below
+    assert len(train.attributes["item_ids"]) == train.fields["items"].n_items
     for part in ("val", "test"):
         store = open_store("data.val", str(tmp_path / f"ml-{part}.h5"), {"items": "items", "held_out": "held_out"})
         assert len(store) == 10
-        assert {field.below for field in store.fields.values()} == {train.fields["items"].below}
+        assert {field.n_items for field in store.fields.values()} == {train.fields["items"].n_items}

@@ -4,12 +4,12 @@ from harness import convert, read_rows
 
 from fastgpu.convert.synthetic_images import BLOCK_ROWS, SyntheticImages
 from fastgpu.convert.synthetic_interactions import interactions
-from fastgpu.rows.contract import Read
+from fastgpu.rows.contract import BlockRead
 
 
 def all_rows(source: SyntheticImages) -> tuple[np.ndarray, np.ndarray]:
     out = {name: np.zeros((len(source), *field.shape), field.dtype) for name, field in source.fields.items()}
-    source.read([Read(b, 0, np.arange(n) + b * BLOCK_ROWS) for b, n in enumerate(source.block_rows)], out)
+    source.read([BlockRead(b, 0, np.arange(n) + b * BLOCK_ROWS) for b, n in enumerate(source.block_rows)], out)
     return out["images"], out["labels"]
 
 
@@ -18,7 +18,7 @@ def test_rows_are_a_function_of_seed_and_row():
     images, labels = all_rows(source)
     assert labels.tolist() == source.column("labels").tolist() == [n % 5 for n in range(200)]
     out = {"images": np.zeros((10, 3, 9, 7), np.uint8), "labels": np.zeros(10, int)}
-    source.read([Read(1, 20, np.arange(10))], out)  # a part of a block
+    source.read([BlockRead(1, 20, np.arange(10))], out)  # a part of a block
     np.testing.assert_array_equal(out["images"], images[84:94])
     assert not np.array_equal(images, all_rows(SyntheticImages(200, (3, 9, 7), 5, seed=2))[0])
     assert not np.array_equal(images, all_rows(SyntheticImages(200, (3, 9, 7), 5, seed=1, part=1))[0])
@@ -53,7 +53,7 @@ def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
         for field, found in part.items():
             assert np.array_equal(found.values, read_rows(again[name])[field].values)
             assert not np.array_equal(found.values, read_rows(other[name])[field].values)
-            assert parts[name].fields[field].below == 200
+            assert parts[name].fields[field].n_items == 200
             each = [found.values[a:b].tolist() for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
             assert all(len(set(row)) == len(row) and set(row) <= set(range(200)) for row in each)
     lengths = np.concatenate([parts["train"].lengths["items"], sum(parts["val"].lengths.values())])

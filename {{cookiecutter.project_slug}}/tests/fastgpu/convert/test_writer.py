@@ -193,15 +193,21 @@ with Writer(Path(sys.argv[1]), 100, {"x": Field(np.dtype("u1"), (1 << 16,))}) as
 
 # ---------------------------------------------------------------------------------------------- ragged rows
 
-SPARSE = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS), "words": Field(np.dtype("u2"), (), 2.0),
-          "number": Field(np.dtype("i8"), ())}  # fmt: skip
+SPARSE = {
+    "items": Field(np.dtype("i4"), (), 2.0, ITEMS),
+    "words": Field(np.dtype("u2"), (), 2.0),
+    "number": Field(np.dtype("i8"), ()),
+}
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=st.integers(1, 300), part_rows=st.integers(1, 90), shards=st.integers(1, 4), block_bytes=st.integers(8, 600),
+    rows=st.integers(1, 300),
+    part_rows=st.integers(1, 90),
+    shards=st.integers(1, 4),
+    block_bytes=st.integers(8, 600),
     compression=st.sampled_from(["none", "gzip"]),
-)  # fmt: skip
+)
 def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shards, block_bytes, compression):
     folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +222,7 @@ def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shard
                 items.values[:], items.offsets[:], words.values[:] = -1, -1, 0
     paths = [str(path) for path in writer.targets]
     store = open_store("data.train", paths, {name: name for name in SPARSE}, verify=True)
-    assert [field.below for field in store.fields.values()] == [ITEMS, None, None]
+    assert [field.n_items for field in store.fields.values()] == [ITEMS, None, None]
     out = read_rows(store)
     assert is_ragged(out["items"], range(rows))
     assert is_ragged(out["words"], range(rows))

@@ -80,12 +80,15 @@ def test_pools_are_those_of_the_feed(path):
     for times in (1, 2):
         batches.clear()
         pools = Pools(feeds.real, Parts(lambda rows: rows, keep, keep, BATCH, times))
-        assert pools.train(order.pools_an_epoch) == len(batches) == times * ROWS // BATCH
+        assert pools.train(order.pools_per_epoch) == len(batches) == times * ROWS // BATCH
         numbers = torch.cat([batch["images"].flatten(1)[:, :4].contiguous().view(torch.int32) for batch in batches])
         assert sorted(numbers.flatten().tolist()) == sorted([*range(ROWS)] * times)
     assert feeds.cached
-    few = {n for pool in feeds.cached.pools(3) for n in pool.rows["images"].flatten(1)[:, :4].contiguous()
-           .view(torch.int32).flatten().tolist()}  # fmt: skip
+    few = {
+        n
+        for pool in feeds.cached.pools(3)
+        for n in pool.rows["images"].flatten(1)[:, :4].contiguous().view(torch.int32).flatten().tolist()
+    }
     assert few == set(range(len(few)))
     assert len(few) <= 2 * POOL_BATCHES * BATCH + BLOCK
     feeds.close()

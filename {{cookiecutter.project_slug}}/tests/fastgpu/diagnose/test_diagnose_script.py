@@ -12,6 +12,7 @@ import pytest
 import yaml
 from harness import ROOT, in_world
 
+from fastgpu.process import machine
 from fastgpu.process.world import World
 
 QUICK = ("--seconds", "0.05", "train.precision=fp32")
@@ -23,8 +24,13 @@ def diagnose(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.Completed
     config = ["--config", str(ROOT / "config.yaml")]
     return subprocess.run(
         [sys.executable, *launcher, str(ROOT / "diagnose.py"), *config, *QUICK, *data, *arguments],
-        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def test_a_table_a_picture_and_a_profile(tmp_path):
@@ -56,7 +62,7 @@ def test_wrong_words_end_in_one_line(tmp_path):
         ("--trace", "-1"): "--trace is -1; it should be a number of steps",
         ("--seconds", "soon"): "invalid float value: 'soon'",
         ("--batch",): "--batch says what --tune may change; give both",
-        ("data.reader=1",): "did you mean data.readers?",
+        ("data.reader=1",): "did you mean loader.num_readers?",
         ("--quick",): '"--quick" is not understood',
         ("data.train=none.h5",): "none.h5 does not exist",
     }.items():
@@ -107,15 +113,17 @@ class Slow(Dataset):
 def test_a_slow_dataset_is_named_and_tuned(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_DATASET)
     np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 255, (512, 1, 8, 8), np.uint8))
-    slow = ["data.dataset=slow:Slow", "data.train=x.npy", "data.val=x.npy", "model.width=4", "data.batch_rows=16"]
-    done = diagnose(*slow, "loader.workers=1", "--tune", "--seconds", "0.2", cwd=tmp_path)
+    slow = ["data.dataset=slow:Slow", "data.train=x.npy", "data.val=x.npy", "model.width=4", "data.batch_size=16"]
+    done = diagnose(*slow, "loader.num_workers=1", "--tune", "--seconds", "0.2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "DECODE" in done.stdout
     assert "decode once instead of in each epoch: python convert.py repack --dataset slow:Slow x.npy" in done.stdout
     (overlay,) = tmp_path.glob("tuned.*.yaml")
     tuned = yaml.safe_load(overlay.read_text())
     assert tuned["loader"]["workers"] > 1
-    rates = dict(re.findall(r"^# loader.workers=(\d+): ([\d,]+) rows/s supplied", overlay.read_text(), re.MULTILINE))
+    rates = dict(
+        re.findall(r"^# loader.num_workers=(\d+): ([\d,]+) rows/s supplied", overlay.read_text(), re.MULTILINE)
+    )
     supplied = {int(workers): int(rate.replace(",", "")) for workers, rate in rates.items()}
     assert supplied[tuned["loader"]["workers"]] > 1.5 * supplied[1]
 
@@ -141,7 +149,7 @@ def _with_room(world: World) -> tuple[str, str]:
     from fastgpu.feed import sizes as auto
     from fastgpu.storage.store import open_store
 
-    auto.cpus = lambda: 2 + 6 * world.rank
+    machine.available_cpus = lambda: 2 + 6 * world.rank
     rows = open_store("data.train", f"{ROOT}/data/digits.h5::/train", {"images": "images", "labels": "labels"})
     found = []
     for tier in ("disk", "host" if world.rank else "disk"):

@@ -73,10 +73,15 @@ def driver(width: int = 16, reasons: int = 0) -> SimpleNamespace:
         for number, name in enumerate(preflight.clock_limits.__globals__["LIMITS"])
     }
     return SimpleNamespace(
-        NVMLError=RuntimeError, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlSystemGetDriverVersion=lambda: "580.1",
-        nvmlDeviceGetCurrPcieLinkWidth=lambda _: width, nvmlDeviceGetMaxPcieLinkWidth=lambda _: 16,
-        nvmlDeviceGetName=lambda _: "NVIDIA X", nvmlDeviceGetCurrentClocksEventReasons=lambda _: reasons, **names,
-    )  # fmt: skip
+        NVMLError=RuntimeError,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetCurrPcieLinkWidth=lambda _: width,
+        nvmlDeviceGetMaxPcieLinkWidth=lambda _: 16,
+        nvmlDeviceGetName=lambda _: "NVIDIA X",
+        nvmlDeviceGetCurrentClocksEventReasons=lambda _: reasons,
+        **names,
+    )
 
 
 def test_gpus_through_a_stub_of_the_driver():

@@ -9,8 +9,15 @@ from fastgpu.diagnose.verdict import Facts, Measured, Timing, Verdict, judge
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.report import read_metrics, verdicts, write_report
 
-FLAT = {"workload": "images", "data.batch_rows": 64, "data.readers": 2, "model.width": 32, "optim.lr": 0.1,
-        "train.precision": "fp32", "train.epochs": 3}  # fmt: skip
+FLAT = {
+    "workload": "images",
+    "data.batch_size": 64,
+    "loader.num_readers": 2,
+    "model.width": 32,
+    "optim.lr": 0.1,
+    "train.precision": "fp32",
+    "train.epochs": 3,
+}
 SLOW = Measured(64, Timing((0.01,) * 3), Timing((0.04,) * 3), supply=Timing((0.04,) * 3), cached=Timing((0.001,) * 3))
 
 
@@ -20,8 +27,12 @@ def run(tmp_path):
     numbers = diagnosis.as_json("1 CPU process", FLAT, SLOW, judge(SLOW, Facts()), [])
     (tmp_path / diagnosis.FILE).write_text(json.dumps(numbers))
     (tmp_path / "a").mkdir()
-    tree = {"workload": "images", "data": {"batch_rows": 64, "readers": 2}, "model": {"width": 32},
-            "train": {"precision": "fp32", "epochs": 3}}  # fmt: skip
+    tree = {
+        "workload": "images",
+        "data": {"batch_rows": 64, "readers": 2},
+        "model": {"width": 32},
+        "train": {"precision": "fp32", "epochs": 3},
+    }
     (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path / "a"
 
@@ -30,8 +41,12 @@ def test_the_table_has_every_ceiling_and_one_verdict():
     lines = diagnosis.table("head", SLOW, judge(SLOW, Facts())).splitlines()
     assert len(lines) <= 15
     assert lines[0] == "head"
-    assert [line.split("  ")[1] for line in lines[2:6]] == ["compute", "supply from the page cache", "supply",
-                                                            "the training loop"]  # fmt: skip
+    assert [line.split("  ")[1] for line in lines[2:6]] == [
+        "compute",
+        "supply from the page cache",
+        "supply",
+        "the training loop",
+    ]
     assert lines[2].split()[-5:] == ["10.000", "6,400", "1.00", "x", "+-0"] or "6,400" in lines[2]
     assert "feed ratio 0.250 [0.250 to 0.250]" in lines
     assert any(line.startswith("READ: the loop waits for bytes from storage (98 %") for line in lines)
@@ -49,7 +64,7 @@ def test_json_round_trip():
 
 
 def test_a_later_run_knows_its_ceiling(run):
-    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT | {"data.readers": 9, "optim.lr": 1}) == 6400
+    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT | {"loader.num_readers": 9, "optim.lr": 1}) == 6400
     assert diagnosis.ceiling(run.parent, "8 x GPU", FLAT) is None
     assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT | {"model.width": 64}) is None
     assert diagnosis.ceiling(run, "1 CPU process", FLAT) is None  # there is no such file
@@ -88,6 +103,7 @@ def test_a_verdict_on_another_data_path_is_not_shown(run):
     assert diagnosis.of_run(run) == ""
     (run / "metrics.jsonl").write_text('{"step": 1, "time_s": 1, "data/wait_pct": 0.2, "gpu0/util_pct": 40}\n')
     assert verdicts(run, read_metrics(run)) == [
-        "fed, but the GPU is idle 60 % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"]  # fmt: skip
+        "fed, but the GPU is idle 60 % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"
+    ]
     write_report(run)
     assert "the GPU is idle" in (run / "report.html").read_text()

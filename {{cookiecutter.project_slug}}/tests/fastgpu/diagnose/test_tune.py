@@ -17,22 +17,24 @@ from fastgpu.process.world import World
 from fastgpu.storage.store import open_store
 
 LADDERS: list[tune.Ladder] = [
-    ("data.readers", [1, 2, 4, 8, 16]),
-    ("data.prefetch_pools", [1, 2, 4]),
+    ("loader.num_readers", [1, 2, 4, 8, 16]),
+    ("loader.prefetch_pools", [1, 2, 4]),
     ("data.pool_batches", [8, 16, 32]),
     ("hdf5.rdcc_nbytes", [8 << 20, 64 << 20]),
 ]
-DEFAULTS = {"data.readers": 1, "data.prefetch_pools": 1, "data.pool_batches": 8, "hdf5.rdcc_nbytes": 8 << 20}
+DEFAULTS = {"loader.num_readers": 1, "loader.prefetch_pools": 1, "data.pool_batches": 8, "hdf5.rdcc_nbytes": 8 << 20}
 
 
-def machine(cpus: int, disk: float, per_reader: float, ahead: float = 1.0, cache: float = 1.0) -> Callable[..., float]:
+def machine(
+    available_cpus: int, disk: float, per_reader: float, ahead: float = 1.0, cache: float = 1.0
+) -> Callable[..., float]:
     """A law of how fast rows come: readers scale up to the CPUs, then cost; a disk ends it; the rest are factors."""
 
     def rows_per_s(lines: Mapping[str, Any]) -> float:
         all_of = DEFAULTS | dict(lines)
-        readers = all_of["data.readers"]
-        rate = per_reader * min(readers, cpus) * (1 - 0.02 * max(0, readers - cpus))
-        rate *= ahead if all_of["data.prefetch_pools"] == 1 else 1.0
+        readers = all_of["loader.num_readers"]
+        rate = per_reader * min(readers, available_cpus) * (1 - 0.02 * max(0, readers - available_cpus))
+        rate *= ahead if all_of["loader.prefetch_pools"] == 1 else 1.0
         rate *= 1 + 0.02 * (all_of["data.pool_batches"] == 32)
         rate *= cache if all_of["hdf5.rdcc_nbytes"] == 8 << 20 else 1.0
         return min(disk, rate)
@@ -67,13 +69,15 @@ def test_as_good_as_an_exhaustive_grid(name, demand):
 
 
 def test_what_does_not_help_is_left_as_it_is():
-    choice = tune.search(lambda lines: Timing((1 / min(2, lines["data.readers"]),) * 3), 1.0, 0.1, LADDERS)
-    assert (choice.lines, choice.outcome) == ({"data.readers": 2}, "not enough")
+    choice = tune.search(lambda lines: Timing((1 / min(2, lines["loader.num_readers"]),) * 3), 1.0, 0.1, LADDERS)
+    assert (choice.lines, choice.outcome) == ({"loader.num_readers": 2}, "not enough")
 
 
 def test_the_smallest_setting_that_is_enough():
-    choice = tune.search(lambda lines: Timing((1 / (1_000 * lines["data.readers"]),) * 3), 1e-3, 1 / 3_000, LADDERS)
-    assert (choice.lines, choice.outcome) == ({"data.readers": 4}, "enough")  # 1.15 x 3,000 is more than 3 give
+    choice = tune.search(
+        lambda lines: Timing((1 / (1_000 * lines["loader.num_readers"]),) * 3), 1e-3, 1 / 3_000, LADDERS
+    )
+    assert (choice.lines, choice.outcome) == ({"loader.num_readers": 4}, "enough")  # 1.15 x 3,000 is more than 3 give
 
 
 def test_what_is_enough_is_left_as_it_is():
@@ -90,23 +94,42 @@ def test_ladders():
     assert tune.doubled(1, 6) == [1, 2, 4, 6]
     assert tune.doubled(1, 1) == [1]
     assert [key for key, _ in tune.ladders(2, [16], True, False)] == [
-        "loader.workers", "loader.prefetch_factor", "data.pool_batches"]  # fmt: skip
+        "loader.num_workers",
+        "loader.prefetch_factor",
+        "data.pool_batches",
+    ]
     assert tune.ladders(2, [16], False, True)[-1][0] == "hdf5.rdcc_nbytes"
 
 
 def test_the_overlay_is_a_config_that_says_where_it_is_from(tmp_path):
-    text = tune.overlay({"data.readers": 4, "hdf5.rdcc_nbytes": 1, "data.echo": 1.5}, ["by me", "demand: 3 rows/s"])
+    text = tune.overlay(
+        {"loader.num_readers": 4, "hdf5.rdcc_nbytes": 1, "data.echo": 1.5}, ["by me", "demand: 3 rows/s"]
+    )
     assert text.startswith("# by me\n# demand: 3 rows/s\ndata:\n")
     assert yaml.safe_load(text) == {"data": {"readers": 4, "echo": 1.5}, "hdf5": {"rdcc_nbytes": 1}}
     (tmp_path / "tuned.yaml").write_text(text)
     config = load_config(["--config", "config.yaml", "--config", str(tmp_path / "tuned.yaml")])
-    assert (config.data.readers, config.data.echo, config.data.batch_rows) == (4, 1.5, 64)
+    assert (config.data.readers, config.data.echo, config.data.batch_size) == (4, 1.5, 64)
 
 
 def settled(world: World, path: str, tier: auto.Tier, readers: int | str) -> auto.Sizes:
     rows = open_store("data.train", path, {"images": "images", "labels": "labels"})
-    sizes = auto.sizes(rows, rows, world.size, world.local_size, world.device, 1, tier, 16, "auto", "auto",
-                       readers, "auto", 2, 2)  # type: ignore[arg-type]  # fmt: skip
+    sizes = auto.sizes(
+        rows,
+        rows,
+        world.world_size,
+        world.local_world_size,
+        world.device,
+        1,
+        tier,
+        16,
+        "auto",
+        "auto",
+        readers,
+        "auto",
+        2,
+        2,
+    )  # type: ignore[arg-type]
     return tune.settle_readers(rows, sizes, world, seed=0)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from harness import is_ragged, ragged
 
-from fastgpu.feed.echo import auto_factor, echo, times_of_pool
+from fastgpu.feed.echo import echo, echo_passes, free_echo_factor
 from fastgpu.rows.rows import Ragged, Rows
 
 
@@ -52,12 +52,12 @@ def test_same_seed_same_batches():
     ("factor", "times"), [(1, [1, 1, 1, 1]), (2.5, [2, 3, 2, 3]), (1.25, [1, 1, 1, 2]), (3, [3, 3, 3, 3])]
 )
 def test_fractions_alternate(factor, times):
-    assert [times_of_pool(factor, number) for number in range(4)] == times
+    assert [echo_passes(factor, number) for number in range(4)] == times
 
 
 @pytest.mark.parametrize("factor", [1, 1.1, 1.333, 2.5, 7.9])
 def test_the_mean_is_exact(factor):
-    times = [times_of_pool(factor, number) for number in range(1000)]
+    times = [echo_passes(factor, number) for number in range(1000)]
     assert sum(times) == round(1000 * factor)
     assert max(times) - min(times) <= 1
 
@@ -66,8 +66,8 @@ def test_the_mean_is_exact(factor):
     ("supply_s", "redraws", "factor"),
     [(0.0, True, 1), (0.5, True, 1), (2.5, True, 2.5), (2.5, False, 2), (9.0, True, 4), (1.234, True, 1.23)],
 )
-def test_auto_is_what_costs_no_time(supply_s, redraws, factor):
-    assert auto_factor(3 * supply_s, 3.0, redraws) == factor
+def test_auto_is_what_costs_no_time(supply_s, is_random, factor):
+    assert free_echo_factor(3 * supply_s, 3.0, is_random) == factor
 
 
 def test_ragged_rows_are_echoed_whole():

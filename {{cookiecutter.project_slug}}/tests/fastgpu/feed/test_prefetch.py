@@ -95,7 +95,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
     feed.start(order.pools(0))
     for plan, rows in feed:
         time.sleep(0.02)  # the readers fill every slot that is not this one
-        assert numbers_of(rows["images"]) == order.row_numbers(plan).tolist()
+        assert numbers_of(rows["images"]) == order.row_ids(plan).tolist()
     feed.close()
 
 
@@ -235,7 +235,7 @@ def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel(store):
             for _ in range(20):
                 busy = busy @ busy / 2048  # the copy below runs on the device long after the host has moved on
             kept.append(rows["images"].clone())
-            expected.append(order.row_numbers(plan))
+            expected.append(order.row_ids(plan))
     feed.close()
     for images, numbers in zip(kept, expected, strict=True):
         assert numbers_of(images.cpu()) == np.asarray(numbers).tolist()

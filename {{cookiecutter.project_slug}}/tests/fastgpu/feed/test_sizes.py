@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from fastgpu.feed import sizes as auto
+from fastgpu.process import machine
 from fastgpu.process.launch import UserError
+from fastgpu.storage import inspection
 from fastgpu.storage.store import open_store
 
 CPU = torch.device("cpu")
@@ -12,9 +14,9 @@ CPU = torch.device("cpu")
 
 def test_rank_batch():
     assert auto.choose_rank_batch(64, 4, 2, 1000, "x.h5") == 16
-    with pytest.raises(UserError, match=r"data.batch_rows is 66; it should be a multiple of 8 \(4 ranks x optim.acc"):
+    with pytest.raises(UserError, match=r"data.batch_size is 66; it should be a multiple of 8 \(4 ranks x optim.acc"):
         auto.choose_rank_batch(66, 4, 2, 1000, "x.h5")
-    with pytest.raises(UserError, match=r"data.batch_rows is 64, but x.h5 has 63 rows; use at most 63"):
+    with pytest.raises(UserError, match=r"data.batch_size is 64, but x.h5 has 63 rows; use at most 63"):
         auto.choose_rank_batch(64, 1, 1, 63, "x.h5")
 
 
@@ -22,17 +24,17 @@ def test_rank_batch():
     ("batch_rows", "ranks", "blocks", "lanes"),
     [(64, 1, 50, 8), (64, 8, 50, 8), (48, 3, 50, 24), (51, 3, 50, 3), (64, 2, 5, 2), (64, 16, 50, 16)],
 )
-def test_lanes(batch_rows, ranks, blocks, lanes):
-    assert auto.choose_lanes("auto", batch_rows, ranks, blocks, "x.h5") == lanes
+def test_lanes(batch_size, ranks, blocks, canonical_ranks):
+    assert auto.choose_lanes("auto", batch_size, ranks, blocks, "x.h5") == canonical_ranks
 
 
 def test_lanes_that_do_not_fit():
     assert auto.choose_lanes(16, 64, 4, 2000, "x.h5") == 16
     with pytest.raises(
-        UserError, match="data.lanes is 6; it should be auto, or a multiple of the 4 ranks that divides"
+        UserError, match="data.canonical_ranks is 6; it should be auto, or a multiple of the 4 ranks that divides"
     ):
         auto.choose_lanes(6, 64, 4, 50, "x.h5")
-    with pytest.raises(UserError, match="data.lanes is 12; it should be"):
+    with pytest.raises(UserError, match="data.canonical_ranks is 12; it should be"):
         auto.choose_lanes(12, 64, 4, 50, "x.h5")
     with pytest.raises(UserError, match=r"8 ranks are more than the 5 blocks \(chunks\) of x.h5; use at most 5 ranks"):
         auto.choose_lanes("auto", 64, 8, 5, "x.h5")
@@ -74,7 +76,7 @@ def test_tier(monkeypatch):
 
 
 def test_free_memory_is_measured():
-    assert 0 < auto.free_host_bytes() < 1 << 50
+    assert 0 < machine.free_host_bytes() < 1 << 50
 
 
 def test_workers(monkeypatch, tmp_path):
@@ -83,7 +85,7 @@ def test_workers(monkeypatch, tmp_path):
     assert auto.choose_workers("auto", 2, 1000, 64) == 1
     assert auto.choose_workers(0, 2, 1 << 60, 1) == 0
     with pytest.raises(
-        UserError, match=r"loader.workers is 3, loader.prefetch_factor 2: their batches take .* of .*, whe"
+        UserError, match=r"loader.num_workers is 3, loader.prefetch_factor 2: their batches take .* of .*, whe"
     ):
         auto.choose_workers("auto", 2, 1 << 50, 4, shm=str(tmp_path))
 
@@ -92,10 +94,10 @@ def test_cpus_follow_affinity_and_the_quota_of_the_cgroup(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
     quota = {"text": "max 100000"}
     monkeypatch.setattr("pathlib.Path.read_text", lambda _: quota["text"])
-    assert auto.cpus() == 32
-    for text, cpus in (("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 32)):
+    assert machine.available_cpus() == 32
+    for text, available_cpus in (("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 32)):
         quota["text"] = text
-        assert auto.cpus() == cpus
+        assert machine.available_cpus() == available_cpus
 
 
 def test_a_file_sorted_by_class_is_told(tmp_path):
@@ -103,7 +105,7 @@ def test_a_file_sorted_by_class_is_told(tmp_path):
         with h5py.File(tmp_path / "x.h5", "w") as file:
             file["images"], file["labels"] = np.zeros((len(labels), 16), np.uint8), labels
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "images", "labels": "labels"})
-        return auto.warn_of_class_order(store, pool_rows)
+        return inspection.warn_of_class_order(store, pool_rows)
 
     classes = np.arange(1000) // 100
     assert "x.h5 is sorted by class: 99 % of neighbours share a label, by chance it would be 10 %" in warning(

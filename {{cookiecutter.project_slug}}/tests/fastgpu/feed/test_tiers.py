@@ -49,7 +49,7 @@ def test_every_tier_reader_count_and_depth_gives_the_order_bit_for_bit(store, ti
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_two_ranks_share_the_rows(store, tier):
-    ranks = [feed_of(store, tier, rank=rank, world_size=2, lanes=4) for rank in range(2)]
+    ranks = [feed_of(store, tier, rank=rank, world_size=2, canonical_ranks=4) for rank in range(2)]
     epochs = [epoch_of(feed, 0) for feed in ranks]
     seen = [row for rank in epochs for row, _ in rank]
     assert len(epochs[0]) == len(epochs[1])
@@ -110,7 +110,7 @@ def test_padding_is_marked_and_validation_sees_each_row_once(store, tier):
         feed = feed_of(store, tier, rank=rank, **options)
         pools = [(pool.plan, numbers_of(pool.rows["images"])) for pool in feed.pools(0)]
         lengths.add(tuple(len(numbers) for _, numbers in pools))
-        real += [number for plan, numbers in pools for number in numbers[: plan.real_rows]]
+        real += [number for plan, numbers in pools for number in numbers[: plan.n_real_rows]]
         feed.close()
     assert sorted(real) == list(range(150))
     assert len(lengths) == 1
@@ -170,18 +170,21 @@ def test_no_pool_has_more_values_than_memory_was_made_for(sparse):
     lengths = sparse.lengths["items"]
     for pool_batches in (1, 2, 5, 18):
         for shuffle in (True, False):
-            order = BlockSampler(sparse.block_rows, 8, pool_batches=pool_batches, shuffle=shuffle, lanes=2,
-                                 drop_last=shuffle)  # fmt: skip
-            most = order.most_values(lengths)
-            found = [int(lengths[order.row_numbers(plan)].sum()) for epoch in range(20) for plan in order.pools(epoch)]
+            order = BlockSampler(
+                sparse.block_rows, 8, pool_batches=pool_batches, shuffle=shuffle, canonical_ranks=2, drop_last=shuffle
+            )
+            most = order.max_values(lengths)
+            found = [int(lengths[order.row_ids(plan)].sum()) for epoch in range(20) for plan in order.pools(epoch)]
             assert max(found) <= most <= lengths.sum() + lengths.max() * 2
-    order = BlockSampler(np.ones(3, np.int32), 4, lanes=2, shuffle=False, drop_last=False)  # padded with its first row
-    assert order.most_values(np.array([100, 0, 0])) >= 200
+    order = BlockSampler(
+        np.ones(3, np.int32), 4, canonical_ranks=2, shuffle=False, drop_last=False
+    )  # padded with its first row
+    assert order.max_values(np.array([100, 0, 0])) >= 200
     rng = np.random.default_rng(0)  # long rows lie together
     order = BlockSampler(np.full(50, 100, np.int32), 10, pool_batches=30)
     lengths = np.sort(rng.pareto(1, 5000).astype(np.int32))
-    found = [int(lengths[order.row_numbers(plan)].sum()) for epoch in range(50) for plan in order.pools(epoch)]
-    assert max(found) <= order.most_values(lengths) < lengths.sum()
+    found = [int(lengths[order.row_ids(plan)].sum()) for epoch in range(50) for plan in order.pools(epoch)]
+    assert max(found) <= order.max_values(lengths) < lengths.sum()
 
 
 def test_what_offsets_of_32_bits_cannot_count_is_refused(sparse, monkeypatch):

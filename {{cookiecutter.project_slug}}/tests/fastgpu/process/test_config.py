@@ -45,7 +45,7 @@ def test_later_files_win_and_the_command_line_wins_over_all(tmp_path):
         "data: {batch_rows: 16}",
         overrides=("data.tier=disk", "optim.lr=1e-3", "data.echo=2.5"),
     )
-    assert (config.data.batch_rows, config.data.echo, config.data.tier, config.optim.lr) == (16, 2.5, "disk", 1e-3)
+    assert (config.data.batch_size, config.data.echo, config.data.tier, config.optim.lr) == (16, 2.5, "disk", 1e-3)
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "0.001", ".001", "+1e-03"])
@@ -55,23 +55,23 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path, text):
 
 def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
-        Config().data.batch_rows = 3
+        Config().data.batch_size = 3
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data:\n  batch_row: 5", r"0\.yaml:2: unknown key data.batch_row \(did you mean data.batch_rows\?\)"),
-        ("batch_rows: 5", r"0\.yaml:1: unknown key batch_rows \(did you mean data.batch_rows\?\)"),
+        ("data:\n  batch_row: 5", r"0\.yaml:2: unknown key data.batch_row \(did you mean data.batch_size\?\)"),
+        ("batch_rows: 5", r"0\.yaml:1: unknown key batch_rows \(did you mean data.batch_size\?\)"),
         ("data:\n  zzz: 5", r"0\.yaml:2: unknown key data.zzz \(allowed are: data.train, .*data.echo.*\)"),
         ("model: {lr: 1}", "unknown key model.lr .did you mean optim.lr"),
-        ("data: {batch_rows: 0}", "data.batch_rows is 0; it should be greater than or equal to 1"),
-        ("data: {batch_rows: abc}", 'data.batch_rows is "abc"; it should be a valid integer'),
-        ("data: {batch_rows: '512'}", 'data.batch_rows is "512"; it should be a valid integer'),
-        ("data: {batch_rows: true}", "data.batch_rows is true; it should be a valid integer"),
-        ("data: {batch_rows: 1.5}", "data.batch_rows is 1.5; it should be a valid integer"),
+        ("data: {batch_rows: 0}", "data.batch_size is 0; it should be greater than or equal to 1"),
+        ("data: {batch_rows: abc}", 'data.batch_size is "abc"; it should be a valid integer'),
+        ("data: {batch_rows: '512'}", 'data.batch_size is "512"; it should be a valid integer'),
+        ("data: {batch_rows: true}", "data.batch_size is true; it should be a valid integer"),
+        ("data: {batch_rows: 1.5}", "data.batch_size is 1.5; it should be a valid integer"),
         ("data: {tier: devic}", r"should be 'auto', 'device', 'host' or 'disk' \(did you mean \"device\"\?\)"),
-        ("data: {lanes: x}", "data.lanes is \"x\"; it should be a valid integer or be 'auto'"),
+        ("data: {lanes: x}", "data.canonical_ranks is \"x\"; it should be a valid integer or be 'auto'"),
         ("data: {echo: 0.5}", "data.echo is 0.5; it should be greater than or equal to 1"),
         ("optim: {lr: .nan}", "optim.lr is NaN"),
         ("optim: {lr: -1}", "optim.lr is -1; it should be greater than 0"),
@@ -94,7 +94,7 @@ def test_bad_files_name_place_key_value_and_cure(tmp_path, text, message):
 def test_all_mistakes_are_told_at_once(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path, "data: {batch_rows: 0, tier: x}\nlog: {every: 3}")
-    assert all(key in str(error.value) for key in ("data.batch_rows", "data.tier", "log.every"))
+    assert all(key in str(error.value) for key in ("data.batch_size", "data.tier", "log.every"))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     [
         (["data.batch_row=3"], "command line: unknown key data.batch_row"),
         (["foo"], '"foo" is not understood'),
-        (["--data.batch_rows=3"], "is not understood: use --config FILE"),
+        (["--data.batch_size=3"], "is not understood: use --config FILE"),
         (["--config"], "is not understood"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["--config", "."], "Is a directory"),
@@ -126,15 +126,15 @@ def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = run_train("data.batch_row=3", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr == "error: command line: unknown key data.batch_row (did you mean data.batch_rows?)\n"
-    assert run_train("data.batch_rows=32", PYTHONPATH=str(tmp_path)).stderr == "torch was imported\n"  # the trap works
+    assert done.stderr == "error: command line: unknown key data.batch_row (did you mean data.batch_size?)\n"
+    assert run_train("data.batch_size=32", PYTHONPATH=str(tmp_path)).stderr == "torch was imported\n"  # the trap works
 
 
 def test_help_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = run_train("--help", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0
-    assert "data.batch_rows=64" in done.stdout
+    assert "data.batch_size=64" in done.stdout
 
 
 def test_module_prints_the_schema():

@@ -6,7 +6,7 @@ from harness import in_world
 from torch import nn
 
 from fastgpu.process import world as dist
-from fastgpu.process.launch import Launch, UserError, clear_exit, read_launch
+from fastgpu.process.launch import Launch, UserError, exit_with_message, read_launch
 from fastgpu.process.world import World, join
 from fastgpu.training.parallel import hint, wrap
 
@@ -20,9 +20,12 @@ def _collectives(world: World):
     model.num_batches_tracked.fill_(5)
     world.average_buffers(model)
     return (
-        world.sum(value).item(), world.max(float(world.rank)), world.from_first(f"rank {world.rank}"),
-        model.running_mean.tolist(), model.num_batches_tracked.item(),
-    )  # fmt: skip
+        world.all_reduce_sum(value).item(),
+        world.all_reduce_max(float(world.rank)),
+        world.broadcast(f"rank {world.rank}"),
+        model.running_mean.tolist(),
+        model.num_batches_tracked.item(),
+    )
 
 
 def test_collectives():
@@ -36,12 +39,12 @@ def test_alone_nothing_is_sent():
 
 def _one_rank_fails(world: World):
     try:
-        with world.together():
+        with world.raise_on_every_rank():
             if world.rank == 1:
                 raise UserError("disk of rank 1 is full")
         return "went on"
     except UserError as error:
-        world.sum(torch.ones(1))  # the ranks can still talk
+        world.all_reduce_sum(torch.ones(1))  # the ranks can still talk
         return str(error)
 
 
@@ -50,9 +53,9 @@ def test_what_one_rank_meets_every_rank_raises():
 
 
 def _disagree(world: World):
-    world.agree("the same", "no cure needed")
+    world.check_equal("the same", "no cure needed")
     try:
-        world.agree(world.rank, "share the folder")
+        world.check_equal(world.rank, "share the folder")
     except UserError as error:
         return str(error)
 
@@ -150,21 +153,21 @@ def test_launch_reads_what_torchrun_sets(monkeypatch):
 
 def test_one_message_a_machine_and_the_same_exit_code_on_every_rank(capsys):
     for local_rank, said in ((0, "error: too many\n"), (1, "")):
-        with pytest.raises(SystemExit) as stop, clear_exit(Launch(local_rank=local_rank)):
+        with pytest.raises(SystemExit) as stop, exit_with_message(Launch(local_rank=local_rank)):
             raise UserError("too many")
         assert stop.value.code == 2
         assert capsys.readouterr().err == said
 
 
 def test_an_interruption_needs_no_traceback(capsys):
-    with pytest.raises(SystemExit) as stop, clear_exit(Launch()):
+    with pytest.raises(SystemExit) as stop, exit_with_message(Launch()):
         raise KeyboardInterrupt
     assert stop.value.code == 130
     assert "run.resume=auto" in capsys.readouterr().err
 
 
 def test_our_own_mistakes_keep_their_traceback():
-    with pytest.raises(ZeroDivisionError), clear_exit(Launch()):
+    with pytest.raises(ZeroDivisionError), exit_with_message(Launch()):
         raise ZeroDivisionError
 
 
@@ -173,9 +176,9 @@ def test_module_reads_no_environment():
 
 
 def _two_machines(world: World) -> tuple[dict[str, float], list[str] | None, list[float]]:
-    there = dataclasses.replace(world, local_size=1, local_rank=0)
+    there = dataclasses.replace(world, local_world_size=1, local_rank=0)
     second = dataclasses.replace(world, local_rank=1)
-    return there.by_machine({"host/rss_gib": float(world.rank)}), second.gpus, world.each(world.rank + 0.5)
+    return there.gather_by_node({"host/rss_gib": float(world.rank)}), second.gpus, world.all_gather(world.rank + 0.5)
 
 
 def test_what_each_machine_measures_comes_together():
@@ -183,13 +186,13 @@ def test_what_each_machine_measures_comes_together():
         assert merged == {"host/rss_gib": 0.0, "machine1/host/rss_gib": 1.0}
         assert of_second is None  # one monitor a machine
         assert each == [0.5, 1.5]
-    assert ALONE.by_machine({"a": 1.0}) == {"a": 1.0}
+    assert ALONE.gather_by_node({"a": 1.0}) == {"a": 1.0}
     assert ALONE.gpus == []
 
 
 def _one_refuses(world: World) -> str:
     try:
-        world.require(world.rank == 0, "no room")
+        world.check_everywhere(world.rank == 0, "no room")
     except UserError as error:
         return str(error)
     return ""

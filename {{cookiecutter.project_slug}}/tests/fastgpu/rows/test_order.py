@@ -16,30 +16,36 @@ many = settings(max_examples=300, deadline=None)
 
 def samplers(block_rows, world, lanes_a_rank, share, **options) -> list[BlockSampler]:
     """One a rank, where a global batch takes `share` rows from each lane."""
-    lanes = world * lanes_a_rank
+    canonical_ranks = world * lanes_a_rank
     return [
-        BlockSampler(block_rows, share * lanes_a_rank, rank=rank, world_size=world, lanes=lanes, **options)
+        BlockSampler(
+            block_rows, share * lanes_a_rank, rank=rank, world_size=world, canonical_ranks=canonical_ranks, **options
+        )
         for rank in range(world)
     ]
 
 
 @many
 @given(blocks, small, small, small, small, flag, flag, st.integers(0, 3))
-def test_every_row_once_and_equal_counts_on_all_ranks(rows, world, lanes, share, pool, shuffle, drop_last, epoch):
-    ranks = samplers(rows, world, lanes, share, pool_batches=pool, shuffle=shuffle, drop_last=drop_last, seed=5)
+def test_every_row_once_and_equal_counts_on_all_ranks(
+    rows, world, canonical_ranks, share, pool, shuffle, drop_last, epoch
+):
+    ranks = samplers(
+        rows, world, canonical_ranks, share, pool_batches=pool, shuffle=shuffle, drop_last=drop_last, seed=5
+    )
     real, plans = [], []
     for rank in ranks:
         plans.append(list(rank.pools(epoch)))
         for plan in plans[-1]:
             places = np.concatenate([read.places for read in plan.reads])
-            assert sorted(places) == list(range(plan.rows))  # each place of the pool is filled exactly once
-            real += rank.row_numbers(plan)[: plan.real_rows].tolist()
-        assert sum(plan.rows for plan in plans[-1]) == len(rank)
-    assert len({tuple((plan.rows, plan.consumed, plan.is_last) for plan in of_rank) for of_rank in plans}) == 1
+            assert sorted(places) == list(range(plan.n_rows))  # each place of the pool is filled exactly once
+            real += rank.row_ids(plan)[: plan.n_real_rows].tolist()
+        assert sum(plan.n_rows for plan in plans[-1]) == len(rank)
+    assert len({tuple((plan.n_rows, plan.consumed, plan.is_last) for plan in of_rank) for of_rank in plans}) == 1
     assert len(set(real)) == len(real)
-    total, batch = int(rows.sum()), ranks[0].global_rows
+    total, batch = int(rows.sum()), ranks[0].global_batch_size
     if drop_last:
-        assert total - len(real) < ranks[0].lanes + batch
+        assert total - len(real) < ranks[0].canonical_ranks + batch
     else:
         assert sorted(real) == list(range(total))
 
@@ -49,7 +55,7 @@ def test_every_row_once_and_equal_counts_on_all_ranks(rows, world, lanes, share,
 def test_global_batches_are_the_same_for_every_world_size_that_divides_the_lanes(rows, a, b, share, pool, seed):
     def global_batches(world: int) -> np.ndarray:
         ranks = samplers(rows, world, a * b // world, share, pool_batches=pool, seed=seed)
-        return np.concatenate([np.array(list(rank), int).reshape(rank.batches, rank.batch_rows) for rank in ranks], 1)
+        return np.concatenate([np.array(list(rank), int).reshape(rank.batches, rank.batch_size) for rank in ranks], 1)
 
     for world in {a, b, a * b}:
         np.testing.assert_array_equal(global_batches(world), global_batches(1))
@@ -57,16 +63,16 @@ def test_global_batches_are_the_same_for_every_world_size_that_divides_the_lanes
 
 @many
 @given(blocks, small, small, small, small, st.data())
-def test_resuming_goes_on_where_it_stopped(rows, world, lanes, share, pool, data):
-    rank = samplers(rows, world, lanes, share, pool_batches=pool)[world - 1]
+def test_resuming_goes_on_where_it_stopped(rows, world, canonical_ranks, share, pool, data):
+    rank = samplers(rows, world, canonical_ranks, share, pool_batches=pool)[world - 1]
     done = data.draw(st.integers(0, rank.batches))
     rest = [
         number
-        for plan in rank.pools(2, done * rank.global_rows)
-        for number in rank.row_numbers(plan)[plan.skip_rows :].tolist()
+        for plan in rank.pools(2, done * rank.global_batch_size)
+        for number in rank.row_ids(plan)[plan.n_skipped_rows :].tolist()
     ]
     rank.set_epoch(2)
-    assert rest == list(rank)[done * rank.batch_rows :]
+    assert rest == list(rank)[done * rank.batch_size :]
 
 
 def test_every_block_is_read_once_an_epoch_but_at_the_borders_of_pools():
@@ -129,13 +135,13 @@ def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
     block_rows = np.full(10**7, 100, np.int32)
     tracemalloc.start()
     order = BlockSampler(block_rows, 64, rank=1023, world_size=1024, pool_batches=32)
-    plans = order.pools(epoch=3, consumed=order.total_size // 2 // order.global_rows * order.global_rows)
+    plans = order.pools(epoch=3, consumed=order.total_size // 2 // order.global_batch_size * order.global_batch_size)
     plan = next(plans)
-    rows = order.row_numbers(plan)
+    rows = order.row_ids(plan)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 200e6
-    assert plan.rows == len(np.unique(rows)) == 64 * 32
+    assert plan.n_rows == len(np.unique(rows)) == 64 * 32
     assert rows.max() < 10**9
 
 
@@ -149,6 +155,6 @@ def test_a_pool_of_all_rows_is_in_random_order(block_rows):
     """Rows beside each other in the pool are no neighbours in the file, whatever the blocks."""
     for seed, epoch in [(0, 0), (0, 1), (3, 0), (5, 7)]:
         order = BlockSampler(np.full(2000 // block_rows, block_rows), 16, pool_batches=200, seed=seed)
-        numbers = order.row_numbers(next(order.pools(epoch)))
+        numbers = order.row_ids(next(order.pools(epoch)))
         neighbours = np.abs(np.diff(numbers)) == 1
         assert neighbours.sum() < 12  # by chance 2 of 2,000; more than 11 once in 10^5 tries

@@ -7,7 +7,7 @@ from harness import convert, numbered, numbers_of, read_rows
 
 from fastgpu.convert.array_files import open_arrays
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Read
+from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.store import open_store
@@ -18,7 +18,7 @@ def test_blocks_are_rows_that_lie_together():
     rows = Arrays("x", columns, block_rows=np.array([600, 400], np.int32))
     out = {"images": np.zeros((500, 1, 4, 2), np.uint8), "labels": np.zeros(500, int)}
     places = np.random.default_rng(0).permutation(500)
-    rows.read([Read(0, 550, places[:50]), Read(1, 0, places[50:450]), Read(0, 0, places[450:])], out)
+    rows.read([BlockRead(0, 550, places[:50]), BlockRead(1, 0, places[50:450]), BlockRead(0, 0, places[450:])], out)
     expected = [*range(550, 1000), *range(50)]
     assert numbers_of(out["images"][places]) == expected
     assert out["labels"][places].tolist() == expected
@@ -97,7 +97,7 @@ def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, kind, ones):
     save_npz(tmp_path / "x.npz", dense, kind)
     found = open_arrays([f"items={tmp_path}/x.npz"])
     assert ("items_values" in found.fields) != ones
-    assert found.fields["items"].below == 12
+    assert found.fields["items"].n_items == 12
     np.testing.assert_array_equal(as_dense(read_rows(found)), dense)
 
 

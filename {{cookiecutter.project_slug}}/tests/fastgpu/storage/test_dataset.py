@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from fastgpu.feed.tiers import Feed, make_feed
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.dataset import DatasetRows, LoaderOptions, Loading, open_dataset
+from fastgpu.storage.dataset import DatasetSource, LoaderOptions, WorkerPool, open_dataset
 
 CPU = torch.device("cpu")
 FIELDS = {"images": "images", "labels": "labels"}
@@ -61,11 +61,11 @@ class Empty(Numbered):
         return 0
 
 
-def rows_of(what: str = "", fields=FIELDS, **options) -> DatasetRows:
-    return DatasetRows("Numbered", Numbered(what), fields, LoaderOptions(**options))
+def rows_of(what: str = "", fields=FIELDS, **options) -> DatasetSource:
+    return DatasetSource("Numbered", Numbered(what), fields, LoaderOptions(**options))
 
 
-def feed_of(rows: DatasetRows, workers: int, tier="disk", **order) -> tuple[Feed, BlockSampler]:
+def feed_of(rows: DatasetSource, workers: int, tier="disk", **order) -> tuple[Feed, BlockSampler]:
     sampler = BlockSampler(rows.block_rows, 8, **({"pool_batches": 3, "seed": 1} | order))
     return make_feed(rows, sampler, tier, CPU, workers), sampler
 
@@ -111,7 +111,7 @@ def test_ranks_share_the_rows_and_validation_sees_each_once():
     seen = []
     for rank in range(2):
         feed, _ = feed_of(rows_of(), 1, rank=rank, world_size=2, shuffle=False, drop_last=False)
-        seen += [n for pool in feed.pools(0) for n in numbers_of(pool.rows["images"][: pool.plan.real_rows])]
+        seen += [n for pool in feed.pools(0) for n in numbers_of(pool.rows["images"][: pool.plan.n_real_rows])]
         feed.close()
     assert sorted(seen) == list(range(150))
 
@@ -141,14 +141,14 @@ def test_an_error_of_the_dataset_reaches_the_loop(workers):
 def test_a_dead_worker_is_one_clear_error():
     feed, _ = feed_of(rows_of("die"), 2)
     with pytest.raises(
-        RankError, match=r"one of the loader.workers \(2\) was killed or crashed while it read Numbered"
+        RankError, match=r"one of the loader.num_workers \(2\) was killed or crashed while it read Numbered"
     ):
         epoch_of(feed, 0)
     feed.close()
 
 
 def test_a_worker_that_dies_while_it_hands_over_a_batch_is_the_same_error():
-    loading = Loading(rows_of(), BlockSampler(np.ones(150, np.int32), 8), 2)
+    loading = WorkerPool(rows_of(), BlockSampler(np.ones(150, np.int32), 8), 2)
     for error in (ConnectionResetError(), EOFError(), FileNotFoundError()):
         loading._batches = (_ for _ in map(_raise, [error]))
         with pytest.raises(RankError, match="was killed or crashed"):
@@ -200,10 +200,19 @@ def test_trains(tmp_path):
     )
     root = Path(__file__).parents[3]
     done = run_train(
-        "--config", str(root / "config.yaml"), "data.dataset=mine:Stripes", "data.train='256'", "data.val='64'",
-        "train.epochs=3", "data.batch_rows=32", "loader.workers=1", "model.width=8", f"run.folder={tmp_path}",
-        cwd=tmp_path, ranks=2,
-    )  # fmt: skip
+        "--config",
+        str(root / "config.yaml"),
+        "data.dataset=mine:Stripes",
+        "data.train='256'",
+        "data.val='64'",
+        "train.epochs=3",
+        "data.batch_size=32",
+        "loader.num_workers=1",
+        "model.width=8",
+        f"run.folder={tmp_path}",
+        cwd=tmp_path,
+        ranks=2,
+    )
     assert done.returncode == 0, done.stderr
     assert "worker processes: 1" in done.stdout
     assert "top1_pct 100" in done.stdout + done.stderr

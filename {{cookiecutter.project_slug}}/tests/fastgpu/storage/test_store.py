@@ -15,7 +15,7 @@ from harness import ITEMS, is_ragged, numbered, numbers_of
 
 from fastgpu.feed.tiers import make_feed
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.contract import Read
+from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -36,7 +36,7 @@ def read_all(store: Store, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     for block, rows in enumerate(store.block_rows.tolist()):
         cut = int(rng.integers(0, rows + 1))
         for first, stop in ((0, cut), (cut, rows)):
-            store.read([Read(block, first, places[at + first : at + stop])], out)
+            store.read([BlockRead(block, first, places[at + first : at + stop])], out)
         at += rows
     return out["images"][places], out["labels"][places]
 
@@ -55,7 +55,7 @@ def test_the_page_cache_is_asked_less_often_where_it_held_all_and_again_where_it
         layout_module.OpenFile, "_is_cached", lambda _, offset: (asked.append(offset), len(asked) not in missing)[1]
     )
     out = {name: np.zeros((1600, *field.shape), field.dtype) for name, field in store.fields.items()}
-    reads = [Read(block, 0, np.arange(8) + 8 * block) for block in range(200)]
+    reads = [BlockRead(block, 0, np.arange(8) + 8 * block) for block in range(200)]
     store.read(reads, out)
     assert 64 + 136 // 8 <= len(asked) <= 65 + 136 // 8
     before, missing = len(asked), {len(asked) + 1}
@@ -73,7 +73,7 @@ def test_all_that_is_not_in_memory_is_announced_before_the_first_read(write, mon
     preadv = layout_module.OpenFile.preadv
     monkeypatch.setattr(layout_module.OpenFile, "preadv", lambda *args: (done.append("read"), preadv(*args)))
     out = {name: np.zeros((40, *field.shape), field.dtype) for name, field in store.fields.items()}
-    store.read([Read(block, 0, np.arange(8) + 8 * block) for block in range(5)], out)
+    store.read([BlockRead(block, 0, np.arange(8) + 8 * block) for block in range(5)], out)
     assert numbers_of(out["images"]) == list(range(40))
     assert done[5:] == ["read"] * 5
     assert "read" not in done[:5]
@@ -447,7 +447,7 @@ def read_ragged(store: Store, seed: int = 0) -> tuple[RaggedArray, np.ndarray]:
     at = 0
     for block, rows in enumerate(store.block_rows.tolist()):
         for first, stop in ((0, rows // 2), (rows // 2, rows)):
-            store.read([Read(block, first, places[at + first : at + stop])], out)
+            store.read([BlockRead(block, first, places[at + first : at + stop])], out)
         at += rows
     assert (out["items"].values[offsets[-1] :] == -1).all()
     return out["items"], out["number"]
@@ -500,7 +500,7 @@ def test_what_belongs_to_the_items_and_other_ragged_values(write_ragged):
         file["items/data"] = file["items/indices"][:] / 8
         file["words/indptr"], file["words/values"] = file["items/indptr"][:], file["items/indices"][:].astype("u2")
     store = open_store("data.train", path, {"items": "items", "weights": "items/data", "words": "words"})
-    assert [field.below for field in store.fields.values()] == [ITEMS, None, None]
+    assert [field.n_items for field in store.fields.values()] == [ITEMS, None, None]
     assert [str(field.dtype) for field in store.fields.values()] == ["int32", "float64", "uint16"]
     feed = make_feed(store, BlockSampler(store.block_rows, 10), "disk", torch.device("cpu"), 2)
     for pool in feed.pools(0):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fastgpu.telemetry import clock as clock_module
-from fastgpu.telemetry.clock import Clock, Lap
+from fastgpu.telemetry.clock import Clock, Throughput
 
 
 class FakeTime:
@@ -61,7 +61,7 @@ def test_a_restart_forgets(time):
 
 
 def test_laps_add_up():
-    assert Lap(1, 2, 3, 4, 5).plus(Lap(10, 20, 30, 40, 50)) == (11, 22, 33, 44, 55)
+    assert Throughput(1, 2, 3, 4, 5).plus(Throughput(10, 20, 30, 40, 50)) == (11, 22, 33, 44, 55)
 
 
 def test_an_error_of_the_feed_passes_through():

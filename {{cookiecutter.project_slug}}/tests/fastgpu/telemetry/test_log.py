@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_monitor import GPU_TAGS, HOST_TAGS
 
 from fastgpu.telemetry import log as log_module
-from fastgpu.telemetry.clock import Lap
+from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.log import Log
 
 
@@ -80,7 +80,7 @@ def test_where_there_is_no_terminal_lines_are_few(tmp_path, monkeypatch, capsys)
 
 def test_every_custom_chart_names_tags_that_there_are():
     known = {f"gpu0/{name}" for name in GPU_TAGS} | {f"host/{name}" for name in HOST_TAGS}
-    known |= set(Lap(1, 1, 1, 1).scalars())
+    known |= set(Throughput(1, 1, 1, 1).scalars())
     for page in log_module.LAYOUT.values():
         for kind, patterns in page.values():
             assert kind == "Multiline"

@@ -11,13 +11,29 @@ from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.monitor import Monitor
 
 GPU_TAGS = {
-    "util_pct", "util_min_pct", "sm_active_pct", "tensor_active_pct", "mem_used_gib", "mem_peak_gib", "power_w",
-    "temperature_c", "clock_limited_pct", "pcie_rx_mb_per_s", "pcie_width", "energy_j_per_1000_rows",
-}  # fmt: skip
+    "util_pct",
+    "util_min_pct",
+    "sm_active_pct",
+    "tensor_active_pct",
+    "mem_used_gib",
+    "mem_peak_gib",
+    "power_w",
+    "temperature_c",
+    "clock_limited_pct",
+    "pcie_rx_mb_per_s",
+    "pcie_width",
+    "energy_j_per_1000_rows",
+}
 HOST_TAGS = {
-    "cpu_user_pct", "cpu_system_pct", "cpu_iowait_pct", "rss_gib", "pss_gib", "available_gib", "disk_read_mb_per_s",
+    "cpu_user_pct",
+    "cpu_system_pct",
+    "cpu_iowait_pct",
+    "rss_gib",
+    "pss_gib",
+    "available_gib",
+    "disk_read_mb_per_s",
     "page_cache_refaults_per_s",
-}  # fmt: skip
+}
 POLL_S = 0.02
 
 
@@ -117,10 +133,19 @@ def test_every_counter_has_its_tag_and_unit():
     monitor, found = watch(Driver(), ["a"])
     assert set(found) == {f"gpu0/{name}" for name in GPU_TAGS} | {f"host/{name}" for name in HOST_TAGS}
     expected = {
-        "util_pct": 60, "util_min_pct": 30, "sm_active_pct": 55, "tensor_active_pct": 22, "mem_used_gib": 5,
-        "mem_peak_gib": 3, "power_w": 300, "temperature_c": 65, "clock_limited_pct": 0, "pcie_rx_mb_per_s": 12_000,
-        "pcie_width": 16, "energy_j_per_1000_rows": 150,
-    }  # fmt: skip
+        "util_pct": 60,
+        "util_min_pct": 30,
+        "sm_active_pct": 55,
+        "tensor_active_pct": 22,
+        "mem_used_gib": 5,
+        "mem_peak_gib": 3,
+        "power_w": 300,
+        "temperature_c": 65,
+        "clock_limited_pct": 0,
+        "pcie_rx_mb_per_s": 12_000,
+        "pcie_width": 16,
+        "energy_j_per_1000_rows": 150,
+    }
     assert {name: found[f"gpu0/{name}"] for name in expected} == pytest.approx(expected)
     assert monitor.note == ""
     assert found["host/rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)

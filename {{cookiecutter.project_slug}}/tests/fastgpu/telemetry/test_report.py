@@ -11,16 +11,25 @@ from harness import ROOT
 from fastgpu.telemetry.report import lines_of, read_metrics, summary, table, write_report
 
 POINT = {
-    "train/loss": 0.5, "data/wait_pct": 3.0, "data/fresh_rows_per_s": 12_345.6, "train/trained_rows_per_s": 24_691.2,
-    "host/cpu_user_pct": 12.0, "gpu0/util_pct": 97.0, "gpu0/util_min_pct": 80.0, "gpu1/util_pct": 50.0,
-    "gpu0/sm_active_pct": 61.0, "gpu0/power_w": 300.0,
-}  # fmt: skip
+    "train/loss": 0.5,
+    "data/wait_pct": 3.0,
+    "data/fresh_rows_per_s": 12_345.6,
+    "train/trained_rows_per_s": 24_691.2,
+    "host/cpu_user_pct": 12.0,
+    "gpu0/util_pct": 97.0,
+    "gpu0/util_min_pct": 80.0,
+    "gpu1/util_pct": 50.0,
+    "gpu0/sm_active_pct": 61.0,
+    "gpu0/power_w": 300.0,
+}
 
 
 def run(folder: Path, points: int = 5, **more: float) -> Path:
     """A run's folder with so many points; the values of tags rise a little from each to the next."""
-    lines = [{"step": n, "time_s": 10.0 * n} | {tag: value * (1 + n / 1000) for tag, value in (POINT | more).items()}
-             for n in range(points)]  # fmt: skip
+    lines = [
+        {"step": n, "time_s": 10.0 * n} | {tag: value * (1 + n / 1000) for tag, value in (POINT | more).items()}
+        for n in range(points)
+    ]
     lines.append({"step": points, "time_s": 10.0 * points, "val/loss": 0.25, "val/top1_pct": 99.0})
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -41,8 +50,14 @@ def test_the_page_is_one_file_with_every_chart_and_no_network(tmp_path):
     assert "a &lt;b&gt; run" in page
     assert "<b>" not in page
     titles = re.findall("<h2>(.*?)</h2>", page)
-    assert titles == ["waiting for data, % of the time", "GPU-Util and SM activity, %", "rows a second", "loss",
-                      "CPU, % of all", "GPU power, W"]  # fmt: skip
+    assert titles == [
+        "waiting for data, % of the time",
+        "GPU-Util and SM activity, %",
+        "rows a second",
+        "loss",
+        "CPU, % of all",
+        "GPU power, W",
+    ]
     charts = dict(zip(titles, svgs(page), strict=True))
     assert [len(chart.findall("polyline")) for chart in charts.values()] == [1, 4, 2, 2, 1, 1]
     for chart in charts.values():

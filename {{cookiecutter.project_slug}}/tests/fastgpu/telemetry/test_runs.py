@@ -3,12 +3,12 @@ import os
 
 import pytest
 import yaml
+from fastgpu.telemetry.runs import describe_run, open_run
 
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import flat, load_config
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry import runs
-from fastgpu.telemetry.runs import describe_run, open_run
 
 
 def saved(path, step=1):
@@ -48,9 +48,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_the_description_can_be_run_again(tmp_path):
-    values = flat(Config()) | {"data.tier": "disk", "data.lanes": 8}
+    values = flat(Config()) | {"data.tier": "disk", "data.canonical_ranks": 8}
     describe_run(tmp_path, values)
-    describe_run(tmp_path, values | {"data.lanes": 4})  # a resumed run adds its own
+    describe_run(tmp_path, values | {"data.canonical_ranks": 4})  # a resumed run adds its own
     assert flat(load_config(["--config", str(tmp_path / "config.yaml")])) == values
     assert yaml.safe_load((tmp_path / "config-2.yaml").read_text())["data"]["lanes"] == 4
     about = json.loads((tmp_path / "run.json").read_text())

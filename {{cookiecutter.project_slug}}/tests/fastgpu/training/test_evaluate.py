@@ -28,11 +28,19 @@ class RowNumbers:
 def _metrics(world: World, path: str, tier: str) -> tuple[dict[str, float], bool]:
     store = open_store("data.val", path, {"images": "images", "labels": "labels"})
     order = BlockSampler(
-        store.block_rows, 4, rank=world.rank, world_size=world.size, pool_batches=2, shuffle=False, drop_last=False
+        store.block_rows,
+        4,
+        rank=world.rank,
+        world_size=world.world_size,
+        pool_batches=2,
+        shuffle=False,
+        drop_last=False,
     )
     feed, model = make_feed(store, order, tier, CPU, 1, 1), nn.BatchNorm1d(2)
-    found = [evaluate(model, RowNumbers(), feed.pools(epoch), 4, torch.autocast("cpu", enabled=False), world)
-             for epoch in range(2)]  # fmt: skip
+    found = [
+        evaluate(model, RowNumbers(), feed.pools(epoch), 4, torch.autocast("cpu", enabled=False), world)
+        for epoch in range(2)
+    ]
     feed.close()
     assert found[0] == found[1]
     return found[0], model.training

@@ -83,12 +83,12 @@ def _two_ranks(world: World, accumulation: int):
     step = Step(shared, loss, make_optimizer(made, "sgd", 0.1, 0.0, 0.9), "fp32", CPU, accumulation, 1.0)
     whole = batch(24)
     reduced = [0]
-    if world.size > 1:
+    if world.world_size > 1:
 
         def count(_, bucket):
             reduced[0] += 1
             future = torch.futures.Future()
-            tensor = bucket.buffer() / world.size
+            tensor = bucket.buffer() / world.world_size
             torch.distributed.all_reduce(tensor)
             future.set_result(tensor)
             return future
@@ -96,7 +96,7 @@ def _two_ranks(world: World, accumulation: int):
         if accumulation > 1:
             shared.register_comm_hook(None, count)
     for _ in range(3):
-        step(whole.slice(12 * world.rank, 12 * world.rank + 12) if world.size > 1 else whole, 0.1)
+        step(whole.slice(12 * world.rank, 12 * world.rank + 12) if world.world_size > 1 else whole, 0.1)
     return [p.tolist() for p in made.parameters()], reduced[0]
 
 

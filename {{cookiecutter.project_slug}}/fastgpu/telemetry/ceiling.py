@@ -1,0 +1,62 @@
+"""What diagnose.py measured, read back by later runs of the same step on the same machine."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "diagnosis.json"
+"""Written by diagnose.py to run.folder."""
+STEP_KEYS = (
+    "workload",
+    "data.batch_size",
+    "optim.name",
+    "optim.fused",
+    "optim.accumulation_steps",
+    "optim.clip_grad_norm",
+    "train.precision",
+    "train.channels_last",
+    "train.compile",
+    "dist.strategy",
+)
+"""Keys that decide how long a step takes, besides the settings of the workload."""
+FEED_SECTIONS = ("data", "loader")
+
+
+def step_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide how long a step takes. config: {dotted key: value}, without `auto`."""
+    return {key: value for key, value in config.items() if key in STEP_KEYS or key.startswith("model.")}
+
+
+def feed_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide how fast rows are supplied."""
+    return {key: value for key, value in config.items() if key.partition(".")[0] in FEED_SECTIONS}
+
+
+def read_ceiling(folder: Path, machine: Mapping[str, Any], config: Mapping[str, Any]) -> float | None:
+    """Trained rows per second of the step alone, if it was diagnosed on such a machine with such settings.
+
+    folder: run.folder. machine: see `World.identity`, with `row_bytes`.
+    """
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        is_same = found["machine"] == dict(machine) and found["step"] == _as_json(step_identity(config))
+        return float(found["compute_rows_per_s"]) if is_same and found["is_conclusive"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_summary(folder: Path, config: Mapping[str, Any]) -> str:
+    """The verdict of diagnose.py in one line, if it is about the same step and the same feed; otherwise empty."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        is_same_step = found["step"] == _as_json(step_identity(config))
+        is_same_feed = found["feed"] == _as_json(feed_identity(config))
+        return str(found["summary"]) if is_same_step and is_same_feed and found["is_conclusive"] else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as they come back from a JSON file: tuples are lists there."""
+    return dict(json.loads(json.dumps(values)))

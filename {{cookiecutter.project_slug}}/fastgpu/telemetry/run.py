@@ -1,0 +1,299 @@
+"""One training run: its folder, its position, its checkpoints and its log."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.config import Run as RunSettings
+from fastgpu.process.launch import UserError, warn
+from fastgpu.process.world import World
+from fastgpu.rows.order import BlockSampler
+from fastgpu.telemetry import checkpoint
+from fastgpu.telemetry.ceiling import read_ceiling
+from fastgpu.telemetry.clock import Clock, Throughput
+from fastgpu.telemetry.log import Log, format_metrics
+from fastgpu.telemetry.monitor import Monitor
+from fastgpu.training.parallel import average_buffers
+
+
+class Run:
+    """A run in progress, as the training loop uses it. Every rank has one; only rank 0 writes files."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        folder: Path,
+        progress: checkpoint.Progress,
+        state: Mapping[str, checkpoint.Stateful],
+        *,
+        order: BlockSampler,
+        world: World,
+    ):
+        self.folder = folder
+        self.progress = progress
+        self.clock = Clock(world.device)
+        self.epoch_throughput = Throughput()
+        self._settings = settings
+        self._state = state
+        self._order = order
+        self._world = world
+        self._own_folder = folder if world.is_main else None
+        self._monitor: Monitor | None = None
+        self._losses: list[Tensor] = []
+        self._metrics: dict[str, float] = {}
+        self._is_saved = True
+        self._saved_step = progress.step
+
+    def start(self, config: Mapping[str, Any], row_bytes: int, description: Mapping[str, Any]) -> None:
+        """Write what is needed to repeat the run, and begin to log.
+
+        config: {dotted key: value}, without `auto`. description: what the workload says about the model.
+        """
+        self._config = dict(config)
+        self._epochs = config["train.epochs"]
+        _describe(self._own_folder, self._config, description)
+        self._monitor = Monitor(self._world.gpus, self._world.gather_by_node)
+        machine = self._world.identity | {"row_bytes": row_bytes}
+        self._log = Log(
+            self._own_folder,
+            planned_rows=self._epochs * self._order.total_size,
+            consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+            config=self._config,
+            ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
+        )
+        self._world.print_once(self._monitor.note)
+        self.clock.restart()
+
+    def count(self, loss: Tensor, fresh_rows: float, trained_rows: int) -> None:
+        """Count one optimizer step. loss: a scalar on the device, which is not read here."""
+        self._losses.append(loss)
+        self.progress.step += 1
+        self.clock.count(fresh_rows, trained_rows)
+
+    def report(self, fresh_rows: float, lr: float) -> None:
+        """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
+
+        fresh_rows: rows read since the beginning of the run. Raises UserError if the loss is not finite.
+        """
+        if not self._losses:
+            return
+        loss = self._world.all_reduce_sum(torch.stack(self._losses).mean()).item() / self._world.world_size
+        self._losses.clear()
+        step = self.progress.step
+        if not isfinite(loss):
+            peak_lr = self._config["optim.lr"]
+            raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({peak_lr}) or optim.clip_grad_norm")
+        throughput = self.clock.take(self._world.all_reduce_max)
+        self.epoch_throughput = self.epoch_throughput.plus(throughput)
+        assert self._monitor
+        counters = self._monitor.scalars(throughput.trained_rows_per_s)
+        self._log.scalars(step, {"train/loss": loss, "train/lr": lr} | throughput.scalars() | counters)
+        text = f"epoch {self.progress.epoch + 1}/{self._epochs} step {step} loss {loss:.4f} {throughput}"
+        self._log.progress(fresh_rows, text)
+
+    def save_if_due(self, model: nn.Module) -> None:
+        """Save inside an epoch, if run.checkpoint_every_steps steps have passed since the last checkpoint."""
+        every = self._settings.checkpoint_every_steps
+        if every and self.progress.step - self._saved_step >= every:
+            self._save("last", model)
+
+    def end_epoch(
+        self, model: nn.Module, metrics: dict[str, float], directions: Mapping[str, Literal["higher", "lower"]]
+    ) -> None:
+        """Advance to the next epoch, save, and log the validation metrics.
+
+        metrics: {"val/<name>": value}. directions: {name: which values are better}; the first name decides whether this
+        is the best checkpoint.
+        """
+        best, direction = next(iter(directions.items()))
+        is_best = self.progress.end_epoch(metrics[f"val/{best}"], direction)
+        self._metrics = metrics
+        self._save("last", model)
+        if is_best:
+            self._save("best", model)
+        self._log.scalars(self.progress.step, metrics)
+        fresh_rows = self.progress.epoch * self._order.total_size
+        text = f"epoch {self.progress.epoch}/{self._epochs} {format_metrics(metrics)}, {self.epoch_throughput}"
+        self._log.progress(fresh_rows, text, important=True)
+        self.epoch_throughput = Throughput()
+        self.clock.restart()
+
+    def set_echo(self, factor: float) -> None:
+        """Use another echo factor from the next epoch on, and record it in the config of the run."""
+        self.progress.echo = factor
+        self._config["data.echo"] = factor
+        _write_config(self._own_folder, self._config)
+
+    def finish(self) -> None:
+        """Print the summary. Raises UserError if the last checkpoint could not be written."""
+        self._world.print_once(self._log.finish(self._config, self._metrics))
+        self.close()
+        self._world.check_everywhere(
+            self._is_saved,
+            f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
+        )
+        self._world.print_once(
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; charts: "
+            f"tensorboard --logdir {self._settings.folder}"
+        )
+
+    def close(self) -> None:
+        """End the thread of the monitor."""
+        if self._monitor:
+            self._monitor.close()
+
+    def _save(self, kind: checkpoint.Kind, model: nn.Module) -> None:
+        average_buffers(model, self._world)
+        is_saved = True
+        if self._world.is_main:
+            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, self._order.identity)
+        if kind == "last":
+            self._is_saved = is_saved
+            self._saved_step = self.progress.step
+
+
+@contextmanager
+def open_run(
+    settings: RunSettings, state: Mapping[str, checkpoint.Stateful], order: BlockSampler, world: World
+) -> Iterator[Run]:
+    """Make or find the folder of the run, and load its last checkpoint into `state` if it is to be resumed.
+
+    state: objects with a state_dict, by name. Raises UserError on every rank if the folder or a checkpoint cannot be
+    used.
+    """
+    is_resumed = settings.resume == "auto"
+    own_folder = None
+    with world.raise_on_every_rank():
+        if world.is_main:
+            own_folder = make_folder(settings.folder, settings.name, is_resumed)
+    folder = world.broadcast(own_folder)
+    progress = checkpoint.Progress()
+    with world.raise_on_every_rank():
+        if is_resumed:
+            progress = checkpoint.resume(folder, state, order.identity, world.device)
+    world.check_equal(progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
+    run = Run(settings, folder, progress, state, order=order, world=world)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+
+
+def make_folder(parent: str, name: str, is_resumed: bool) -> Path:
+    """`parent/name`, created if needed. The name "auto" means the newest run when resuming, else date and time.
+
+    Raises UserError if the folder cannot be written, or if it holds checkpoints that a new run would mix with its own.
+    """
+    runs = Path(parent)
+    if name == "auto":
+        name = (_newest(runs) if is_resumed else None) or _unused(runs, time.strftime("%Y%m%d-%H%M%S"))
+    folder = runs / name
+    try:
+        if not is_resumed and any(folder.glob("checkpoints/*")):
+            raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UserError(
+            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder or free it"
+        ) from None
+    return folder
+
+
+def _newest(runs: Path) -> str | None:
+    """The name of the run that saved a checkpoint last."""
+    saved = [path for path in runs.glob("*/checkpoints/last-*") if path.is_dir()]
+    return max(saved, key=lambda path: path.stat().st_mtime_ns).parts[-3] if saved else None
+
+
+def _unused(runs: Path, name: str) -> str:
+    unused = name
+    number = 1
+    while (runs / unused).exists():
+        number += 1
+        unused = f"{name}-{number}"
+    return unused
+
+
+# ---------------------------------------------------------------------------------------------- what it ran with
+
+
+def _describe(folder: Path | None, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Write run.json (command, versions, GPU, commit, model) and config.yaml (without `auto`).
+
+    A resumed run adds its own pair: run-2.json and config-2.yaml.
+    """
+    if folder:
+        number = 1 + len([*folder.glob("run*.json")])
+        description = _provenance() | {"model": dict(model)}
+        _write(folder / f"run{_suffix(number)}.json", json.dumps(description, indent=2))
+        _write_config(folder, config)
+
+
+def _write_config(folder: Path | None, config: Mapping[str, Any]) -> None:
+    """Write the config as a valid --config file; again when data.echo=auto has found another factor."""
+    if not folder:
+        return
+    tree: dict[str, Any] = {}
+    for key, value in config.items():
+        section, _, name = key.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        branch[name] = value
+    number = len([*folder.glob("run*.json")])
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    _write(folder / f"config{_suffix(number)}.yaml", text)
+
+
+def _suffix(number: int) -> str:
+    return "" if number <= 1 else f"-{number}"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        warn(f"cannot write {path} ({error}); training goes on")
+
+
+def _provenance() -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "template_version": TEMPLATE_VERSION,
+        "versions": versions,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "machine": platform.platform(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,58 @@
+"""The smallest workload: a linear model on any arrays, to be copied. It predicts the numbers `y` from the numbers `x`.
+
+data:
+  fields: {x: x, y: y}        # datasets of the file: x (N, ...) and y (N,) or (N, K)
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import workloads
+from fastgpu.process.config import Section
+from fastgpu.rows.contract import Source
+from fastgpu.rows.rows import Rows
+from fastgpu.training.evaluate import Sum
+from workloads import Direction
+
+
+class Workload(workloads.Workload):
+    """Regression by a small network. See the protocol in workloads/__init__.py."""
+
+    class Options(Section):
+        """Settings, read from the section `model` of config.yaml."""
+
+        hidden_dim: int = 64
+        """Width of the hidden layer."""
+
+    def __init__(self, options: Options, train: Source, val: Source):
+        self.options = options
+        self.n_inputs = int(torch.Size(train.fields["x"].shape).numel())
+        self.n_outputs = int(torch.Size(train.fields["y"].shape).numel())
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        return {"mse": "lower"}
+
+    @property
+    def is_random(self) -> bool:
+        return False
+
+    def model(self) -> nn.Module:
+        hidden_dim = self.options.hidden_dim
+        return nn.Sequential(nn.Linear(self.n_inputs, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, self.n_outputs))
+
+    def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
+        return batch
+
+    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
+        prediction = model(batch["x"].flatten(1).float())
+        return F.mse_loss(prediction.float(), batch["y"].float().view_as(prediction))
+
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
+        return {"mse": Sum(self.loss(model, batch) * len(batch), len(batch))}
+
+    def card(self) -> dict[str, Any]:
+        return {"inputs": self.n_inputs, "outputs": self.n_outputs}
