@@ -289,6 +289,15 @@ def test_commands_of_the_readme_exist():
         assert (ROOT / link).exists(), link
 
 
+def test_the_version_is_the_newest_in_the_changelog():
+    source = (ROOT / FOLDER / "fastgpu" / "__init__.py").read_text()
+    version = re.search(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
+    sections = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())
+    assert version
+    assert sections[0] == "Unreleased"
+    assert re.fullmatch(re.escape(version[1]) + r" - \d{4}-\d\d-\d\d", sections[1])
+
+
 def test_the_digits_file_is_the_one_that_the_script_makes():
     with h5py.File(ROOT / FOLDER / "data" / "digits.h5") as file:
         assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797
