@@ -266,7 +266,7 @@ def test_hooks_need_nothing_but_python():
         tree = ast.parse((ROOT / "hooks" / name).read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert imported <= {"json", "keyword", "re", "sys", "shutil", "pathlib"}
+        assert imported <= {"json", "keyword", "re", "sys", "shutil", "tempfile", "pathlib"}
 
 
 def test_the_tree_in_the_readme_is_that_of_the_project():
