@@ -1,7 +1,9 @@
 """Leave out what was not asked for and what an in-place run of the template left; say what to do next. Idempotent."""
 
 import json
+import re
 import shutil
+import tempfile
 from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
@@ -56,7 +58,12 @@ for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)
 
-print(f"""
+# `cruft update` and `cruft diff` bake old and new projects in temporary folders, where nothing is to be done next.
+# Only cruft sets _commit; `cruft create` bakes in a folder of the user's choice.
+parent = Path.cwd().parent
+in_scratch = parent.parent == Path(tempfile.gettempdir()).resolve() and re.fullmatch("tmp[a-z0-9_]{8}", parent.name)
+if not ("_commit" in answers and in_scratch):
+    print(f"""
 Next:
   cd {answers["project_slug"]}
   python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[dev]"

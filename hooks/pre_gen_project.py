@@ -7,30 +7,12 @@ import sys
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# Importable beside train.py, or a device on Windows: a folder of that name would shadow it, or could not be made.
+# A folder of such a name would hide a script, a folder or a module, pip would take the project for one of its own
+# dependencies, or Windows for a device. The list is in cookiecutter.json because the default project_slug avoids it.
 TAKEN = {
-    "torch",
-    "numpy",
-    "h5py",
-    "yaml",
-    "pydantic",
-    "tensorboard",
-    "tqdm",
-    "psutil",
-    "pynvml",
-    "apex",
-    "fastgpu",
-    "workloads",
-    "configs",
-    "train",
-    "convert",
-    "tests",
-    "con",
-    "prn",
-    "aux",
-    "nul",
-    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
-}
+    *" ".join(answers["_taken"]).split(),
+    "con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+}  # fmt: skip
 
 
 def mistakes() -> list[str]:
@@ -43,7 +25,8 @@ def mistakes() -> list[str]:
         found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
     elif slug in TAKEN or slug in sys.stdlib_module_names:
         found.append(
-            f"project_slug is {slug!r}, the name of a module that it would hide: add a word, such as {slug}_project"
+            f"project_slug is {slug!r}, already the name of a module, a package or a device: "
+            f"add a word, such as {slug}_project"
         )
     for name in ("project_name", "description", "author"):
         answer = answers[name]
@@ -54,7 +37,8 @@ def mistakes() -> list[str]:
     return found
 
 
-if errors := mistakes():
+if __name__ == "__main__":
+    errors = mistakes()
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
-    sys.exit(1)
+    sys.exit(bool(errors))

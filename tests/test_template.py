@@ -222,12 +222,14 @@ def test_answers_that_are_no_line_of_text_are_refused(bake, tmp_path, name, text
         ("a" * 51, "at most 50"),
         ("class", "a word of the Python language"),
         ("match", "a word of the Python language"),
-        ("torch", "the name of a module that it would hide: add a word, such as torch_project"),
-        ("h5py", "would hide"),
-        ("numpy", "would hide"),
-        ("random", "would hide"),
-        ("fastgpu", "would hide"),
-        ("nul", "would hide"),
+        ("torch", "already the name of a module, a package or a device: add a word, such as torch_project"),
+        ("h5py", "already the name"),
+        ("numpy", "already the name"),
+        ("random", "already the name"),
+        ("fastgpu", "already the name"),
+        ("diagnose", "already the name"),
+        ("pillow", "already the name"),
+        ("nul", "already the name"),
         ("../evil", "lower-case"),
         ("-rf", "a letter first"),
         ("a b", "lower-case"),
@@ -287,7 +289,7 @@ def test_hooks_need_nothing_but_python():
         tree = ast.parse((ROOT / "hooks" / name).read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert imported <= {"json", "keyword", "re", "sys", "shutil", "pathlib"}
+        assert imported <= {"json", "keyword", "re", "sys", "shutil", "tempfile", "pathlib"}
 
 
 def test_the_tree_in_the_readme_is_that_of_the_project():
@@ -310,6 +312,15 @@ def test_commands_of_the_readme_exist():
     assert all(f"\n{target}:" in makefile for target in targets)
     for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
         assert (ROOT / link).exists(), link
+
+
+def test_the_version_is_the_newest_in_the_changelog():
+    source = (ROOT / FOLDER / "fastgpu" / "__init__.py").read_text()
+    version = re.search(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
+    sections = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())
+    assert version
+    assert sections[0] == "Unreleased"
+    assert re.fullmatch(re.escape(version[1]) + r" - \d{4}-\d\d-\d\d", sections[1])
 
 
 def test_the_digits_file_is_the_one_that_the_script_makes():
