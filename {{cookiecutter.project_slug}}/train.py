@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 from fastgpu.feed.echo import echo, echo_passes, free_echo
 from fastgpu.feed.sizes import Sizes, choose_sizes
-from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Source
-from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.sources import open_source
+from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
 from fastgpu.telemetry.describe import describe_feed
 from fastgpu.telemetry.run import open_run
@@ -57,48 +56,34 @@ class Parts(NamedTuple):
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
 
+    @property
+    def state(self) -> dict[str, Stateful]:
+        """What a checkpoint holds."""
+        return {"model": self.model, "step": OptimizerState(self.optimizer, self.precision.scaler)}
+
 
 def build(cfg: Config, world: World) -> Parts:
     # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
-    workload_class = workloads.load(cfg.workload)
-    with world.raise_on_every_rank():
-        options = read_options(cfg, workload_class.Options)
-        source = open_source(cfg.data, "train", cfg.loader, cfg.hdf5)
-        val_source = open_source(cfg.data, "val", cfg.loader, cfg.hdf5)
-        workload = workload_class(options, source, val_source)
-        sizes = choose_sizes(
-            cfg.data, cfg.loader, (source, val_source), world, accumulation=cfg.optim.accumulation_steps
-        )
+    sources = open_sources(cfg.data, cfg.loader, cfg.hdf5, world)
+    options = read_options(cfg, workloads.load(cfg.workload).Options)
+    workload = workloads.make(cfg.workload, options, sources, world)
 
     # ------------------------------------------------------------ feed: blocks -> pools of shuffled rows on the device
-    shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
-    order = BlockSampler(
-        source.block_rows, sizes.batch_size, shard=shard, pool_batches=sizes.pool_batches, seed=cfg.run.seed
-    )
-    val_shard = Shard(world.rank, world.world_size)
-    val_order = BlockSampler(
-        val_source.block_rows,
-        sizes.batch_size,
-        shard=val_shard,
-        pool_batches=sizes.pool_batches,
-        seed=None,
-        drop_last=False,
-    )
-    placement = Placement(sizes.tier, world.device, sizes.n_readers)
-    with world.raise_on_every_rank():
-        feed = make_feed(source, order, placement, cfg.loader)
-        val_feed = make_feed(val_source, val_order, placement, cfg.loader)
-        kernels = choose_kernels(cfg.optim)
-    world.check_equal(kernels, "install NVIDIA Apex on every machine, or set optim.fused=torch")
+    accumulation_steps = cfg.optim.accumulation_steps
+    sizes = choose_sizes(cfg.data, cfg.loader, sources, world, accumulation=accumulation_steps)
+    source, val_source = sources
+    order = make_order(source, sizes, world, seed=cfg.run.seed)
+    val_order = make_order(val_source, sizes, world, seed=None)
+    feed = open_feed(source, order, sizes, world, loader=cfg.loader)
+    val_feed = open_feed(val_source, val_order, sizes, world, loader=cfg.loader)
 
-    # ------------------------------------------------------------ model
+    # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
     model = to_device(workload.model(), world.device, cfg.train.channels_last)
-    optimizer = make_optimizer(model, cfg.optim, kernels)
+    optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world))
     precision = mixed_precision(cfg.train.precision, world.device)
     has_ragged = any(field.is_ragged for field in source.fields.values())
-    static_graph = cfg.optim.accumulation_steps == 1
-    ddp = share_gradients(model, cfg.dist, world, static_graph=static_graph, has_ragged=has_ragged)
+    ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
     if cfg.train.compile:
         ddp.compile()
     resolved = cfg.resolved(
@@ -136,46 +121,52 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
 
 def train(cfg: Config, world: World) -> None:
     parts = build(cfg, world)
-    feed, workload, order = parts.feed, parts.workload, parts.feed.order
-    batch_size = parts.sizes.batch_size
-    planned_rows = cfg.train.epochs * order.total_size
-    state: dict[str, Stateful] = {"model": parts.model, "step": OptimizerState(parts.optimizer, parts.precision.scaler)}
+    feed, workload = parts.feed, parts.workload
+    epoch_rows = feed.order.total_size
+    planned_rows = cfg.train.epochs * epoch_rows
 
-    with closing(feed), closing(parts.val_feed), open_run(cfg.run, state, order, world) as run:
-        progress = run.progress
-        if cfg.data.echo != "auto":
-            progress.echo = cfg.data.echo
-        settings = parts.config.flat() | {"data.echo": progress.echo}
-        world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {progress.step}")
+    with closing(feed), closing(parts.val_feed), open_run(cfg.run, parts.state, feed.order, world) as run:
+        at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
+        at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
+        world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
-        run.start(settings, parts.source.row_bytes, workload.card())
+        run.start(parts.config.flat() | {"data.echo": at.echo}, parts.source.row_bytes, workload.card())
 
-        while progress.epoch < cfg.train.epochs:
-            read_before = feed.read_time
-            for pool in run.clock.timed(feed.pools(progress.epoch, progress.consumed)):
-                rng = reseed(world, cfg.run.seed, progress.epoch, pool.plan.number)
-                passes = echo_passes(progress.echo, progress.epoch * order.pools_per_epoch + pool.plan.number)
-                fresh_rows = float(progress.epoch * order.total_size + progress.consumed)
-                rows_per_step = cfg.data.batch_size / passes  # fresh rows: an echoed batch counts for a part only
-                for batch in echo(pool.rows, batch_size, passes, rng):
-                    middle = (fresh_rows + rows_per_step / 2) / planned_rows
-                    lr = cfg.optim.lr * lr_factor(middle, cfg.optim.warmup_share)
+        read_before = feed.read_time
+        while at.epoch < cfg.train.epochs:
+            for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
+                rng = reseed(world, cfg.run.seed, at.epoch, pool.plan.number)  # a resumed run draws the same numbers
+                passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
+                fresh_rows = float(at.epoch * epoch_rows + at.consumed)
+                step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
+                for batch in echo(
+                    pool.rows, parts.sizes.batch_size, passes, rng
+                ):  # views of the pool in the first pass
+                    share = (fresh_rows + step_rows / 2) / planned_rows
+                    lr = cfg.optim.lr * lr_factor(share, cfg.optim.warmup_share)
                     loss = train_step(parts, workload.transform(batch, rng), lr)
-                    fresh_rows += rows_per_step
-                    run.count(loss, rows_per_step, cfg.data.batch_size)
+                    fresh_rows += step_rows
+                    run.count(loss, step_rows, cfg.data.batch_size)
                     if run.clock.steps == cfg.log.every_steps:
                         run.report(fresh_rows, lr)  # the only place where the host waits for the device
-                progress.consumed = pool.plan.consumed
+                at.consumed = pool.plan.consumed
                 run.save_if_due(parts.model)
-            run.report(fresh_rows, lr)
+            if run.clock.steps:
+                run.report(fresh_rows, lr)
 
-            pools = parts.val_feed.pools(progress.epoch)
-            autocast = parts.precision.autocast
-            metrics = evaluate(parts.model, workload, pools, batch_size=batch_size, autocast=autocast, world=world)
+            metrics = evaluate(
+                parts.model,
+                workload,
+                parts.val_feed.pools(at.epoch),
+                batch_size=parts.sizes.batch_size,
+                autocast=parts.precision.autocast,
+                world=world,
+            )
             if cfg.data.echo == "auto" and run.epoch_throughput.trained_rows:
                 read_s = world.all_reduce_max(feed.read_time.since(read_before).s_per_row)
                 train_s = run.epoch_throughput.train_s_per_row * world.world_size
                 run.set_echo(free_echo(read_s, train_s, workload.is_random))
+                read_before = feed.read_time
             run.end_epoch(parts.model, metrics, workload.metrics)
         run.finish()
 

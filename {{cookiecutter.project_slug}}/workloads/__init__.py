@@ -15,6 +15,7 @@ from fastgpu.process.launch import UserError
 if TYPE_CHECKING:  # importing this package must not import torch: `train.py --help` and the config need it early
     from torch import Generator, Tensor, nn
 
+    from fastgpu.process.world import World
     from fastgpu.rows.contract import Source
     from fastgpu.rows.rows import Rows
     from fastgpu.training.evaluate import Sum
@@ -70,6 +71,13 @@ def load(name: str) -> type[Workload]:
     if workload is None:
         raise UserError(f"workloads/{name}.py has no class Workload; copy that of workloads/minimal.py")
     return workload
+
+
+def make(name: str, options: Section, sources: "tuple[Source, Source]", world: "World") -> Workload:
+    """The workload for training and validation rows. Raises UserError on every rank if one rank finds unfit rows."""
+    train, val = sources
+    with world.raise_on_every_rank():
+        return load(name)(options, train, val)
 
 
 def find_options(name: str) -> type[Section]:

@@ -61,29 +61,33 @@ class Sizes(NamedTuple):
 def choose_sizes(
     data: Data, loader: Loader, sources: tuple[Source, Source], world: World, *, accumulation: int
 ) -> Sizes:
-    """What the config asks for on this machine. sources: training and validation rows."""
-    source, val_source = sources
-    batch_size = choose_rank_batch(data.batch_size, world.world_size, accumulation, source)
-    canonical_ranks = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world.world_size, source)
-    pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
-    uses_workers = isinstance(source, DatasetSource)
-    room = Room(
-        need=len(source) * source.row_bytes + len(val_source) * val_source.row_bytes,
-        free_device=_free_device_bytes(world),
-        free_host=free_host_bytes() // world.local_world_size,
-    )
-    can_stay = not uses_workers and all(_offsets_fit(each) for each in sources)
-    tier = choose_tier(data.tier, room, source.name, can_stay)
-    if uses_workers:
-        batch_bytes = batch_size * source.row_bytes
-        n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
-    else:
-        n_readers = choose_readers(loader.num_readers, world.local_world_size)
-    if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
-        warn("loader.prefetch_pools has no effect on the device tier")
-    if text := class_order_warning(source, pool_batches * data.batch_size):
-        warn(text)
-    return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, room)
+    """What the config asks for on this machine. sources: training and validation rows.
+
+    Raises UserError on every rank if the numbers do not fit on one of them.
+    """
+    with world.raise_on_every_rank():
+        source, val_source = sources
+        batch_size = choose_rank_batch(data.batch_size, world.world_size, accumulation, source)
+        canonical_ranks = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world.world_size, source)
+        pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
+        uses_workers = isinstance(source, DatasetSource)
+        room = Room(
+            need=len(source) * source.row_bytes + len(val_source) * val_source.row_bytes,
+            free_device=_free_device_bytes(world),
+            free_host=free_host_bytes() // world.local_world_size,
+        )
+        can_stay = not uses_workers and all(_offsets_fit(each) for each in sources)
+        tier = choose_tier(data.tier, room, source.name, can_stay)
+        if uses_workers:
+            batch_bytes = batch_size * source.row_bytes
+            n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
+        else:
+            n_readers = choose_readers(loader.num_readers, world.local_world_size)
+        if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
+            warn("loader.prefetch_pools has no effect on the device tier")
+        if text := class_order_warning(source, pool_batches * data.batch_size):
+            warn(text)
+        return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, room)
 
 
 def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Source) -> int:

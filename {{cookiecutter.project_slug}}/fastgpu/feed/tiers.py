@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from fastgpu.feed.prefetch import Capacity, Prefetcher, ReadTime
+from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import MAX_VALUES
-from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
 
@@ -43,6 +45,26 @@ class Feed(Protocol):
 
     def close(self) -> None:
         """End the threads."""
+
+
+def make_order(source: Source, sizes: Sizes, world: World, seed: int | None) -> BlockSampler:
+    """The order of the rows of this rank. seed: None keeps the order of the file and leaves out no row (validation)."""
+    is_shuffled = seed is not None
+    canonical_ranks = sizes.canonical_ranks if is_shuffled else None
+    return BlockSampler(
+        source.block_rows,
+        sizes.batch_size,
+        shard=Shard(world.rank, world.world_size, canonical_ranks),
+        pool_batches=sizes.pool_batches,
+        seed=seed,
+        drop_last=is_shuffled,
+    )
+
+
+def open_feed(source: Source, order: BlockSampler, sizes: Sizes, world: World, *, loader: Loader) -> Feed:
+    """The feed of a training run. Raises UserError on every rank if the rows cannot be read or kept on one of them."""
+    with world.raise_on_every_rank():
+        return make_feed(source, order, Placement(sizes.tier, world.device, sizes.n_readers), loader)
 
 
 def make_feed(source: Source, order: BlockSampler, placement: Placement, loader: Loader | None = None) -> Feed:

@@ -3,9 +3,16 @@
 from typing import Literal
 
 from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.store import open_store
+
+
+def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[Source, Source]:
+    """The training rows and the validation rows. Raises UserError on every rank if one rank cannot open them."""
+    with world.raise_on_every_rank():
+        return open_source(data, "train", loader, hdf5), open_source(data, "val", loader, hdf5)
 
 
 def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

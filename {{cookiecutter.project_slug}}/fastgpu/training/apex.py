@@ -13,6 +13,7 @@ import torch
 
 from fastgpu.process.config import Auto, Kernels, Optim
 from fastgpu.process.launch import UserError, warn
+from fastgpu.process.world import World
 
 CLASSES = {"adamw": "FusedAdam", "sgd": "FusedSGD", "lamb": "FusedLAMB"}
 """{optim.name: class in apex.optimizers}"""
@@ -51,8 +52,19 @@ def why_unusable(part: str, name: str, kernels: str = "") -> str:
     return ""
 
 
-def choose_kernels(settings: Optim) -> Kernels:
-    """The fused kernels that the optimizer uses. auto: Apex's if they can be used, else torch's, with a warning.
+def choose_kernels(settings: Optim, world: World) -> Kernels:
+    """The fused kernels that the optimizer uses, the same on every rank.
+
+    Raises UserError on every rank if they have to be Apex's and cannot be used on one of them.
+    """
+    with world.raise_on_every_rank():
+        kernels = usable_kernels(settings)
+    world.check_equal(kernels, "install NVIDIA Apex on every machine, or set optim.fused=torch")
+    return kernels
+
+
+def usable_kernels(settings: Optim) -> Kernels:
+    """The fused kernels for this process. auto: Apex's if they can be used, else torch's, with a warning.
 
     Raises UserError if they have to be Apex's and cannot be used.
     """
