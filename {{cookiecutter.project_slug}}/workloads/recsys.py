@@ -186,7 +186,9 @@ class _MultinomialNLL(torch.autograd.Function):
     """Needs one (B, I) buffer for the gradient, where log_softmax and a gather need three."""
 
     @staticmethod
-    def forward(ctx: Any, logits_BI: Tensor, rows_N: Tensor, items_N: Tensor, counts_B: Tensor) -> Tensor:
+    def forward(  # noqa: PLR0917 (torch calls it like this)
+        ctx: Any, logits_BI: Tensor, rows_N: Tensor, items_N: Tensor, counts_B: Tensor
+    ) -> Tensor:
         at_N = rows_N.long() * logits_BI.shape[1] + items_N
         lse_B = logits_BI.logsumexp(1)
         ctx.save_for_backward(logits_BI, lse_B, at_N, counts_B)
