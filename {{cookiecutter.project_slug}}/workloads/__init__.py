@@ -4,6 +4,7 @@ To write a workload, copy minimal.py to workloads/<name>.py, change its class `W
 The class must fit the protocol below; that is all the training loop asks of it.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -32,31 +33,39 @@ class Workload(Protocol):
     checked like every other key; a docstring under a field is shown by `python train.py --help`."""
 
     @property
+    @abstractmethod
     def metrics(self) -> Mapping[str, Direction]:
         """{name: which values are better}. The first metric decides which checkpoint is the best one."""
 
     @property
+    @abstractmethod
     def is_random(self) -> bool:
         """Whether a row looks different each time it is trained on (augmentation, dropout of the input). It limits
         data.echo=auto to 4 passes if True and to 2 if False."""
 
+    @abstractmethod
     def __init__(self, options: Any, train: "Source", val: "Source"):
         """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`."""
 
+    @abstractmethod
     def model(self) -> "nn.Module":
         """The network, newly initialised, on the CPU. It should take rows as they lie in the file, so that a
         checkpoint takes them, too."""
 
+    @abstractmethod
     def transform(self, batch: "Rows", rng: "Generator") -> "Rows":
         """Prepare a training batch on the device, for instance by augmentation. It is called anew each time a row is
         trained on. Draw random numbers from `rng` (a generator of the device), so that a resumed run repeats them."""
 
+    @abstractmethod
     def loss(self, model: "nn.Module", batch: "Rows") -> "Tensor":
         """The mean loss of a batch, as a scalar on the device. Do not call .item(): the host would wait."""
 
+    @abstractmethod
     def score(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Sum"]:
         """{metric: its sum over the rows of a validation batch and the number of rows}, for every metric."""
 
+    @abstractmethod
     def card(self) -> dict[str, Any]:
         """What is needed to use the trained model without the training data, as JSON values: shapes, class names,
         mean and std. It is stored with the run."""
@@ -70,6 +79,9 @@ def load(name: str) -> type[Workload]:
     workload = getattr(import_module(f"workloads.{name}"), "Workload", None)
     if workload is None:
         raise UserError(f"workloads/{name}.py has no class Workload; copy that of workloads/minimal.py")
+    for member in ("Options", *sorted(Workload.__abstractmethods__)):
+        if getattr(workload, member, None) is getattr(Workload, member, None):
+            raise UserError(f"workloads/{name}.py: class Workload has no {member}; workloads/__init__.py describes it")
     return workload
 
 

@@ -222,5 +222,5 @@ def _help(argv: list[str], find_options: FindOptions | None) -> str:
         described |= keys(find_options(str(tree.get("workload"))), "model.")
     for key, (default, description) in described.items():
         value = "(required)" if default is None else json.dumps(default)
-        lines.append(f"  {key}={value}\n      {description}")
+        lines.append(f"  {key}={value}\n      {' '.join(description.split())}")
     return "\n".join(lines)
