@@ -217,7 +217,6 @@ log.scalars(1, {{"train/loss": 0.5, "data/wait_pct": 1.0}})
     assert "<polyline" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.slow
 def test_the_command_writes_the_page_of_a_run_that_was_killed(tmp_path):
     command = [sys.executable, "-m", "fastgpu.telemetry.report", str(write_run(tmp_path / "a"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
