@@ -133,10 +133,10 @@ class Log:
 
     def _draw_charts(self, writer: SummaryWriter, names: Mapping[str, float]) -> None:
         """Put charts that have something to show on TensorBoard's page CUSTOM SCALARS; again when there are more."""
-        charts = {title: group for title, group in tags.charts().items() if any(tag.names(names) for tag in group)}
-        if set(charts) <= self._drawn:
+        found = {tag.chart for tag in map(tags.find_tag, names) if tag and tag.chart}
+        if found <= self._drawn:
             return
-        self._drawn |= set(charts)
+        self._drawn |= found
         layout = {
             title: ["Multiline", [tag.pattern for tag in group]]
             for title, group in tags.charts().items()

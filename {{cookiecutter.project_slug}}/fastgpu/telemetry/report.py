@@ -197,7 +197,8 @@ def _page(folder: Path, points: Sequence[Point]) -> str:
     for title, group in tags.charts().items():
         names = [name for tag in group for name in tag.names(_names(points))]
         if names:
-            charts += f"<h2>{html.escape(title)}</h2>{_svg([_line(points, name) for name in names])}"
+            lines = [_line(points, name) for name in names]
+            charts += f"<h2>{html.escape(title)}</h2>{_svg(lines)}{_legend(lines)}"
     details = ""
     for path in (*sorted(folder.glob("*.yaml")), *sorted(folder.glob("run*.json"))):
         text = html.escape(path.read_text(encoding="utf-8"))
@@ -221,7 +222,7 @@ PAGE = Template("""<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #0f172a }
 h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 1.6rem 0 .2rem }
 table { border-collapse: collapse } td { padding: .1rem .8rem .1rem 0 } .number { text-align: right }
-svg { width: 100%; height: auto } pre { overflow: auto; background: #f1f5f9; padding: .6rem }
+svg { width: 100%; height: auto } .legend { margin: 0 0 0 4.4rem; font-size: 11px } .legend span { margin-right: 1rem } pre { overflow: auto; background: #f1f5f9; padding: .6rem }
 </style>
 <h1>$name</h1>
 $verdicts
@@ -261,15 +262,24 @@ def _svg(lines: Sequence[Line]) -> str:
     for anchor, x, time_s in (("start", LEFT, begin_s), ("end", WIDTH, end_s)):
         parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_format(time_s)} s</text>')
     for number, line in enumerate(lines):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = _colour(number)
         places = [place(*point) for point in line.points]
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         last_x, last_y = places[-1]
         parts.append(f'<circle cx="{last_x:.1f}" cy="{last_y:.1f}" r="2.5" fill="{colour}"/>')
-        legend_x = LEFT + 110 + 190 * number
-        parts.append(f'<text x="{legend_x}" y="{HEIGHT - 6}" fill="{colour}">{html.escape(line.name)}</text>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="11">{"".join(parts)}</svg>'
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    names = [
+        f'<span style="color: {_colour(number)}">{html.escape(line.name)}</span>' for number, line in enumerate(lines)
+    ]
+    return f"<p class=legend>{' '.join(names)}</p>"
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

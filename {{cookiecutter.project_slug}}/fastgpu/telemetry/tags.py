@@ -6,6 +6,7 @@ of the second one as `machine1/host/...`. `python -m fastgpu.telemetry.tags` pri
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Literal, NamedTuple
 
 OverRun = Literal["seconds", "steps", "fresh_rows", "trained_rows", "minimum", "maximum", "last"]
@@ -232,6 +233,7 @@ TAGS = (
 )
 
 
+@cache
 def find_tag(name: str) -> Tag | None:
     """The first tag of the table that a logged name belongs to."""
     return next((tag for tag in TAGS if re.fullmatch(tag.pattern, name)), None)
