@@ -222,7 +222,8 @@ PAGE = Template("""<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #0f172a }
 h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 1.6rem 0 .2rem }
 table { border-collapse: collapse } td { padding: .1rem .8rem .1rem 0 } .number { text-align: right }
-svg { width: 100%; height: auto } .legend { margin: 0 0 0 4.4rem; font-size: 11px } .legend span { margin-right: 1rem } pre { overflow: auto; background: #f1f5f9; padding: .6rem }
+svg { width: 100%; height: auto } .legend { margin: 0 0 0 4.4rem; font-size: 11px } .legend span { margin-right: 1rem }
+pre { overflow: auto; background: #f1f5f9; padding: .6rem }
 </style>
 <h1>$name</h1>
 $verdicts

@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_comes_back(tmp_path):
+def test_what_was_saved_is_loaded(tmp_path):
     progress = Progress(epoch=2, consumed=64, step=7, best=98.5)
     assert save(tmp_path, "last", progress, parts(1.5), order=ORDER)
     fresh = parts()
@@ -74,7 +74,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing after it runs."""
+    """Stands for SIGKILL: no handler catches it."""
 
 
 @pytest.mark.parametrize("at", range(12))
@@ -130,9 +130,14 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, capsys, file, dam
     save(tmp_path, "last", Progress(step=2), parts(2.0), order=ORDER)
     path = tmp_path / "checkpoints" / "last-000000002" / file
     content = bytearray(path.read_bytes())
+    middle = len(content) // 2
     if damage == "flip":
-        content[len(content) // 2] ^= 255
-    path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"" if damage == "empty" else content)
+        content[middle] ^= 255
+    elif damage == "cut":
+        content = content[:middle]
+    elif damage == "empty":
+        content = bytearray()
+    path.write_bytes(content)
     if damage == "remove":
         path.unlink()
     fresh = parts()
