@@ -61,7 +61,7 @@ class Progress:
         return is_best
 
 
-def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful], order: Mapping[str, int]) -> bool:
+def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful], *, order: Mapping[str, int]) -> bool:
     """Write `<run>/checkpoints/<kind>-<step>` and remove older ones of that kind. False if the disk refused.
 
     state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. If the disk

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Throughput(NamedTuple):
-    """What happened between two reports. Rows are counted over all ranks."""
+    """An interval of training, as sums. Rows are counted over all ranks."""
 
     seconds: float = 0.0
     wait_s: float = 0.0
@@ -25,6 +25,7 @@ class Throughput(NamedTuple):
     trained_rows: float = 0.0
     """Rows trained on: fresh rows x echo."""
     steps: float = 0.0
+    """Optimizer steps."""
 
     @property
     def train_s_per_row(self) -> float:
@@ -36,7 +37,7 @@ class Throughput(NamedTuple):
         return self.trained_rows / self.seconds
 
     def plus(self, other: "Throughput") -> "Throughput":
-        """Both intervals together."""
+        """The sums of both intervals."""
         return Throughput(*(a + b for a, b in zip(self, other, strict=True)))
 
     def scalars(self) -> dict[str, float]:
@@ -52,8 +53,10 @@ class Throughput(NamedTuple):
     def __str__(self) -> str:
         if not self.fresh_rows:
             return "no rows"
-        text = f"{self.fresh_rows / self.seconds:,.0f} fresh rows/s, data wait {100 * self.wait_s / self.seconds:.1f} %"
+        fresh_rows_per_s = self.fresh_rows / self.seconds
+        wait_pct = 100 * self.wait_s / self.seconds
         echo = self.trained_rows / self.fresh_rows
+        text = f"{fresh_rows_per_s:,.0f} fresh rows/s, {wait_pct:.1f} % of the time waiting for data"
         return text if echo < 1.005 else f"{text}, echo {echo:.3g}"
 
 

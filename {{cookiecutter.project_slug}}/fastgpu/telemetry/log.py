@@ -1,11 +1,10 @@
-"""What a run leaves behind: TensorBoard, the same scalars as JSON lines, and a progress bar. On rank 0 only.
+"""Where the scalars of a run go: TensorBoard, metrics.jsonl, a progress bar and report.html. On rank 0 only.
 
-Writing a log must never stop a run: a full disk, say, is told once and then borne.
+A log that cannot be written never stops a run: the first I/O error is reported, later ones are ignored.
 """
 
 import atexit
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,30 +17,14 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from fastgpu.telemetry import report
+from fastgpu.process.launch import warn
+from fastgpu.telemetry import report, tags
+from fastgpu.telemetry.clock import Throughput
 
-LAYOUT = {  # of the page CUSTOM SCALARS: what belongs together in one chart
-    "is the device fed?": {
-        "GPU-Util, SM activity, data wait": [
-            "Multiline",
-            [r"(machine\d+/)?gpu\d+/util_pct", r"(machine\d+/)?gpu\d+/sm_active_pct", "data/wait_pct"],
-        ],
-        "rows a second": ["Multiline", ["data/fresh_rows_per_s", "train/trained_rows_per_s"]],
-    },
-    "what holds it up?": {
-        "CPU": ["Multiline", [r"(machine\d+/)?host/cpu_.*_pct"]],
-        "disk and page cache": [
-            "Multiline",
-            [r"(machine\d+/)?host/disk_read_mb_per_s", r"(machine\d+/)?host/page_cache_refaults_per_s"],
-        ],
-        "GPU clocks and power": [
-            "Multiline",
-            [r"(machine\d+/)?gpu\d+/clock_limited_pct", r"(machine\d+/)?gpu\d+/power_w"],
-        ],
-    },
-}
-WAIT_POINTS = 4  # over so many points a run must be input-bound to say so, once
-PLAIN_EVERY_S = 5.0  # between two lines where the output is no terminal
+WAIT_POINTS = 4
+"""A run is called input-bound, once, if it is so in the mean of this many points after the first."""
+LINE_EVERY_S = 5.0
+"""Seconds between two progress lines if the output is not a terminal."""
 
 
 def format_metrics(values: Mapping[str, float]) -> str:
@@ -50,7 +33,7 @@ def format_metrics(values: Mapping[str, float]) -> str:
 
 
 class Log:
-    """The sinks of a run's scalars; without a folder (every rank but the first) nothing happens."""
+    """Takes the scalars and the progress of a run. Without a folder (on every rank but rank 0) it does nothing."""
 
     def __init__(
         self,
@@ -61,109 +44,135 @@ class Log:
         config: Mapping[str, Any] | None = None,
         ceiling_rows_per_s: float | None = None,
     ):
-        """config: as resolved, for TensorBoard's TEXT page. world: what it runs on and bytes of a row, as
-        diagnose.py has it."""
-        self._folder, self._warned, self._t0 = folder, False, time.monotonic()
-        self._printed_s, self._waits, self._charts = self._t0, list[float](), set[str]()
-        self._ceiling = ceiling_rows_per_s
-        self._config = dict(config or {})
+        """planned_rows: fresh rows of the whole run. consumed_rows: those read before this process began.
+
+        config: {dotted key: value}, shown on TensorBoard's page TEXT. ceiling_rows_per_s: trained rows per second of
+        the step alone (see `read_ceiling`), from which data/feed_ratio is computed.
+        """
+        self._folder = folder
+        self._ceiling_rows_per_s = ceiling_rows_per_s
+        self._printed = time.monotonic()
+        points = report.read_metrics(folder) if folder else []
+        logged_s = points[-1]["time_s"] if points else 0.0
+        self._t0 = time.monotonic() - logged_s  # the time of a resumed run goes on from where it stopped
+        self._has_warned = False
+        self._waits_pct: list[float] = []
+        self._drawn: set[str] = set()
         self._writer: SummaryWriter | None = None
-        with self._surviving():
+        with self._ignoring_io_errors():
             if folder:
                 self._writer = SummaryWriter(str(folder))
-                lines = (f"    {key}: {json.dumps(value)}" for key, value in (config or {}).items())  # Markdown: code
-                self._writer.add_text("config", "\n".join(lines))
+                lines = [f"    {key}: {json.dumps(value)}" for key, value in (config or {}).items()]
+                self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
         if folder:
-            atexit.register(self._report)  # whatever ends the run, but a signal that kills
-        plain = folder is None or not sys.stderr.isatty()
+            atexit.register(self._write_report)  # however the run ends, except by a signal that kills
+        has_bar = folder is not None and sys.stderr.isatty()
         self._bar = tqdm(
-            total=planned_rows, initial=consumed_rows, unit=" rows", unit_scale=True, dynamic_ncols=True, disable=plain
+            total=planned_rows,
+            initial=consumed_rows,
+            unit=" rows",
+            unit_scale=True,
+            dynamic_ncols=True,
+            disable=not has_bar,
         )
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One point of each tag (`group/name_unit`) at this optimizer step."""
+    def scalars(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
+        """Log one point: {tag: value} (see tags.py) at this optimizer step.
+
+        interval: the steps that the values are about. Its sums go to metrics.jsonl, so that a mean over the run can be
+        computed from sums.
+        """
         if not self._folder:
             return
-        if self._ceiling and "train/trained_rows_per_s" in values:
-            values = {**values, "data/feed_ratio": values["train/trained_rows_per_s"] / self._ceiling}
+        values = dict(values)
+        if self._ceiling_rows_per_s and "train/trained_rows_per_s" in values:
+            values["data/feed_ratio"] = values["train/trained_rows_per_s"] / self._ceiling_rows_per_s
         if "data/wait_pct" in values:
-            self._waits.append(values["data/wait_pct"])
-            self._warn_of_waiting()
-        self._lay_out(values)
-        with self._surviving(), (self._folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time_s": round(time.monotonic() - self._t0, 3), **values}) + "\n")
-        if self._writer:
-            with self._surviving():
+            self._warn_if_input_bound(values["data/wait_pct"])
+        sums = interval._asdict() if interval else {}
+        point = {"step": step, "time_s": round(time.monotonic() - self._t0, 3)} | sums | values
+        with self._ignoring_io_errors(), (self._folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(point) + "\n")
+        with self._ignoring_io_errors():
+            if self._writer:
+                self._draw_charts(self._writer, values)
                 for tag, value in values.items():
                     self._writer.add_scalar(tag, value, step)
 
     def progress(self, fresh_rows: float, text: str, important: bool = False) -> None:
-        """Move the bar; where there is no terminal print a line now and then, and what is important always."""
+        """Advance the bar to this many rows. If there is no terminal, print a line instead: every few seconds, and
+        always if it is important."""
         if not self._bar.disable:
             self._bar.update(round(fresh_rows) - self._bar.n)
             if important:
                 self._bar.write(text)
             else:
                 self._bar.set_postfix_str(text)
-        elif self._folder and (important or time.monotonic() - self._printed_s >= PLAIN_EVERY_S):
+        elif self._folder and (important or time.monotonic() - self._printed >= LINE_EVERY_S):
             print(text, flush=True)
-            self._printed_s = time.monotonic()
-
-    def _lay_out(self, values: Mapping[str, float]) -> None:
-        """The charts that have something to show; again when there are more of them."""
-        charts = {chart: lines for page in LAYOUT.values() for chart, lines in page.items()}
-        new = {
-            chart for chart, (_, tags) in charts.items() if any(re.fullmatch(t, tag) for t in tags for tag in values)
-        }
-        if self._writer and not new <= self._charts:
-            self._charts |= new
-            pages = {
-                page: {chart: found[chart] for chart in found if chart in self._charts}
-                for page, found in LAYOUT.items()
-            }
-            with self._surviving():
-                self._writer.add_custom_scalars({page: found for page, found in pages.items() if found})
-
-    def _warn_of_waiting(self) -> None:
-        """Once a run, when it is sure. The first point holds what only happens at the start."""
-        said = report.feed_verdict(fmean(self._waits[1:])) if len(self._waits) == WAIT_POINTS + 1 else ""
-        if said.startswith("input-bound"):
-            text = f"warning: {said}"
-            self._bar.write(text) if not self._bar.disable else print(text, flush=True)
+            self._printed = time.monotonic()
 
     def finish(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-        """Hyperparameters beside the final metrics (tags already logged) on TensorBoard's HPARAMS page; then close.
+        """Write the verdict, the config and the final metrics (for TensorBoard's page HPARAMS) and the report.
 
-        Returns a table of the run.
+        Returns the summary as a table for the terminal.
         """
         self._bar.close()
-        if self._writer:
-            plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in config.items()}
-            with self._surviving():
-                found = (
-                    report.verdicts(self._folder, report.read_metrics(self._folder), self._config)
-                    if self._folder
-                    else []
-                )
-                self._writer.add_text("verdict", "\n\n".join(found))
-                for summary in hparams(plain, dict(metrics)):
-                    self._writer._get_file_writer().add_summary(summary)
+        if not self._folder:
+            return ""
+        points = report.read_metrics(self._folder)
+        with self._ignoring_io_errors():
+            if self._writer:
+                self._writer.add_text("verdict", "\n\n".join(report.verdicts(self._folder, points)))
+                # SummaryWriter.add_hparams would make a second run for them, in a folder of its own
+                for summary in hparams(_plain(config), dict(metrics)):
+                    self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
                 self._writer.close()
-        self._report()
-        return report.table(report.read_metrics(self._folder)) if self._folder else ""
+        self._write_report()
+        return report.table(points)
 
-    def _report(self) -> None:
-        atexit.unregister(self._report)
+    def _draw_charts(self, writer: SummaryWriter, names: Mapping[str, float]) -> None:
+        """Put charts that have something to show on TensorBoard's page CUSTOM SCALARS; again when there are more."""
+        found = {tag.chart for tag in map(tags.find_tag, names) if tag and tag.chart}
+        if found <= self._drawn:
+            return
+        self._drawn |= found
+        layout = {
+            title: ["Multiline", [tag.pattern for tag in group]]
+            for title, group in tags.charts().items()
+            if title in self._drawn
+        }
+        writer.add_custom_scalars({"training": layout})
+
+    def _warn_if_input_bound(self, wait_pct: float) -> None:
+        self._waits_pct.append(wait_pct)
+        if len(self._waits_pct) != WAIT_POINTS + 1:
+            return
+        mean_pct = fmean(self._waits_pct[1:])  # the first point holds what happens only at the start
+        if report.is_input_bound(mean_pct):
+            with self._bar.external_write_mode():
+                warn(report.feed_verdict(mean_pct))
+
+    def _write_report(self) -> None:
+        atexit.unregister(self._write_report)
         if self._folder:
-            report.write_report(self._folder, self._config)
+            report.write_report(self._folder)
 
     @contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """A full disk costs points on a chart, not the run; TensorBoard's writer does not recover from one."""
+    def _ignoring_io_errors(self) -> Iterator[None]:
+        """A full disk costs points of a chart, not the run. TensorBoard's writer does not recover from one."""
         try:
             yield
         except OSError as error:
             self._writer = None
-            if not self._warned:
-                print(f"warning: cannot write logs to {self._folder} ({error}); training goes on", flush=True)
-            self._warned = True
+            if not self._has_warned:
+                warn(f"cannot write logs to {self._folder} ({error}); training goes on")
+            self._has_warned = True
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """The config with values that TensorBoard accepts as hyperparameters."""
+    return {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in config.items()
+    }

@@ -1,10 +1,11 @@
-"""What the machine does meanwhile: its GPUs through NVML, the host through psutil, sampled by one thread.
+"""What the machine does during a run: its GPUs through NVML, CPUs, memory and disks through psutil, read by one thread.
 
-GPU-Util is the share of time in which some kernel ran, on however few of the GPU's processors. It is taken from the
-driver's own buffer of samples, a few a second, so that nothing falls between two looks. SM activity, the share of the
-processors that were busy, says more; NVML's GPM has it on Hopper and newer.
+GPU-Util is the share of time in which some kernel ran, on however few SMs of the GPU. It is taken from the driver's own
+buffer of samples, several a second, so nothing is missed between two reads. SM activity, the share of the SMs that
+were busy, says more; NVML's GPM has it on Hopper and newer
+(https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmEnums.html).
 
-A counter that a GPU, its driver or this system does not have is named once in `note` and left out; no zero stands in.
+A counter that a GPU, its driver or this system does not have is listed in `missing` and left out, never logged as 0.
 """
 
 import threading
@@ -12,95 +13,134 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
 import torch
 
+from fastgpu.process.machine import GIB
+
 POLL_S = 1.0
-PSS_EVERY = 10  # polls: it takes the kernel a walk over all pages
-GIB, MB = 1 << 30, 1e6
+PSS_EVERY = 10
+"""Reads between two values of pss_gib, for which the kernel walks over all pages of the process."""
+MB = 1e6
 LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""Of NVML's nvmlClocksEventReason...: what keeps the clocks down although there is work."""
+"""The reasons (nvmlClocksEventReason<name>) that hold the clocks down although there is work."""
 Counter = Callable[[], dict[str, float]]
+"""A function that returns {name: value}; its own name is used in messages."""
 Merge = Callable[[dict[str, float]], dict[str, float]]
 
 
+class Counters:
+    """Counters of a machine that are read together."""
+
+    def __init__(self, counters: Sequence[tuple[str, Counter]], missing: Sequence[str] = ()):
+        """counters: (prefix of the tags, counter)."""
+        self._counters = list(counters)
+        self.missing = list(missing)
+        """What could not be read, with the reason. It is not tried again."""
+
+    def read(self) -> dict[str, float]:
+        """{tag: value}. A counter that compares with its last read has no value the first time."""
+        values: dict[str, float] = {}
+        for prefix, counter in list(self._counters):
+            try:
+                own = counter()
+            except Exception as error:  # whatever a driver raises must not stop the run
+                self._counters.remove((prefix, counter))
+                self.missing.append(f"{prefix}{counter.__name__} ({error})")
+                continue
+            values |= {prefix + name: value for name, value in own.items()}
+        return values
+
+
+def machine_counters(gpus: Sequence[str], nvml: Any = None) -> Counters:
+    """The counters of this machine. gpus: UUIDs; tags number them from 0. nvml: the module pynvml, if it is open."""
+    host = _Host()
+    counters: list[tuple[str, Counter]] = [("host/", counter) for counter in host.counters]
+    missing = []
+    try:
+        for number, uuid in enumerate(gpus):
+            nvml = nvml or open_nvml()
+            gpu = _Gpu(nvml, uuid)
+            counters += [(f"gpu{number}/", counter) for counter in gpu.counters]
+    except Exception as error:  # no driver, no module, or a GPU that NVML does not know
+        missing.append(f"GPU counters ({error})")
+    if gpus:
+        counters.append(("gpu0/", peak_memory))
+    return Counters(counters, missing)
+
+
 class Monitor:
-    """Samples in a thread from now on; `scalars` gives what passed since it was last called.
+    """Reads counters in a thread from its creation to `close`."""
 
-    gpus: their UUIDs; None: nothing is sampled. merged: hands on what `scalars` gives, joined with what other machines'
-    monitors give. nvml: the module pynvml, or one with its functions.
-    """
-
-    def __init__(self, gpus: Sequence[str] | None, merged: Merge = dict, nvml: Any = None, poll_s: float = POLL_S):
-        self.note, self._merged = "", merged
-        self._seen: dict[str, list[float]] = {}
-        self._lock, self._closing = threading.Lock(), threading.Event()
-        self._counters: list[tuple[str, Counter]] = []
+    def __init__(self, counters: Counters | None, merge: Merge = dict, *, poll_s: float = POLL_S):
+        """counters: None if another process of this machine reads them. merge: joins the values of all machines."""
+        self._counters = counters
+        self._merge = merge
+        self._poll_s = poll_s
+        self._values: dict[str, list[float]] = {}
+        self._n_missing_taken = 0
+        self._lock = threading.Lock()
+        self._is_ready = threading.Event()
+        self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if gpus is None:
-            return
-        self._counters += [("host/", counter) for counter in _host()]
-        missing = list[str]()
-        try:
-            for number, names in enumerate(gpus):
-                nvml = nvml or open_nvml()
-                self._counters += [(f"gpu{number}/", counter) for counter in _gpu(nvml, names)]
-        except Exception as error:  # no driver, no module, or a GPU that it does not know
-            missing.append(f"GPU counters ({error})")
-        if gpus:
-            self._counters.append(("gpu0/", _peak_memory))
-        missing += self._poll()  # what is missing shows here; what counts up begins here
-        self._seen = {}
-        if missing:
-            self.note = f"\nnot measured here: {', '.join(missing)}"
-        self._thread = threading.Thread(target=self._run, args=(poll_s,), name="monitor", daemon=True)
-        self._thread.start()
+        if counters:
+            self._thread = threading.Thread(target=self._run, args=(counters,), name="monitor", daemon=True)
+            self._thread.start()
+            self._is_ready.wait()
 
     def scalars(self, rows_per_s: float) -> dict[str, float]:
-        """{tag: its mean since last asked}; of `*_min_pct` the least. rows_per_s: trained rows, for energy a row."""
+        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`. Every rank has to call it.
+
+        rows_per_s: trained rows of the job, for the energy of a row.
+        """
         with self._lock:
-            seen, self._seen = self._seen, {}
-        found = {tag: (min if tag.endswith("_min_pct") else _mean)(values) for tag, values in seen.items()}
-        for tag in [tag for tag in found if tag.endswith("/power_w") and rows_per_s]:
-            found[tag.replace("power_w", "energy_j_per_1000_rows")] = 1000 * found[tag] / rows_per_s
-        return self._merged(found)
+            values = self._values
+            self._values = {}
+        scalars = {}
+        for tag, samples in values.items():
+            scalars[tag] = min(samples) if tag.endswith("_min_pct") else fmean(samples)
+            if tag.endswith("/power_w") and rows_per_s:
+                energy_tag = tag.replace("power_w", "energy_j_per_1000_rows")
+                scalars[energy_tag] = 1000 * scalars[tag] / rows_per_s
+        return self._merge(scalars)
+
+    def take_missing(self) -> list[str]:
+        """Counters that turned out to be unreadable since the last call, with the reason."""
+        if not self._counters:
+            return []
+        missing = self._counters.missing[self._n_missing_taken :]
+        self._n_missing_taken += len(missing)
+        return missing
 
     def close(self) -> None:
         """End the thread."""
-        self._closing.set()
+        self._is_closing.set()
         if self._thread:
             self._thread.join()
             self._thread = None
 
-    def _run(self, poll_s: float) -> None:
-        while not self._closing.wait(poll_s):
-            if missing := self._poll():
-                print(f"no longer measured: {', '.join(missing)}", flush=True)
-
-    def _poll(self) -> list[str]:
-        """Look once; returns the counters that could not be read, which are not asked again."""
-        missing = []
-        for prefix, counter in list(self._counters):
-            try:
-                found = counter()
-            except Exception as error:  # whatever a driver raises must not reach the run
-                self._counters.remove((prefix, counter))
-                missing.append(f"{prefix}{counter.__name__.strip('_')} ({error})")
-                continue
+    def _run(self, counters: Counters) -> None:
+        """The thread. Its first read is only the beginning of counters that compare with the read before; psutil keeps
+        such a beginning for each thread, so it has to happen here."""
+        try:
+            counters.read()
+        finally:
+            self._is_ready.set()
+        while not self._is_closing.wait(self._poll_s):
+            values = counters.read()
             with self._lock:
-                for name, value in found.items():
-                    self._seen.setdefault(prefix + name, []).append(value)
-        return missing
+                for tag, value in values.items():
+                    self._values.setdefault(tag, []).append(value)
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+# ---------------------------------------------------------------------------------------------- GPUs
 
 
 def open_nvml() -> Any:
-    """The module pynvml, ready. Raises its NVMLError where there is no driver."""
+    """The module pynvml, initialised. Raises its NVMLError if there is no driver."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -108,7 +148,7 @@ def open_nvml() -> Any:
 
 
 def gpu_handle(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of a GPU, or of a slice of one. Raises RuntimeError if there is no such GPU."""
+    """NVML's handle of a GPU or of a MIG slice. Raises RuntimeError if there is no such GPU."""
     for prefix in ("GPU-", "MIG-", ""):
         with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
@@ -116,111 +156,157 @@ def gpu_handle(nvml: Any, uuid: str) -> Any:
 
 
 def clock_limits(nvml: Any, handle: Any) -> list[str]:
-    """What keeps a GPU's clocks down now, in NVML's words."""
+    """What holds the clocks of a GPU down now: names from `LIMITS`."""
     reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     return [name for name in LIMITS if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")]
 
 
-def _gpu(nvml: Any, uuid: str) -> list[Counter]:
+class _Gpu:
     """Counters of one GPU."""
-    handle = gpu_handle(nvml, uuid)
-    state: dict[str, Any] = {"seen_us": 0, "gpm": None}
 
-    def utilisation() -> dict[str, float]:
-        _, samples = nvml.nvmlDeviceGetSamples(handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, state["seen_us"])
-        values = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > state["seen_us"]]
-        state["seen_us"] = max([state["seen_us"], *(sample.timeStamp for sample in samples)])
-        return {"util_pct": _mean(values), "util_min_pct": min(values)} if values else {}
+    def __init__(self, nvml: Any, uuid: str):
+        self._nvml = nvml
+        self._handle = gpu_handle(nvml, uuid)
+        self._last_sample_us = 0
+        self._gpm_sample: Any = None
+        self.counters: list[Counter] = [
+            self.utilisation,
+            self.sm_activity,
+            self.memory,
+            self.power,
+            self.temperature,
+            self.clocks,
+            self.pcie,
+        ]
 
-    def sm_activity() -> dict[str, float]:
-        if state["gpm"] is None and not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            raise RuntimeError("needs Hopper or newer")
-        sample = nvml.nvmlGpmSampleGet(handle, nvml.nvmlGpmSampleAlloc())
-        before, state["gpm"] = state["gpm"], sample
-        if before is None:
+    def utilisation(self) -> dict[str, float]:
+        """The driver's samples since the last read."""
+        nvml = self._nvml
+        since_us = self._last_sample_us
+        _, samples = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
+        new = [sample for sample in samples if sample.timeStamp > since_us]
+        if not new:
             return {}
-        asked = nvml.c_nvmlGpmMetricsGet_t()
-        metrics = {
+        self._last_sample_us = max(sample.timeStamp for sample in new)
+        values = [sample.sampleValue.uiVal for sample in new]
+        return {"util_pct": fmean(values), "util_min_pct": min(values)}
+
+    def sm_activity(self) -> dict[str, float]:
+        """Means between two samples of the GPM; NVML frees none of them itself."""
+        nvml = self._nvml
+        previous = self._gpm_sample
+        if previous is None and not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
+            raise RuntimeError("needs Hopper or newer")
+        self._gpm_sample = nvml.nvmlGpmSampleGet(self._handle, nvml.nvmlGpmSampleAlloc())
+        if previous is None:
+            return {}
+        metric_ids = {
             "sm_active_pct": nvml.NVML_GPM_METRIC_SM_UTIL,
             "tensor_active_pct": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
         }
-        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(metrics)
-        asked.sample1, asked.sample2 = before, sample
-        for place, metric in enumerate(metrics.values()):
-            asked.metrics[place].metricId = metric
-        nvml.nvmlGpmMetricsGet(asked)
-        nvml.nvmlGpmSampleFree(before)
-        found = {name: asked.metrics[place] for place, name in enumerate(metrics)}
-        return {name: metric.value for name, metric in found.items() if metric.nvmlReturn == nvml.NVML_SUCCESS}
+        request = nvml.c_nvmlGpmMetricsGet_t()
+        request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(metric_ids)
+        request.sample1 = previous
+        request.sample2 = self._gpm_sample
+        for place, metric_id in enumerate(metric_ids.values()):
+            request.metrics[place].metricId = metric_id
+        nvml.nvmlGpmMetricsGet(request)
+        nvml.nvmlGpmSampleFree(previous)
+        values = {}
+        for place, name in enumerate(metric_ids):
+            metric = request.metrics[place]
+            if metric.nvmlReturn == nvml.NVML_SUCCESS:
+                values[name] = metric.value
+        return values
 
-    def memory() -> dict[str, float]:
-        return {"mem_used_gib": nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB}
+    def memory(self) -> dict[str, float]:
+        return {"mem_used_gib": self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / GIB}
 
-    def power() -> dict[str, float]:
-        return {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000}
+    def power(self) -> dict[str, float]:
+        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
 
-    def temperature() -> dict[str, float]:
-        return {"temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)}
+    def temperature(self) -> dict[str, float]:
+        sensor = self._nvml.NVML_TEMPERATURE_GPU
+        return {"temperature_c": self._nvml.nvmlDeviceGetTemperature(self._handle, sensor)}
 
-    def clocks() -> dict[str, float]:
-        return {"clock_limited_pct": 100.0 * bool(clock_limits(nvml, handle))}
+    def clocks(self) -> dict[str, float]:
+        is_limited = bool(clock_limits(self._nvml, self._handle))
+        return {"clock_limited_pct": 100.0 * is_limited}
 
-    def pcie() -> dict[str, float]:
-        received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)  # of 20 ms, in KB/s
-        return {"pcie_rx_mb_per_s": received / 1000, "pcie_width": nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)}
-
-    return [utilisation, sm_activity, memory, power, temperature, clocks, pcie]
-
-
-def _host() -> list[Counter]:
-    """Counters of the machine and of this process."""
-    process, state = psutil.Process(), {"polls": 0}
-    psutil.cpu_times_percent()  # counts from here
-
-    def cpu() -> dict[str, float]:
-        times = psutil.cpu_times_percent()._asdict()
-        return {f"cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
-
-    def memory() -> dict[str, float]:
-        state["polls"] += 1
-        found = {"rss_gib": process.memory_info().rss / GIB, "available_gib": psutil.virtual_memory().available / GIB}
-        if state["polls"] % PSS_EVERY == 0:
-            found["pss_gib"] = process.memory_full_info().pss / GIB
-        return found
-
-    return [cpu, memory, _rate(_read_mb, "disk_read_mb_per_s"), _rate(_refaults, "page_cache_refaults_per_s")]
+    def pcie(self) -> dict[str, float]:
+        nvml = self._nvml
+        received_kb_per_s = nvml.nvmlDeviceGetPcieThroughput(self._handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        width = nvml.nvmlDeviceGetCurrPcieLinkWidth(self._handle)
+        return {"pcie_rx_mb_per_s": received_kb_per_s / 1000, "pcie_width": width}
 
 
-def _peak_memory() -> dict[str, float]:
-    """Of this process's tensors on its GPU, since it began."""
+def peak_memory() -> dict[str, float]:
+    """The maximum so far of the memory that tensors of this process took on its GPU."""
     return {"mem_peak_gib": torch.cuda.max_memory_allocated(0) / GIB}
 
 
-def _read_mb() -> float:
-    """From all disks, since the machine started."""
-    if (counters := psutil.disk_io_counters()) is None:
-        raise RuntimeError("this system does not count it")
-    return counters.read_bytes / MB
+# ---------------------------------------------------------------------------------------------- host
 
 
-def _refaults() -> float:
-    """Pages of files that had been in memory, were dropped, and had to be read again: since the machine started."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        name, value = line.split()
-        if name == "workingset_refault_file":
-            return float(value)
-    raise RuntimeError("this kernel does not count them")
+class _Host:
+    """Counters of the machine and of this process."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._n_reads = 0
+        self._cpu_thread: int | None = None
+        self._disk_rate = _Rate()
+        self._refault_rate = _Rate()
+        self.counters: list[Counter] = [self.cpu, self.memory, self.pss, self.disk_reads, self.page_cache_refaults]
+
+    def cpu(self) -> dict[str, float]:
+        times = psutil.cpu_times_percent()._asdict()  # since the last call in this thread, and 0 in the first one
+        thread = threading.get_ident()
+        is_first_in_thread = thread != self._cpu_thread
+        self._cpu_thread = thread
+        if is_first_in_thread:
+            return {}
+        return {f"cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
+
+    def memory(self) -> dict[str, float]:
+        return {
+            "rss_gib": self._process.memory_info().rss / GIB,
+            "available_gib": psutil.virtual_memory().available / GIB,
+        }
+
+    def pss(self) -> dict[str, float]:
+        self._n_reads += 1
+        if self._n_reads % PSS_EVERY:
+            return {}
+        return {"pss_gib": self._process.memory_full_info().pss / GIB}
+
+    def disk_reads(self) -> dict[str, float]:
+        counters = psutil.disk_io_counters()
+        if counters is None:
+            raise RuntimeError("this system does not count them")
+        return self._disk_rate.update("disk_read_mb_per_s", counters.read_bytes / MB)
+
+    def page_cache_refaults(self) -> dict[str, float]:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, value = line.split()
+            if name == "workingset_refault_file":
+                return self._refault_rate.update("page_cache_refaults_per_s", float(value))
+        raise RuntimeError("this kernel does not count them")
 
 
-def _rate(read: Callable[[], float], name: str) -> Counter:
-    """Of what counts up: its rise a second."""
-    state: list[tuple[float, float]] = []
+class _Rate:
+    """The growth per second of a value that only grows."""
 
-    def rate() -> dict[str, float]:
-        now = (time.monotonic(), read())
-        before = state[0] if state else now
-        state[:] = [now]
-        return {name: (now[1] - before[1]) / (now[0] - before[0])} if now[0] > before[0] else {}
+    def __init__(self) -> None:
+        self._previous: tuple[float, float] | None = None
 
-    rate.__name__ = name
-    return rate
+    def update(self, name: str, value: float) -> dict[str, float]:
+        """{name: growth per second since the last call}; empty the first time."""
+        now = time.monotonic()
+        previous = self._previous
+        self._previous = (now, value)
+        if previous is None:
+            return {}
+        then, old_value = previous
+        return {name: (value - old_value) / (now - then)} if now > then else {}

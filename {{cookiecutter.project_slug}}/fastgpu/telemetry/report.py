@@ -1,159 +1,219 @@
 """A run at a glance: a table for the terminal, and report.html, one file that needs no network.
 
-python -m fastgpu.telemetry.report runs/<name>     makes the page again, also of a run that was killed
+python -m fastgpu.telemetry.report runs/<name>     writes the page again, also for a run that was killed
 """
 
 import html
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from string import Template
 from typing import Any, NamedTuple
 
+import yaml
+
+from fastgpu.process.launch import warn
+from fastgpu.telemetry import tags
 from fastgpu.telemetry.ceiling import read_summary
+from fastgpu.telemetry.tags import Tag
 
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 200, 70, 10, 24
-MAX_POINTS = 600  # of a line; more are thinned out
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569")
-ROWS = {  # tag -> what the table calls it, unit
-    "data/fresh_rows_per_s": ("fresh rows", "a second"),
-    "train/trained_rows_per_s": ("trained rows", "a second"),
-    "train/step_ms": ("a step", "ms, its wait included"),
-    "data/wait_pct": ("data wait", "% of the time"),
-    "data/feed_ratio": ("feed ratio", "of the speed that diagnose.py measured without a feed"),
-    "util_pct": ("GPU-Util", "%"),
-    "util_min_pct": ("GPU-Util, least", "%"),
-    "sm_active_pct": ("SM activity", "%"),
-    "tensor_active_pct": ("tensor cores", "%"),
-    "mem_peak_gib": ("GPU memory, peak of tensors", "GiB"),
-    "power_w": ("GPU power", "W"),
-    "energy_j_per_1000_rows": ("GPU energy", "J a 1,000 trained rows"),
-    "clock_limited_pct": ("GPU clocks held down", "% of the time"),
-    "host/cpu_user_pct": ("CPU, user", "% of all"),
-    "host/cpu_system_pct": ("CPU, system", "% of all"),
-    "host/cpu_iowait_pct": ("CPU, waits for disks", "% of all"),
-    "host/rss_gib": ("memory of the first process", "GiB"),
-    "host/disk_read_mb_per_s": ("disks, read", "MB/s"),
-}
-CHARTS = {  # title -> tags; those of GPUs stand for each GPU's
-    "waiting for data, % of the time": ("data/wait_pct",),
-    "GPU-Util and SM activity, %": ("util_pct", "util_min_pct", "sm_active_pct"),
-    "rows a second": ("data/fresh_rows_per_s", "train/trained_rows_per_s"),
-    "loss": ("train/loss", "val/loss"),
-    "CPU, % of all": ("host/cpu_user_pct", "host/cpu_system_pct", "host/cpu_iowait_pct"),
-    "GPU power, W": ("power_w",),
-    "disks, MB/s read": ("host/disk_read_mb_per_s",),
-}
-
+Point = Mapping[str, float]
+"""A line of metrics.jsonl: step, time_s, the sums of a `Throughput` and {tag: value}."""
 
 WAIT_PCT = 10.0
 """A run that waits for data for a larger part of its time is input-bound."""
-IDLE_SHARE = 0.2
+IDLE_PCT = 20.0
 """A GPU that is idle for a larger part of the time, although it is fed, deserves a look."""
+
+WIDTH = 860
+HEIGHT = 200
+LEFT = 70
+TOP = 10
+BOTTOM = 24
+MAX_POINTS = 600
+"""Points of a line in a chart; a longer line is thinned out."""
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569")
 
 
 class Line(NamedTuple):
-    """Points (time in s, value) of one tag."""
+    """The values of one tag over time."""
 
-    tag: str
+    name: str
     points: list[tuple[float, float]]
+    """(time in s, value)"""
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The points of metrics.jsonl; a last line that was cut is left out."""
-    found = []
+class SummaryRow(NamedTuple):
+    """One value of the whole run."""
+
+    title: str
+    value: float
+    unit: str
+
+
+# ---------------------------------------------------------------------------------------------- what a run left
+
+
+def read_metrics(folder: Path) -> list[Point]:
+    """The points of metrics.jsonl. A last line that was cut off is left out."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+    points = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            points.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return points
 
 
-def lines_of(metrics: Sequence[Mapping[str, float]], tag: str) -> list[Line]:
-    """Of a tag such as data/wait_pct; of a bare name such as util_pct those of every GPU of every machine."""
-    tags = dict.fromkeys(name for point in metrics for name in point)
-    names = [tag] if "/" in tag else [name for name in tags if re.fullmatch(rf"(machine\d+/)?gpu\d+/{tag}", name)]
-    found = [Line(name, [(point["time_s"], point[name]) for point in metrics if name in point]) for name in names]
-    return [line for line in found if line.points]
+def read_config(folder: Path) -> dict[str, Any]:
+    """{dotted key: value} of the newest config.yaml of a run; empty if there is none."""
+    paths = sorted(folder.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))  # -2, ..., -10
+    try:
+        tree = yaml.safe_load(paths[-1].read_text(encoding="utf-8"))
+    except (IndexError, OSError, ValueError, yaml.YAMLError):
+        return {}
+    config: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            config |= {f"{name}.{key}": part for key, part in value.items()}
+        else:
+            config[name] = value
+    return config
 
 
-def summary(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """(what, value, unit): means over the points of the run but the first, which holds what only happens at the start;
-    the last one of each validation metric."""
-    found = []
-    for tag, (what, unit) in ROWS.items():
-        for line in lines_of(metrics, tag):
-            gpu = "" if "/" in tag else f" of {line.tag.rpartition('/')[0]}"
-            values = [value for _, value in line.points]
-            found.append((what + gpu, _say(fmean(values[1:] or values)), unit))
-    last = {tag: value for point in metrics for tag, value in point.items() if tag.startswith("val/")}
-    return found + [(f"{tag.removeprefix('val/')} of validation", f"{value:.4g}", "") for tag, value in last.items()]
+# ---------------------------------------------------------------------------------------------- one value of a run
 
 
-def verdicts(folder: Path, metrics: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[str]:
-    """Whether the run was fed, and what diagnose.py found of just such a run, if it was asked."""
-    means = {
-        tag: fmean([v for _, v in line.points[1:] or line.points])
-        for tag in ("data/wait_pct", "util_pct")
-        for line in lines_of(metrics, tag)[:1]
-    }
-    found = [feed_verdict(means["data/wait_pct"], means.get("util_pct"))] if "data/wait_pct" in means else []
-    return found + [line for line in [read_summary(folder.parent, config)] if line]
+def over_run(points: Sequence[Point], tag: Tag, name: str) -> float:
+    """One value of the run for a tag, without its first point, which holds what happens only at the start.
+
+    name: the tag's name in the points. A mean is weighted (see `tags.OverRun`): it is a sum divided by a sum. A point
+    without the weight counts as 1.
+    """
+    logged = [point for point in points if name in point]
+    if tag.over_run == "last":
+        return logged[-1][name]
+    steady = logged[1:] or logged
+    values = [point[name] for point in steady]
+    if tag.over_run == "minimum":
+        return min(values)
+    if tag.over_run == "maximum":
+        return max(values)
+    weights = [point.get(tag.over_run, 1.0) for point in steady]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def summary(points: Sequence[Point]) -> list[SummaryRow]:
+    """The values of the run that have a title in the table of tags."""
+    rows = []
+    for tag in tags.TAGS:
+        if tag.title:
+            for name in tag.names(_names(points)):
+                rows.append(SummaryRow(_title(tag, name), over_run(points, tag, name), tag.unit))
+    return rows
+
+
+def table(points: Sequence[Point]) -> str:
+    """The summary for a terminal; empty if nothing was logged."""
+    rows = summary(points)
+    width = max((len(row.title) for row in rows), default=0)
+    return "\n".join(f"  {row.title:<{width}}  {_format(row.value):>10} {row.unit}".rstrip() for row in rows)
+
+
+def _names(points: Sequence[Point]) -> list[str]:
+    """The names of all tags that were logged, in the order in which they came."""
+    return list(dict.fromkeys(name for point in points for name in point))
+
+
+def _title(tag: Tag, name: str) -> str:
+    """`SM activity, gpu0`; `CPU, user, machine1` on another machine than the first; `validation top1_pct`."""
+    if name == tag.name:
+        return tag.title
+    group, _, own = name.rpartition("/")
+    return f"{tag.title} {own}" if tag.name.endswith("<metric>") else f"{tag.title}, {group.removesuffix('/host')}"
+
+
+# ---------------------------------------------------------------------------------------------- verdicts
+
+
+def verdicts(folder: Path, points: Sequence[Point]) -> list[str]:
+    """Whether the run was fed, and what diagnose.py found out about a run with the same settings, if it did."""
+    values: dict[str, float] = {}
+    for name in ("data/wait_pct", "gpu0/util_pct"):
+        tag = tags.find_tag(name)
+        if tag and name in _names(points):
+            values[name] = over_run(points, tag, name)
+    lines = []
+    if "data/wait_pct" in values:
+        lines.append(feed_verdict(values["data/wait_pct"], values.get("gpu0/util_pct")))
+    diagnosis = read_summary(folder.parent, read_config(folder))
+    if diagnosis:
+        lines.append(diagnosis)
+    return lines
+
+
+def is_input_bound(wait_pct: float) -> bool:
+    """Whether a run spends too much of its time waiting for data."""
+    return wait_pct > WAIT_PCT
 
 
 def feed_verdict(wait_pct: float, util_pct: float | None = None) -> str:
-    """What a run says of itself, in a line. wait_pct: of the time, for data. util_pct: GPU-Util, where there is one."""
-    if wait_pct > WAIT_PCT:
-        return f"input-bound: {wait_pct:.0f} % of the time waits for data; run `python diagnose.py`"
-    if util_pct is not None and util_pct < 100 * (1 - IDLE_SHARE):
-        return (
-            f"fed, but the GPU is idle {100 - util_pct:.0f} % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"
-        )
-    return f"fed: {wait_pct:.1f} % of the time waits for data"
+    """Whether a run is fed, in one line. wait_pct: its data wait. util_pct: GPU-Util, if there is a GPU."""
+    if is_input_bound(wait_pct):
+        return f"input-bound: {wait_pct:.0f} % of the time was spent waiting for data; run `python diagnose.py`"
+    if util_pct is not None and util_pct < 100 - IDLE_PCT:
+        idle_pct = 100 - util_pct
+        return f"fed, but the GPU was idle {idle_pct:.0f} % of the time; `python diagnose.py` tells why"
+    return f"fed: {wait_pct:.1f} % of the time was spent waiting for data"
 
 
-def table(metrics: Sequence[Mapping[str, float]]) -> str:
-    """The summary for a terminal; empty if nothing was logged."""
-    rows = summary(metrics)
-    wide = max((len(what) for what, _, _ in rows), default=0)
-    return "\n".join(f"  {what:<{wide}}  {value:>10} {unit}".rstrip() for what, value, unit in rows)
+# ---------------------------------------------------------------------------------------------- the page
 
 
-def write_report(folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """report.html of a run's folder, from its metrics.jsonl, run.json and config.yaml; nothing if there are no points.
+def write_report(folder: Path) -> None:
+    """Write report.html into the folder of a run, from its metrics.jsonl, run.json and config.yaml.
 
-    A page that cannot be written is no reason to stop: it is told, and that is all.
+    Without points nothing is written. If the disk refuses, a warning is printed.
     """
-    metrics = read_metrics(folder)
-    if not metrics:
+    points = read_metrics(folder)
+    if not points:
         return
-    rows = "".join(
-        f"<tr><td>{html.escape(what)}<td class=number>{html.escape(value)}<td>{html.escape(unit)}"
-        for what, value, unit in summary(metrics)
-    )
-    charts = []
-    for title, tags in CHARTS.items():
-        lines = [line for tag in tags for line in lines_of(metrics, tag)]
-        if lines:
-            charts.append(f"<h2>{html.escape(title)}</h2>{_svg(lines)}")
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in verdicts(folder, metrics, config or {}))
+    try:
+        (folder / "report.html").write_text(_page(folder, points), encoding="utf-8")
+    except OSError as error:
+        warn(f"cannot write {folder / 'report.html'} ({error})")
+
+
+def _page(folder: Path, points: Sequence[Point]) -> str:
+    rows = ""
+    for row in summary(points):
+        rows += f"<tr><td>{html.escape(row.title)}<td class=number>{_format(row.value)}<td>{html.escape(row.unit)}"
+    charts = ""
+    for title, group in tags.charts().items():
+        names = [name for tag in group for name in tag.names(_names(points))]
+        if names:
+            lines = [_line(points, name) for name in names]
+            charts += f"<h2>{html.escape(title)}</h2>{_svg(lines)}{_legend(lines)}"
     details = ""
     for path in (*sorted(folder.glob("*.yaml")), *sorted(folder.glob("run*.json"))):
         text = html.escape(path.read_text(encoding="utf-8"))
         details += f"<details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"
-    page = PAGE.substitute(name=html.escape(folder.name), said=said, rows=rows, charts="".join(charts), details=details)
-    try:
-        (folder / "report.html").write_text(page, encoding="utf-8")
-    except OSError as error:
-        print(f"warning: cannot write {folder / 'report.html'} ({error})", flush=True)
+    return PAGE.substitute(
+        name=html.escape(folder.name),
+        verdicts="".join(f"<p>{html.escape(line)}</p>" for line in verdicts(folder, points)),
+        rows=rows,
+        charts=charts,
+        details=details,
+    )
+
+
+def _line(points: Sequence[Point], name: str) -> Line:
+    return Line(name, [(point["time_s"], point[name]) for point in points if name in point])
 
 
 PAGE = Template("""<!doctype html>
@@ -162,10 +222,11 @@ PAGE = Template("""<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #0f172a }
 h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 1.6rem 0 .2rem }
 table { border-collapse: collapse } td { padding: .1rem .8rem .1rem 0 } .number { text-align: right }
-svg { width: 100%; height: auto } pre { overflow: auto; background: #f1f5f9; padding: .6rem }
+svg { width: 100%; height: auto } .legend { margin: 0 0 0 4.4rem; font-size: 11px } .legend span { margin-right: 1rem }
+pre { overflow: auto; background: #f1f5f9; padding: .6rem }
 </style>
 <h1>$name</h1>
-$said
+$verdicts
 <table>$rows</table>
 $charts
 $details
@@ -174,46 +235,61 @@ $details
 
 
 def _svg(lines: Sequence[Line]) -> str:
-    """A line chart over time; the scale begins at 0 where no value is below it."""
-    lines = [Line(line.tag, _thinned(line.points)) for line in lines]
-    times = [time for line in lines for time, _ in line.points]
+    """A line chart over time. The scale begins at 0 unless a value is negative."""
+    lines = [Line(line.name, _thinned(line.points)) for line in lines]
+    times = [time_s for line in lines for time_s, _ in line.points]
     values = [value for line in lines for _, value in line.points]
-    begin, end = min(times), max(times)
-    low, high = min(0.0, *values), max(values)
-    high = high if high > low else low + 1
+    begin_s = min(times)
+    end_s = max(times)
+    seconds = (end_s - begin_s) or 1
+    low = min(0.0, *values)
+    high = max(values)
+    if high == low:
+        high = low + 1
+    plot_width = WIDTH - LEFT
+    plot_height = HEIGHT - TOP - BOTTOM
 
-    def place(time: float, value: float) -> str:
-        x = LEFT + (WIDTH - LEFT) * (time - begin) / (end - begin or 1)
-        return f"{x:.1f},{TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low):.1f}"
+    def place(time_s: float, value: float) -> tuple[float, float]:
+        x = LEFT + plot_width * (time_s - begin_s) / seconds
+        y = TOP + plot_height * (high - value) / (high - low)
+        return x, y
 
     parts = []
     for share in (0.0, 0.5, 1.0):
-        value, y = low + share * (high - low), HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        value = low + share * (high - low)
+        _, y = place(begin_s, value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e2e8f0"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="11">{_say(value)}</text>')
-    for anchor, x, time in (("start", LEFT, begin), ("end", WIDTH, end)):
-        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}" font-size="11">{_say(time)} s</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_format(value)}</text>')
+    for anchor, x, time_s in (("start", LEFT, begin_s), ("end", WIDTH, end_s)):
+        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_format(time_s)} s</text>')
     for number, line in enumerate(lines):
-        colour, points = COLOURS[number % len(COLOURS)], " ".join(place(*point) for point in line.points)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(
-            f'<circle cx="{points.rpartition(" ")[2].split(",")[0]}" '
-            f'cy="{points.rpartition(",")[2]}" r="2.5" fill="{colour}"/>'
-        )
-        parts.append(
-            f'<text x="{LEFT + 110 + 190 * number}" y="{HEIGHT - 6}" font-size="11" fill="{colour}">'
-            f"{html.escape(line.tag)}</text>"
-        )
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+        colour = _colour(number)
+        places = [place(*point) for point in line.points]
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        last_x, last_y = places[-1]
+        parts.append(f'<circle cx="{last_x:.1f}" cy="{last_y:.1f}" r="2.5" fill="{colour}"/>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="11">{"".join(parts)}</svg>'
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    names = [
+        f'<span style="color: {_colour(number)}">{html.escape(line.name)}</span>' for number, line in enumerate(lines)
+    ]
+    return f"<p class=legend>{' '.join(names)}</p>"
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS of them, the last one among them."""
-    step = -(-len(points) // MAX_POINTS)
-    return points[::-1][::step][::-1]
+    """Every n-th point, at most MAX_POINTS, the last one among them."""
+    n = -(-len(points) // MAX_POINTS)
+    return points[::-n][::-1]
 
 
-def _say(value: Any) -> str:
+def _format(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

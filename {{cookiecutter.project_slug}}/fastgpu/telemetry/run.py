@@ -25,7 +25,7 @@ from fastgpu.telemetry import checkpoint
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log, format_metrics
-from fastgpu.telemetry.monitor import Monitor
+from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
 
@@ -51,7 +51,8 @@ class Run:
         self._order = order
         self._world = world
         self._own_folder = folder if world.is_main else None
-        self._monitor: Monitor | None = None
+        self._config: dict[str, Any] = {}
+        self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
         self._metrics: dict[str, float] = {}
         self._is_saved = True
@@ -65,7 +66,9 @@ class Run:
         self._config = dict(config)
         self._epochs = config["train.epochs"]
         _describe(self._own_folder, self._config, description)
-        self._monitor = Monitor(self._world.gpus, self._world.gather_by_node)
+        gpus = self._world.gpus
+        counters = machine_counters(gpus) if gpus is not None else None
+        self._monitor = Monitor(counters, self._world.gather_by_node)
         machine = self._world.identity | {"row_bytes": row_bytes}
         self._log = Log(
             self._own_folder,
@@ -74,7 +77,7 @@ class Run:
             config=self._config,
             ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
         )
-        self._world.print_once(self._monitor.note)
+        self._tell_missing()
         self.clock.restart()
 
     def count(self, loss: Tensor, fresh_rows: float, trained_rows: int) -> None:
@@ -98,10 +101,11 @@ class Run:
             raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({peak_lr}) or optim.clip_grad_norm")
         throughput = self.clock.take(self._world.all_reduce_max)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
-        assert self._monitor
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
-        self._log.scalars(step, {"train/loss": loss, "train/lr": lr} | throughput.scalars() | counters)
-        text = f"epoch {self.progress.epoch + 1}/{self._epochs} step {step} loss {loss:.4f} {throughput}"
+        self._tell_missing()
+        scalars = {"train/loss": loss, "train/lr": lr} | throughput.scalars() | counters
+        self._log.scalars(step, scalars, throughput)
+        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"
         self._log.progress(fresh_rows, text)
 
     def save_if_due(self, model: nn.Module) -> None:
@@ -152,14 +156,19 @@ class Run:
 
     def close(self) -> None:
         """End the thread of the monitor."""
-        if self._monitor:
-            self._monitor.close()
+        self._monitor.close()
+
+    def _tell_missing(self) -> None:
+        """Print which counters this machine does not have, or has no longer."""
+        missing = self._monitor.take_missing()
+        if missing:
+            self._world.print_once(f"not measured here: {', '.join(missing)}")
 
     def _save(self, kind: checkpoint.Kind, model: nn.Module) -> None:
         average_buffers(model, self._world)
         is_saved = True
         if self._world.is_main:
-            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, self._order.identity)
+            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=self._order.identity)
         if kind == "last":
             self._is_saved = is_saved
             self._saved_step = self.progress.step

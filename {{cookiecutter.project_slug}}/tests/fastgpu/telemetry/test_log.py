@@ -4,15 +4,15 @@ import re
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_monitor import GPU_TAGS, HOST_TAGS
 
 from fastgpu.telemetry import log as log_module
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.log import Log
+from fastgpu.telemetry.tags import FED, LOSS, POWER
 
 
 def test_the_same_scalars_in_tensorboard_and_json_lines(tmp_path):
-    log = Log(tmp_path, 100)
+    log = Log(tmp_path, planned_rows=100)
     for step in (1, 2, 3):
         log.scalars(step, {"train/loss": 1 / step, "data/wait_pct": 0.5})
     log.finish({"optim.lr": 0.1, "data.fields": {"a": "b"}, "train.compile": False}, {"val/loss": 0.25})
@@ -26,9 +26,36 @@ def test_the_same_scalars_in_tensorboard_and_json_lines(tmp_path):
     assert events.summary_metadata["_hparams_/experiment"].plugin_data.plugin_name == "hparams"
 
 
+def test_a_point_holds_the_sums_of_its_interval(tmp_path):
+    log = Log(tmp_path, planned_rows=100)
+    interval = Throughput(seconds=2.0, wait_s=1.0, fresh_rows=3.0, trained_rows=6.0, steps=4)
+    log.scalars(4, interval.scalars(), interval)
+    log.finish({}, {})
+    point = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert Throughput(*(point[name] for name in Throughput._fields)) == interval
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(interval.scalars())  # the sums are in the JSON lines only
+
+
+def test_the_feed_ratio_is_the_speed_over_the_ceiling(tmp_path):
+    log = Log(tmp_path, planned_rows=100, ceiling_rows_per_s=6400.0)
+    log.scalars(1, {"train/trained_rows_per_s": 1600.0})
+    log.finish({}, {})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["data/feed_ratio"] == 0.25
+
+
+def test_the_time_of_a_resumed_run_goes_on(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "time_s": 100.0, "x/y": 1.0}\n')
+    log = Log(tmp_path, planned_rows=100)
+    log.scalars(8, {"x/y": 1.0})
+    log.finish({}, {})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["time_s"] >= 100
+
+
 def test_without_a_folder_nothing_happens(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    log = Log(None, 100)
+    log = Log(None, planned_rows=100)
     log.scalars(1, {"x/y": 1.0})
     log.progress(1, "text", important=True)
     log.finish({}, {})
@@ -37,7 +64,7 @@ def test_without_a_folder_nothing_happens(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
-    log = Log(tmp_path, 100)
+    log = Log(tmp_path, planned_rows=100)
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def refuse(*_, **__):
@@ -56,7 +83,7 @@ def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_that_vanishes_does_not_stop_a_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    log = Log(tmp_path / "run", 100)
+    log = Log(tmp_path / "run", planned_rows=100)
     log._writer.flush()  # its thread opens the file
     for path in (tmp_path / "run").iterdir():
         path.unlink()
@@ -69,7 +96,7 @@ def test_a_folder_that_vanishes_does_not_stop_a_run(tmp_path, capsys):
 def test_where_there_is_no_terminal_lines_are_few(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
-    log = Log(tmp_path, 100)
+    log = Log(tmp_path, planned_rows=100)
     for second in range(11):
         now[0] = second
         log.progress(second, f"second {second}")
@@ -78,35 +105,25 @@ def test_where_there_is_no_terminal_lines_are_few(tmp_path, monkeypatch, capsys)
     log.finish({}, {})
 
 
-def test_every_custom_chart_names_tags_that_there_are():
-    known = {f"gpu0/{name}" for name in GPU_TAGS} | {f"host/{name}" for name in HOST_TAGS}
-    known |= set(Throughput(1, 1, 1, 1).scalars())
-    for page in log_module.LAYOUT.values():
-        for kind, patterns in page.values():
-            assert kind == "Multiline"
-            for pattern in patterns:
-                assert any(re.fullmatch(pattern, tag) for tag in known), pattern
-
-
 def test_charts_that_have_nothing_to_show_are_left_out(tmp_path, monkeypatch):
-    laid = []
-    log = Log(tmp_path, 100)
-    monkeypatch.setattr(log._writer, "add_custom_scalars", laid.append)
+    layouts = []
+    log = Log(tmp_path, planned_rows=100)
+    monkeypatch.setattr(log._writer, "add_custom_scalars", layouts.append)
     for tags in (["data/wait_pct"], ["data/wait_pct"], ["gpu1/power_w", "train/loss"]):
         log.scalars(1, dict.fromkeys(tags, 1.0))
-    charts = [[chart for page in pages.values() for chart in page] for pages in laid]
-    first = "GPU-Util, SM activity, data wait"
-    assert charts == [[first], [first, "GPU clocks and power"]]
+    charts = [list(layout["training"]) for layout in layouts]
+    assert charts == [[FED], [FED, LOSS, POWER]]
+    assert layouts[1]["training"][POWER] == ["Multiline", [r"(machine\d+/)?gpu\d+/power_w"]]
     log.finish({}, {})
 
 
-def test_a_run_that_waits_is_told_once(tmp_path, capsys):
-    log = Log(tmp_path, 100)
+def test_an_input_bound_run_is_told_so_once(tmp_path, capsys):
+    log = Log(tmp_path, planned_rows=100)
     for step, wait in enumerate([100, 40, 42, 41, 41, 90, 90]):  # the first is the start's
         log.scalars(step, {"data/wait_pct": float(wait)})
     log.finish({}, {})
-    assert capsys.readouterr().out.count("warning: input-bound: 41 % of the time waits for data") == 1
-    log = Log(tmp_path, 100)
+    assert capsys.readouterr().out.count("warning: input-bound: 41 % of the time was spent waiting for data") == 1
+    log = Log(tmp_path, planned_rows=100)
     for step, wait in enumerate([100, 0, 20, 3, 2, 90, 90]):
         log.scalars(step, {"data/wait_pct": float(wait)})
     log.finish({}, {})

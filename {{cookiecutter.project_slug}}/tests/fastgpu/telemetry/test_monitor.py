@@ -1,137 +1,71 @@
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import TypeVar
 
 import psutil
 import pytest
 import torch
+from fake_nvml import Nvml, NvmlError
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import monitor as monitor_module
-from fastgpu.telemetry.monitor import Monitor
+from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
+from fastgpu.telemetry.tags import TAGS
 
-GPU_TAGS = {
-    "util_pct",
-    "util_min_pct",
-    "sm_active_pct",
-    "tensor_active_pct",
-    "mem_used_gib",
-    "mem_peak_gib",
-    "power_w",
-    "temperature_c",
-    "clock_limited_pct",
-    "pcie_rx_mb_per_s",
-    "pcie_width",
-    "energy_j_per_1000_rows",
-}
-HOST_TAGS = {
-    "cpu_user_pct",
-    "cpu_system_pct",
-    "cpu_iowait_pct",
-    "rss_gib",
-    "pss_gib",
-    "available_gib",
-    "disk_read_mb_per_s",
-    "page_cache_refaults_per_s",
-}
-POLL_S = 0.02
-
-
-class NVMLError(Exception):
-    """As pynvml's."""
-
-
-class Driver:
-    """Two GPUs with the functions of pynvml that are used; what `missing` names raises, as on older ones."""
-
-    NVMLError, NVML_SUCCESS = NVMLError, 0
-    NVML_GPU_UTILIZATION_SAMPLES, NVML_TEMPERATURE_GPU, NVML_PCIE_UTIL_RX_BYTES = 1, 0, 1
-    NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_ANY_TENSOR_UTIL, NVML_GPM_METRICS_GET_VERSION = 2, 5, 1
-    nvmlClocksEventReasonSwPowerCap, nvmlClocksEventReasonHwSlowdown = 4, 8  # noqa: N815
-    nvmlClocksEventReasonSwThermalSlowdown, nvmlClocksEventReasonHwThermalSlowdown = 32, 64  # noqa: N815
-    nvmlClocksEventReasonHwPowerBrakeSlowdown = 128  # noqa: N815
-
-    def __init__(self, *missing: str, util: tuple[int, ...] = (90, 30, 60), reasons: int = 1):
-        self.missing, self.util, self.reasons, self.time_us, self.samples = missing, util, reasons, 0, 0
-
-    def __getattribute__(self, name: str):
-        if name.startswith("nvml") and name in object.__getattribute__(self, "missing"):
-            raise NVMLError(f"{name} Not Supported")
-        return object.__getattribute__(self, name)
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid not in ("GPU-a", "MIG-b"):
-            raise NVMLError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetSamples(self, handle: str, kind: int, last_us: int) -> tuple:
-        assert last_us == self.time_us  # only what is new is asked for
-        stamps = [self.time_us + 1 + place for place in range(len(self.util))]
-        self.time_us = stamps[-1]
-        found = [SimpleNamespace(timeStamp=t, sampleValue=SimpleNamespace(uiVal=v)) for t, v in zip(stamps, self.util)]  # noqa: B905
-        return 1, found
-
-    def nvmlGpmQueryDeviceSupport(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(isSupportedDevice=1)
-
-    def nvmlGpmSampleAlloc(self) -> object:
-        self.samples += 1
-        return object()
-
-    def nvmlGpmSampleFree(self, sample: object) -> None:
-        self.samples -= 1
-
-    def nvmlGpmSampleGet(self, handle: str, sample: object) -> object:
-        return sample
-
-    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        return SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0) for _ in range(4)])
-
-    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
-        assert asked.sample1 is not asked.sample2
-        for metric in asked.metrics[: asked.numMetrics]:
-            metric.value = {2: 55.0, 5: 22.0}[metric.metricId]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(used=5 << 30)
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        return 300_000
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
-        return 65
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
-        return self.reasons
-
-    def nvmlDeviceGetPcieThroughput(self, handle: str, which: int) -> int:
-        return 12_000_000
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: str) -> int:
-        return 16
+T = TypeVar("T")
+POLL_S = 0.01
+GPU_TAGS = {tag.name.replace("<n>", "0") for tag in TAGS if tag.name.startswith("gpu")}
+HOST_TAGS = {tag.name for tag in TAGS if tag.name.startswith("host/")}
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(monitor_module, "PSS_EVERY", 2)
+def three_gib_of_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
 
 
-def watch(driver, gpus: list[str] | None, polls: int = 6) -> tuple[Monitor, dict[str, float]]:
-    monitor = Monitor(gpus, nvml=driver, poll_s=POLL_S)
-    deadline = time.monotonic() + 10
-    while gpus is not None and time.monotonic() < deadline:
-        if len(monitor._seen.get("host/rss_gib", [])) >= polls:
-            break
-        time.sleep(POLL_S / 4)
-    found = monitor.scalars(rows_per_s=2000.0)
-    monitor.close()
-    return monitor, found
+@pytest.fixture
+def start() -> Iterator[Callable[..., Monitor]]:
+    """start(counters, ...) -> a Monitor that reads often and is closed after the test."""
+    monitors = []
+
+    def make(counters: Counters | None, **options) -> Monitor:
+        monitors.append(Monitor(counters, poll_s=POLL_S, **options))
+        return monitors[-1]
+
+    yield make
+    for monitor in monitors:
+        monitor.close()
+
+
+def read(counters: Counters, n_times: int = PSS_EVERY) -> dict[str, float]:
+    """The values of several reads, later ones over earlier ones."""
+    values = {}
+    for _ in range(n_times):
+        values |= counters.read()
+        time.sleep(0.001)  # a rate needs time to pass
+    return values
+
+
+def wait_for(get: Callable[[], T]) -> T:
+    """The first result that is not empty."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        result = get()
+        if result:
+            return result
+        time.sleep(POLL_S)
+    pytest.fail("nothing came")
+
+
+# ---------------------------------------------------------------------------------------------- counters
 
 
 def test_every_counter_has_its_tag_and_unit():
-    monitor, found = watch(Driver(), ["a"])
-    assert set(found) == {f"gpu0/{name}" for name in GPU_TAGS} | {f"host/{name}" for name in HOST_TAGS}
+    counters = machine_counters(["a"], Nvml())
+    values = read(counters)
+    assert set(values) == (GPU_TAGS - {"gpu0/energy_j_per_1000_rows"}) | HOST_TAGS
     expected = {
         "util_pct": 60,
         "util_min_pct": 30,
@@ -144,93 +78,153 @@ def test_every_counter_has_its_tag_and_unit():
         "clock_limited_pct": 0,
         "pcie_rx_mb_per_s": 12_000,
         "pcie_width": 16,
-        "energy_j_per_1000_rows": 150,
     }
-    assert {name: found[f"gpu0/{name}"] for name in expected} == pytest.approx(expected)
-    assert monitor.note == ""
-    assert found["host/rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
-    assert 0 <= found["host/cpu_user_pct"] <= 100
+    assert {name: values[f"gpu0/{name}"] for name in expected} == pytest.approx(expected)
+    assert counters.missing == []
+    assert values["host/rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
+    assert 0 <= values["host/cpu_user_pct"] <= 100
 
 
 def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them():
-    _, found = watch(Driver("nvmlDeviceGetSamples"), ["b", "a"])
-    assert {tag.split("/")[0] for tag in found} == {"gpu0", "gpu1", "host"}
+    values = read(machine_counters(["b", "a"], Nvml("nvmlDeviceGetSamples")))
+    assert {tag.split("/")[0] for tag in values} == {"gpu0", "gpu1", "host"}
 
 
-@pytest.mark.parametrize(("reasons", "limited"), [(1, 0), (2, 0), (4, 100), (64 | 1, 100)])
-def test_idle_clocks_are_no_limit(reasons, limited):
-    assert watch(Driver(reasons=reasons), ["a"], 2)[1]["gpu0/clock_limited_pct"] == limited
+@pytest.mark.parametrize(("reasons", "limited_pct"), [(1, 0), (2, 0), (4, 100), (64 | 1, 100)])
+def test_idle_clocks_are_no_limit(reasons, limited_pct):
+    values = machine_counters(["a"], Nvml(reasons=reasons)).read()
+    assert values["gpu0/clock_limited_pct"] == limited_pct
 
 
-def test_what_a_gpu_cannot_tell_is_named_once_and_never_a_zero():
-    driver = Driver("nvmlDeviceGetPowerUsage", "nvmlGpmQueryDeviceSupport", "nvmlDeviceGetSamples")
-    monitor, found = watch(driver, ["a"])
-    gone = {"power_w", "energy_j_per_1000_rows", "sm_active_pct", "tensor_active_pct", "util_pct", "util_min_pct"}
-    assert {tag for tag in found if tag.startswith("gpu0/")} == {f"gpu0/{name}" for name in GPU_TAGS - gone}
-    for name in ("gpu0/power", "gpu0/sm_activity", "gpu0/utilisation"):
-        assert monitor.note.count(name) == 1
-    assert monitor.note.startswith("\nnot measured here: ")
+def test_a_counter_that_a_gpu_does_not_have_is_listed_once_and_never_a_zero():
+    nvml = Nvml("nvmlDeviceGetPowerUsage", "nvmlGpmQueryDeviceSupport", "nvmlDeviceGetSamples")
+    counters = machine_counters(["a"], nvml)
+    values = read(counters)
+    absent = {"power_w", "energy_j_per_1000_rows", "sm_active_pct", "tensor_active_pct", "util_pct", "util_min_pct"}
+    assert {tag for tag in values if tag.startswith("gpu0/")} == GPU_TAGS - {f"gpu0/{name}" for name in absent}
+    assert [text.split(" (")[0] for text in counters.missing] == ["gpu0/utilisation", "gpu0/sm_activity", "gpu0/power"]
 
 
 @pytest.mark.parametrize("gpus", [["unknown"], ["a", "unknown"]])
 def test_a_gpu_that_the_driver_does_not_know_leaves_the_host(gpus):
-    monitor, found = watch(Driver(), gpus, 2)
-    assert "GPU counters (NVML knows no GPU unknown)" in monitor.note
-    assert "host/cpu_user_pct" in found
+    counters = machine_counters(gpus, Nvml())
+    assert counters.missing == ["GPU counters (NVML knows no GPU unknown)"]
+    assert set(read(counters)) >= HOST_TAGS
 
 
-def test_without_a_driver_the_host_is_watched_all_the_same(monkeypatch):
+def test_without_a_driver_the_host_is_read_all_the_same(monkeypatch):
     def fail():
-        raise NVMLError("Shared Library Not Found")
+        raise NvmlError("Shared Library Not Found")
 
     monkeypatch.setattr(monitor_module, "open_nvml", fail)
-    monitor, found = watch(None, ["a"])
-    assert "GPU counters (Shared Library Not Found)" in monitor.note
-    assert {tag for tag in found if tag.startswith("host/")} == {f"host/{name}" for name in HOST_TAGS}
+    counters = machine_counters(["a"])
+    values = read(counters)
+    assert counters.missing == ["GPU counters (Shared Library Not Found)"]
+    assert {tag for tag in values if tag.startswith("host/")} == HOST_TAGS
 
 
-def test_a_counter_that_breaks_on_the_way_is_told_once_and_does_not_reach_the_run(capsys):
-    driver = Driver()
-    monitor = Monitor(["a"], nvml=driver, poll_s=POLL_S)
-    driver.missing = ("nvmlDeviceGetTemperature",)
-    time.sleep(10 * POLL_S)
+def test_samples_of_nvml_are_freed():
+    nvml = Nvml()
+    read(machine_counters(["a"], nvml))
+    assert nvml.n_gpm_samples == 1  # the one to compare the next with
+
+
+# ---------------------------------------------------------------------------------------------- the monitor
+
+
+def test_means_between_two_calls_minima_and_energy(start):
+    names = ("util_pct", "util_min_pct", "power_w")
+    samples = iter([(1, 1, 1.0), (80, 70, 200.0), (100, 75, 400.0)])
+    is_done = threading.Event()
+
+    def gpu() -> dict[str, float]:
+        sample = next(samples, None)
+        if sample is None:
+            is_done.set()
+            return {}
+        return dict(zip(names, sample, strict=True))
+
+    monitor = start(Counters([("gpu0/", gpu)]))
+    assert is_done.wait(30)
+    assert monitor.scalars(rows_per_s=2000.0) == {  # without the first read
+        "gpu0/util_pct": 90,
+        "gpu0/util_min_pct": 70,
+        "gpu0/power_w": 300,
+        "gpu0/energy_j_per_1000_rows": 150,
+    }
+    assert monitor.scalars(rows_per_s=2000.0) == {}
+
+
+def test_values_of_other_machines_are_merged(start):
+    monitor = start(None, merge=lambda own: own | {"machine1/host/rss_gib": 2.0})
+    assert monitor.scalars(1.0) == {"machine1/host/rss_gib": 2.0}
+
+
+def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch):
+    """psutil compares with the last call of the same thread, so the first value of a thread is a false zero."""
+    n_calls: dict[int, int] = {}
+
+    def cpu_times_percent() -> SimpleNamespace:
+        thread = threading.get_ident()
+        n_calls[thread] = n_calls.get(thread, 0) + 1
+        share = 0.0 if n_calls[thread] == 1 else 12.0
+        values = {"user": share, "system": share}
+        return SimpleNamespace(_asdict=lambda: values)
+
+    monkeypatch.setattr(psutil, "cpu_times_percent", cpu_times_percent)
+    counters = machine_counters([])
+    counters.read()  # even if another thread has read before
+    monitor = start(counters)
+    for _ in range(2):
+        scalars = wait_for(lambda: monitor.scalars(1.0))
+        assert scalars["host/cpu_user_pct"] == 12.0
+        assert scalars["host/cpu_system_pct"] == 12.0
+
+
+def test_a_counter_that_breaks_during_the_run_is_told_once_and_does_not_reach_it(start):
+    nvml = Nvml("nvmlDeviceGetPowerUsage")
+    monitor = start(machine_counters(["a"], nvml))
+    (text,) = monitor.take_missing()
+    assert text.startswith("gpu0/power (")
+    nvml.missing += ("nvmlDeviceGetTemperature",)
+    missing = wait_for(monitor.take_missing)
+    assert missing == ["gpu0/temperature (nvmlDeviceGetTemperature Not Supported)"]
     monitor.scalars(1.0)
-    time.sleep(10 * POLL_S)
-    found = monitor.scalars(1.0)
-    assert "gpu0/temperature_c" not in found
-    assert found["gpu0/pcie_width"] == 16
+    scalars = wait_for(lambda: monitor.scalars(1.0))
+    assert "gpu0/temperature_c" not in scalars
+    assert scalars["gpu0/pcie_width"] == 16
+    assert monitor.take_missing() == []
+
+
+def test_closing_ends_the_thread(start):
+    monitor = start(Counters([("host/", lambda: {"rss_gib": 1.0})]))
+    assert any(thread.name == "monitor" for thread in threading.enumerate())
     monitor.close()
-    assert capsys.readouterr().out.count("no longer measured: gpu0/temperature (nvmlDeviceGetTemperature Not Supp") == 1
+    monitor.close()
+    assert not any(thread.name == "monitor" for thread in threading.enumerate())
 
 
-def test_each_lap_has_its_own_values_and_closing_ends_the_thread():
-    driver = Driver(util=(80,))
-    monitor, _ = watch(driver, ["a"])
-    monitor.scalars(1.0)  # of a look that came before the end
+def test_without_counters_there_is_no_thread(start):
+    monitor = start(None)
+    assert not any(thread.name == "monitor" for thread in threading.enumerate())
     assert monitor.scalars(1.0) == {}
-    assert not [thread for thread in threading.enumerate() if thread.name == "monitor"]
-    assert driver.samples <= 1  # of GPM: the one to compare the next with
-    monitor.close()
-
-
-def test_where_nothing_is_to_be_watched_there_is_no_thread():
-    monitor, found = watch(None, None)
-    assert found == {}
-    assert monitor.note == ""
-    assert not [thread for thread in threading.enumerate() if thread.name == "monitor"]
+    assert monitor.take_missing() == []
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_its_counters_are_there():
-    monitor = Monitor(World(0, 1, 1, torch.device("cuda", 0)).gpus, poll_s=0.2)
-    busy, t0 = torch.randn(4096, 4096, device="cuda"), time.monotonic()
+    gpus = World(0, 1, 1, torch.device("cuda", 0)).gpus
+    counters = machine_counters(gpus)
+    monitor = Monitor(counters, poll_s=0.2)
+    busy = torch.randn(4096, 4096, device="cuda")
+    t0 = time.monotonic()
     while time.monotonic() - t0 < 3:
         busy = busy @ busy / 4096
         torch.cuda.synchronize()
-    found = monitor.scalars(1000.0)
+    scalars = monitor.scalars(1000.0)
     monitor.close()
-    assert found["gpu0/util_pct"] > 50
-    assert found["gpu0/mem_used_gib"] > 0
+    assert scalars["gpu0/util_pct"] > 50
+    assert scalars["gpu0/mem_used_gib"] > 0
     if torch.cuda.get_device_capability() >= (9, 0):
-        assert found["gpu0/sm_active_pct"] > 50, monitor.note
+        assert scalars["gpu0/sm_active_pct"] > 50, counters.missing

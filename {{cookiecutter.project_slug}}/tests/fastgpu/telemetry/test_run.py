@@ -1,0 +1,181 @@
+import json
+import os
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from short_run import CARD, CONFIG, STEPS_PER_EPOCH, started_run, train_epoch
+from torch import nn
+
+from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
+from fastgpu.telemetry import run as run_module
+from fastgpu.telemetry.report import read_metrics
+from fastgpu.telemetry.run import make_folder
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def make_checkpoint(path, step=1):
+    (path / "checkpoints" / f"last-{step:09d}").mkdir(parents=True)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+
+
+def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.time, "strftime", lambda _: "20260102-030405")
+    assert make_folder(str(tmp_path), "auto", False).name == "20260102-030405"
+    assert make_folder(str(tmp_path), "auto", False).name == "20260102-030405-2"
+    assert make_folder(str(tmp_path), "mine", False).name == "mine"
+    make_checkpoint(tmp_path / "mine")
+    with pytest.raises(UserError, match="run.name: .*mine holds a run; use run.resume=auto to continue it"):
+        make_folder(str(tmp_path), "mine", False)
+    assert make_folder(str(tmp_path), "mine", True).name == "mine"
+
+
+def test_resuming_takes_the_run_that_saved_last(tmp_path):
+    for number, name in enumerate(("b", "c", "a")):
+        make_checkpoint(tmp_path / name)
+        os.utime(tmp_path / name / "checkpoints" / "last-000000001", (number, number))
+    (tmp_path / "empty").mkdir()
+    assert make_folder(str(tmp_path), "auto", True).name == "a"
+
+
+def test_resuming_without_a_run_starts_one(tmp_path):
+    assert make_folder(str(tmp_path / "none"), "auto", True).is_dir()
+    assert make_folder(str(tmp_path), "mine", True).is_dir()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder or free it"):
+        make_folder(str(tmp_path / "file"), "x", False)
+    with pytest.raises(UserError, match="run.folder: cannot write"):
+        make_folder(str(tmp_path), "x" * 300, False)
+
+
+# ---------------------------------------------------------------------------------------------- what it ran with
+
+
+def test_the_config_of_a_run_is_a_valid_config_file(tmp_path, model):
+    with started_run(tmp_path, model):
+        pass
+    assert load_config(["--config", str(tmp_path / "a" / "config.yaml")]).flat() == CONFIG
+    with started_run(tmp_path, model, config={"data.canonical_ranks": 4}, resume="auto"):
+        pass  # a resumed run adds its own
+    assert load_config(["--config", str(tmp_path / "a" / "config.yaml")]).flat() == CONFIG
+    assert load_config(["--config", str(tmp_path / "a" / "config-2.yaml")]).data.canonical_ranks == 4
+
+
+def test_the_echo_factor_that_was_found_is_in_the_config(tmp_path, model):
+    with started_run(tmp_path, model) as run:
+        run.set_echo(2.5)
+        assert run.progress.echo == 2.5
+    assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["data"]["echo"] == 2.5
+
+
+def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
+    with started_run(tmp_path, model):
+        pass
+    description = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert description["template_version"] == TEMPLATE_VERSION
+    assert description["model"] == CARD
+    assert {"torch", "h5py", "numpy", "python", "cuda"} <= set(description["versions"])
+    assert {"command", "started", "gpu", "git_commit", "git_changes"} <= set(description)
+
+
+def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, model, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with started_run(tmp_path, model) as run:
+        run.count(torch.tensor(0.5), 8, 8)
+        run.report(8, lr=0.1)
+    printed = capsys.readouterr().out
+    assert re.search("warning: cannot write .*/a/run.json .*; training goes on", printed)
+    assert re.search("warning: cannot write .*/a/config.yaml .*; training goes on", printed)
+
+
+# ---------------------------------------------------------------------------------------------- the loop
+
+
+def test_a_short_run_from_start_to_end(tmp_path, model, capsys):
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model, score=2.0)
+        train_epoch(run, model, score=1.0)
+        run.finish()
+    folder = tmp_path / "a"
+    assert checkpoints(folder) == ["best-000000004", "last-000000004", "last-000000008"]
+    points = read_metrics(folder)
+    assert [point["step"] for point in points] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert points[0]["train/loss"] == 0.5
+    assert points[0]["train/lr"] == 0.1
+    assert points[0]["fresh_rows"] == points[0]["trained_rows"] == 8
+    assert points[-1]["val/score"] == 1.0
+    assert (folder / "report.html").exists()
+    printed = capsys.readouterr().out
+    assert "epoch 1/2 val/score 2, val/loss 0.5, " in printed
+    assert "done: epoch 2, step 8; " in printed
+
+
+def test_checkpoints_inside_an_epoch(tmp_path, model):
+    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
+        for step in range(1, STEPS_PER_EPOCH + 1):
+            run.count(torch.tensor(0.5), 8, 8)
+            run.save_if_due(model)
+            assert (tmp_path / "a" / "checkpoints").exists() == (step >= 3)
+    assert checkpoints(tmp_path / "a") == ["last-000000003"]
+
+
+def test_a_resumed_run_continues_where_it_was(tmp_path, model):
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model, score=2.0)
+    with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
+        progress = run.progress
+        assert (progress.epoch, progress.step, progress.consumed, progress.best) == (1, 4, 0, 2.0)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, model, loss):
+    with (
+        started_run(tmp_path, model) as run,
+        pytest.raises(UserError, match=rf"the loss is {loss} at step 1; lower optim.lr \(0.003\)"),
+    ):
+        train_epoch(run, model, loss=loss)
+    assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints").touch()  # as good as a full disk
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model)
+        with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
+            run.finish()
+    printed = capsys.readouterr().out
+    assert "last-000000004 was not written (" in printed
+    assert "done:" not in printed
+
+
+def test_counters_that_the_machine_does_not_have_are_named(tmp_path, model, monkeypatch, capsys):
+    def no_disks() -> None:
+        return None
+
+    monkeypatch.setattr(psutil, "disk_io_counters", no_disks)
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model)
+    text = "not measured here: host/disk_reads (this system does not count them)\n"
+    assert capsys.readouterr().out.count(text) == 1

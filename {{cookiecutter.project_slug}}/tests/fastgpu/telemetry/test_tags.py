@@ -1,0 +1,85 @@
+import json
+import re
+import time
+
+import psutil
+import pytest
+import torch
+from fake_nvml import Nvml
+from short_run import CONFIG, ROW_BYTES, WORLD, started_run, train_epoch
+from torch import nn
+
+from fastgpu.telemetry.ceiling import FILE, step_identity
+from fastgpu.telemetry.clock import Throughput
+from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
+from fastgpu.telemetry.report import read_metrics
+from fastgpu.telemetry.tags import TAGS, charts, find_tag, markdown_table
+
+
+@pytest.fixture
+def logged(tmp_path, monkeypatch) -> set[str]:
+    """The names of all scalars of a short run on a diagnosed machine, and of all counters of a machine with a GPU."""
+    diagnosis = {
+        "machine": WORLD.identity | {"row_bytes": ROW_BYTES},
+        "step": step_identity(CONFIG),
+        "compute_rows_per_s": 100.0,
+        "is_conclusive": True,
+    }
+    (tmp_path / FILE).write_text(json.dumps(diagnosis))
+    model = nn.Linear(2, 2)
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model)
+        run.finish()
+    points = read_metrics(tmp_path / "a")
+    names = {name for point in points for name in point} - {"step", "time_s", *Throughput._fields}
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)
+    counters = machine_counters(["a"], Nvml())
+    for _ in range(PSS_EVERY):
+        names |= set(counters.read())
+    monitor = Monitor(Counters([("gpu0/", lambda: {"power_w": 1.0})]), poll_s=0.001)
+    deadline = time.monotonic() + 30
+    while "gpu0/energy_j_per_1000_rows" not in names and time.monotonic() < deadline:
+        names |= set(monitor.scalars(1.0))
+        time.sleep(0.001)
+    monitor.close()
+    return names
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="other systems lack some counters")
+def test_what_a_run_logs_is_the_table(logged):
+    assert {name for name in logged if find_tag(name) is None} == set()
+    assert [tag.name for tag in TAGS if not tag.names(logged)] == []
+
+
+def test_names_are_of_the_form_group_name_unit():
+    for tag in TAGS:
+        assert re.fullmatch(r"(train|data|val|gpu<n>|host)/(<metric>|[a-z0-9_]+)", tag.name)
+    assert len({tag.name for tag in TAGS}) == len(TAGS)
+
+
+def test_tags_of_every_gpu_and_machine_are_found():
+    for name in ("gpu0/util_pct", "gpu11/util_pct", "machine3/gpu0/util_pct", "machine1/host/rss_gib"):
+        tag = find_tag(name)
+        assert tag is not None
+        assert tag.name.replace("<n>", "0").split("/")[-1] == name.split("/")[-1]
+    assert find_tag("val/loss").title == "validation loss"
+    assert find_tag("val/top1_pct").name == "val/<metric>"
+    assert find_tag("machine1/train/loss") is None
+    assert find_tag("steps") is None
+
+
+def test_a_mean_over_the_run_is_weighted_by_a_sum_of_the_points():
+    assert {tag.over_run for tag in TAGS} <= {*Throughput._fields, "minimum", "maximum", "last"}
+
+
+def test_the_lines_of_a_chart_have_one_unit():
+    for title, group in charts().items():
+        assert len({tag.unit.split(" ")[0] for tag in group}) == 1, title
+        assert all(tag.chart == title for tag in group)
+
+
+def test_the_markdown_table_has_a_line_for_each_tag():
+    lines = markdown_table().splitlines()
+    assert [re.match(r"\| `(.*?)`", line)[1] for line in lines[2:]] == [tag.name for tag in TAGS]
+    assert {line.count("|") for line in lines} == {5}
