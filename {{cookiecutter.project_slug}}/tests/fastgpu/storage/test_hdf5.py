@@ -1,6 +1,7 @@
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -91,42 +92,40 @@ def virtual_layout(source: str) -> h5py.VirtualLayout:
     return layout
 
 
+def write_links(folder: Path, source: str, raw: str) -> str:
+    """Write a file with a link, a group, a virtual and an external dataset that lead to other files."""
+    with h5py.File(folder / "x.h5", "w") as file:
+        file["labels"] = np.arange(10)
+        file["link"] = h5py.ExternalLink(source, "images")
+        file["group"] = h5py.ExternalLink(source, "/")
+        file.create_virtual_dataset("virtual", virtual_layout(source))
+        file.create_dataset("external", (10, 1, 4, 2), "u1", external=[(raw, 0, 80)])
+    return str(folder / "x.h5")
+
+
 @pytest.fixture
-def linked(write, tmp_path):
-    """linked(source, raw) -> a file with a link, a group, a virtual and an external dataset that lead to them."""
-
-    def make(source: str, raw: str) -> str:
-        with h5py.File(tmp_path / "x.h5", "w") as file:
-            file["labels"] = np.arange(10)
-            file["link"] = h5py.ExternalLink(source, "images")
-            file["group"] = h5py.ExternalLink(source, "/")
-            file.create_virtual_dataset("virtual", virtual_layout(source))
-            file.create_dataset("external", (10, 1, 4, 2), "u1", external=[(raw, 0, 80)])
-        return str(tmp_path / "x.h5")
-
-    return make
+def linked(write, tmp_path) -> str:
+    """A file with links of all kinds that lead to files with numbered rows."""
+    (tmp_path / "raw").write_bytes(numbered(10).tobytes())
+    return write_links(tmp_path, write(10, name="source.h5"), str(tmp_path / "raw"))
 
 
 WAYS = [("", "link"), ("", "virtual"), ("", "external"), ("::/group", "images")]
 
 
 @pytest.mark.parametrize(("group", "name"), WAYS)
-def test_bytes_of_other_files_are_not_followed(write, linked, tmp_path, group, name):
-    (tmp_path / "raw").write_bytes(numbered(10).tobytes())
-    path = linked(write(10, name="source.h5"), str(tmp_path / "raw"))
+def test_bytes_of_other_files_are_not_followed(linked, group, name):
     fields = {"images": name, "labels": "labels"}
-    refused(path + group, "takes its bytes from other files; .* data.trust_links=true", fields)
+    refused(linked + group, "takes its bytes from other files; .* data.trust_links=true", fields)
 
 
 @pytest.mark.parametrize(("group", "name"), WAYS)
-def test_trusted_links_are_followed(write, linked, tmp_path, group, name):
-    (tmp_path / "raw").write_bytes(numbered(10).tobytes())
-    path = linked(write(10, name="source.h5"), str(tmp_path / "raw"))
-    store = open_store("data.train", path + group, {"images": name, "labels": "labels"}, trust_links=True)
+def test_trusted_links_are_followed(linked, group, name):
+    store = open_store("data.train", linked + group, {"images": name, "labels": "labels"}, trust_links=True)
     assert numbers_of(read_scattered(pickle.loads(pickle.dumps(store)))["images"]) == list(range(10))
 
 
 @pytest.mark.parametrize("name", ["link", "virtual", "external"])
-def test_a_trusted_link_must_lead_somewhere(linked, name):
-    path = linked("gone.h5", "gone.h5")
+def test_a_trusted_link_must_lead_somewhere(tmp_path, name):
+    path = write_links(tmp_path, "gone.h5", "gone.h5")
     refused(path, "gone.h5, which is not there", {"images": name, "labels": "labels"}, trust_links=True)

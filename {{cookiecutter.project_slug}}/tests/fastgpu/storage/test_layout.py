@@ -5,7 +5,7 @@ import h5py
 import hdf5plugin
 import numpy as np
 import pytest
-from harness import numbered, numbers_of
+from harness import numbers_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import RankError, UserError
