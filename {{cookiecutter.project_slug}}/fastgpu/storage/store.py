@@ -88,6 +88,8 @@ def open_store(
     whenever it is read. trust_links: follow a file to bytes that lie in other files. chunk_cache: `rdcc_nbytes`,
     `rdcc_nslots` and `rdcc_w0` of h5py.File, for rows that only h5py can read.
     """
+    if not fields:
+        raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
     if isinstance(paths, str):
         paths = [paths]
     options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
@@ -95,6 +97,8 @@ def open_store(
     for path in paths:
         for file_path, group in expand(key, path):
             files.append(_File(key, file_path, group, fields=fields, options=options))
+    if not files:
+        raise UserError(f"{key} is an empty list; name a file")
     for file in files[1:]:
         _check_equal_fields(key, files[0], file)
     return Store(files)
@@ -171,6 +175,7 @@ class _File:
         return max(1, min(BLOCK_BYTES // field.row_bytes, n_rows // MIN_BLOCKS))
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
+        """Copy the rows of all fields to their places."""
         for name, layout in self._layouts.items():
             target = out[name]
             field_ranges = ranges

@@ -15,7 +15,7 @@ FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-def refused(path: str, message: str, fields: dict[str, str] = FIELDS) -> None:
+def refused(path: str | list[str], message: str, fields: dict[str, str] = FIELDS) -> None:
     with pytest.raises(UserError, match=message):
         open_store("data.train", path, fields)
 
@@ -27,6 +27,11 @@ def test_a_path_names_files_and_a_group(write, tmp_path):
     assert expand("data.train", "nowhere.h5") == [("nowhere.h5", "/")]
     odd = write(4, name="odd[1].h5")
     assert expand("data.train", odd) == [(odd, "/")]
+
+
+def test_no_files_or_no_fields_are_refused(write):
+    refused([], "data.train is an empty list; name a file")
+    refused(write(4), "data.train: no field is named; data.fields maps names", {})
 
 
 def test_several_files_are_one(write, tmp_path):
