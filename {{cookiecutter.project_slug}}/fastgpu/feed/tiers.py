@@ -82,7 +82,7 @@ def make_feed(source: Source, order: BlockSampler, placement: Placement, loader:
     if tier == "host":
         columns = _read_all(source, torch.device("cpu"), n_readers, pin_memory=False).numpy()
         n_items = {name: field.n_items for name, field in source.fields.items()}
-        source = Arrays(source.name, columns, source.attributes, source.block_rows, n_items)
+        source = Arrays(source.name, columns, source.attributes, block_rows=source.block_rows, n_items=n_items)
         n_readers = max(1, n_readers)
     return StreamedFeed(source, order, placement._replace(n_readers=n_readers), loader)
 

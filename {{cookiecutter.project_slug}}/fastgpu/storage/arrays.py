@@ -1,4 +1,4 @@
-"""Rows that lie in arrays: in RAM, in .npy files that are mapped, or in sparse matrices."""
+"""Rows that lie in arrays: in memory, in mapped .npy files, or in sparse matrices."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,34 +8,38 @@ import numpy as np
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
-
-BLOCK_BYTES = 2 << 20  # of neighbouring rows: what lies on a disk is not read row by row
+from fastgpu.storage.layout import BLOCK_BYTES
 
 
 class Arrays(Source):
-    """Columns of equal length as a source of blocks.
-
-    columns: {field: (N, *shape) or RaggedArray of N rows}. block_rows: (blocks,) rows of each, if they are not to be
-    cut into about 2 MiB. below: {ragged field: number of items that its values are from}.
-    """
+    """Columns of equal length as a source of blocks."""
 
     def __init__(
         self,
         name: str,
         columns: Mapping[str, np.ndarray | RaggedArray],
         attributes: Mapping[str, Any] | None = None,
+        *,
         block_rows: np.ndarray | None = None,
         n_items: Mapping[str, int | None] | None = None,
     ):
-        self.name, self._columns, self.attributes = name, columns, dict(attributes or {})
-        self.fields, self.lengths = dict[str, Field](), dict[str, np.ndarray]()
-        for key, column in columns.items():
+        """columns: {field: array (rows, *shape), or RaggedArray of as many rows}.
+
+        block_rows: (blocks,) number of rows in each block. None: blocks of about 2 MiB, because mapped files are not to
+        be read row by row. n_items: {ragged field: number of items, if its values are item numbers}.
+        """
+        self.name = name
+        self.attributes = dict(attributes or {})
+        self.fields: dict[str, Field] = {}
+        self.lengths: dict[str, np.ndarray] = {}
+        self._columns = columns
+        for field, column in columns.items():
             if isinstance(column, RaggedArray):
-                self.lengths[key] = np.diff(column.offsets).astype(np.int32)
-                mean = float(self.lengths[key].mean())
-                self.fields[key] = Field(column.values.dtype, (), mean, (n_items or {}).get(key))
+                lengths = np.diff(column.offsets).astype(np.int32)
+                self.lengths[field] = lengths
+                self.fields[field] = Field(column.values.dtype, (), float(lengths.mean()), (n_items or {}).get(field))
             else:
-                self.fields[key] = Field(column.dtype.newbyteorder("="), column.shape[1:])
+                self.fields[field] = Field(column.dtype.newbyteorder("="), column.shape[1:])
         if block_rows is None:
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             block_rows = np.diff(np.arange(0, len(self), step), append=len(self)).astype(np.int32)
@@ -46,20 +50,21 @@ class Arrays(Source):
         return len(next(iter(self._columns.values())))
 
     def column(self, name: str) -> np.ndarray:
-        """One field of all rows, (rows, *shape); raises KeyError for a ragged one."""
+        """One field of all rows, (rows, *shape). Raises KeyError if it is ragged."""
         column = self._columns[name]
         if isinstance(column, RaggedArray):
             raise KeyError(name)
         return column
 
     def ragged(self, name: str) -> RaggedArray:
-        """The rows of a ragged field; raises KeyError for another one."""
-        if name not in self.lengths:
+        """One ragged field of all rows. Raises KeyError if it is not ragged."""
+        column = self._columns[name]
+        if not isinstance(column, RaggedArray):
             raise KeyError(name)
-        return self._columns[name]  # type: ignore[return-value]
+        return column
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe."""
+        """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
         for block, first, places in reads:
             start = int(self._block_start[block]) + first
             stop = start + len(places)

@@ -1,7 +1,7 @@
-"""HDF5 filters applied and undone by functions that release the GIL, so that threads work side by side.
+"""HDF5 filters, applied and undone by functions that release the GIL, so that threads work side by side.
 
-The HDF5 library does so under its one lock. gzip needs nothing but Python; lzf, blosc, lz4 and zstd are done by
-imagecodecs where it is installed (`pip install imagecodecs`). Every other filter is left to the library.
+The HDF5 library does the same under its one lock. gzip needs nothing but Python. lzf, blosc, lz4 and zstd need
+imagecodecs (`pip install imagecodecs`). All other filters are left to the library.
 """
 
 import zlib
@@ -14,9 +14,15 @@ import numpy as np
 
 imagecodecs: Any = import_module("imagecodecs") if find_spec("imagecodecs") else None
 if find_spec("hdf5plugin"):
-    import_module("hdf5plugin")  # from here on the library itself knows blosc, lz4, zstd and more
+    import_module("hdf5plugin")  # from here on the HDF5 library knows blosc, lz4, zstd and more
 
-NAMES = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset"} | {
+NAMES = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
     32000: "lzf",
     32001: "blosc",
     32004: "lz4",
@@ -25,40 +31,46 @@ NAMES = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "sca
     32026: "blosc2",
 }
 
-Filter = tuple[int, tuple[int, ...]]  # HDF5's number of a filter and its parameters
+Parameters = tuple[int, ...]
+Filter = tuple[int, Parameters]
+"""HDF5's number of a filter, and its parameters."""
 Bytes = bytes | bytearray | memoryview
-Do = Callable[[Any, tuple[int, ...]], Bytes]  # (bytes, parameters) -> bytes
-Undo = Callable[[Any, tuple[int, ...], int], Bytes]  # (bytes, parameters, most bytes that may come out) -> bytes
+Encoder = Callable[[Any, Parameters], Bytes]
+"""(bytes, parameters) -> bytes"""
+Decoder = Callable[[Any, Parameters, int], Bytes]
+"""(bytes, parameters, maximum number of bytes that may come out) -> bytes"""
 
 
-def filters_of(plan: Any) -> list[Filter]:
-    """Those in an h5py dataset creation property list, the one that is applied first at the front."""
-    found = [plan.get_filter(number) for number in range(plan.get_nfilters())]
-    return [(code, parameters) for code, _, parameters, _ in found]
+def filters_of(creation_properties: Any) -> list[Filter]:
+    """The filters in the creation property list of an h5py dataset, in the order in which they are applied."""
+    n_filters = creation_properties.get_nfilters()
+    entries = [creation_properties.get_filter(number) for number in range(n_filters)]
+    return [(code, parameters) for code, _, parameters, _ in entries]
 
 
 def can_decode(filters: Sequence[Filter]) -> bool:
-    """Whether `decode` knows all of them."""
-    return all(code in _UNDO for code, _ in filters)
+    """Whether `decode` knows all of the filters."""
+    return all(code in _DECODERS for code, _ in filters)
 
 
 def encode(data: Bytes, filters: Sequence[Filter]) -> Bytes:
-    """A chunk as it lies in the file: gzip, lz4 and zstd, and shuffle before them."""
+    """A chunk as it lies in the file. Knows shuffle, gzip, and with imagecodecs lz4 and zstd."""
     for code, parameters in filters:
-        data = _DO[code](data, parameters)
+        data = _ENCODERS[code](data, parameters)
     return data
 
 
 def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> Bytes:
-    """The `size` bytes of a chunk as they were before `filters`, the first of which was applied first.
+    """The `size` bytes of a chunk before the filters were applied.
 
-    skipped: bit i is set where filter i was left out for this chunk, as HDF5 does when data would not shrink
-    (`filter_mask`). Raises ValueError if the bytes are damaged.
+    skipped: HDF5's `filter_mask`. Bit i is set where filter i was left out for this chunk, as HDF5 does when the chunk
+    would not shrink. Raises ValueError if the bytes are damaged.
     """
     try:
         for number, (code, parameters) in reversed(list(enumerate(filters))):
-            if not skipped >> number & 1:
-                data = _UNDO[code](data, parameters, size)
+            was_applied = not skipped >> number & 1
+            if was_applied:
+                data = _DECODERS[code](data, parameters, size)
     except (zlib.error, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be decoded ({error})") from None
     if len(data) != size:
@@ -66,31 +78,38 @@ def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> B
     return data
 
 
-def _unzip(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
+def _unzip(data: Bytes, parameters: Parameters, size: int) -> bytes:
     inflate = zlib.decompressobj()
-    out = inflate.decompress(data, size)  # never more than asked for, whatever the file says
+    out = inflate.decompress(data, size)  # no more than `size`, whatever the file says
     inflate.decompress(inflate.unconsumed_tail, 1)  # the checksum, which stands behind the last byte
     if not inflate.eof:
         raise ValueError("goes on behind its end, or is cut")
     return out
 
 
-def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
-    width = parameters[0]  # bytes of an element; the first bytes of all elements come first
-    whole = len(data) // width * width
-    return np.frombuffer(data, np.uint8)[:whole].reshape(width, -1).T.tobytes() + bytes(data[whole:])
+def _unshuffle(data: Bytes, parameters: Parameters, size: int) -> bytes:
+    width = parameters[0]  # bytes of an element; the file has the first bytes of all elements, then the second bytes
+    n_whole_bytes = len(data) // width * width
+    elements = np.frombuffer(data, np.uint8)[:n_whole_bytes].reshape(width, -1).T
+    return elements.tobytes() + bytes(data[n_whole_bytes:])
 
 
-def _shuffle(data: Bytes, parameters: tuple[int, ...]) -> bytes:
+def _shuffle(data: Bytes, parameters: Parameters) -> bytes:
     return np.frombuffer(data, np.uint8).reshape(-1, parameters[0]).T.tobytes()
 
 
-_DO: dict[int, Do] = {1: lambda data, parameters: zlib.compress(data, parameters[0]), 2: _shuffle}
-_UNDO: dict[int, Undo] = {1: _unzip, 2: _unshuffle}
+_ENCODERS: dict[int, Encoder] = {
+    1: lambda data, parameters: zlib.compress(data, parameters[0]),
+    2: _shuffle,
+}
+_DECODERS: dict[int, Decoder] = {
+    1: _unzip,
+    2: _unshuffle,
+}
 if imagecodecs:
-    _DO[32004] = lambda data, parameters: imagecodecs.lz4h5_encode(data)
-    _DO[32015] = lambda data, parameters: imagecodecs.zstd_encode(data, level=parameters[0] if parameters else 1)
-    _UNDO[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)
-    _UNDO[32001] = lambda data, parameters, size: imagecodecs.blosc_decode(data, out=size, numthreads=1)
-    _UNDO[32004] = lambda data, parameters, size: imagecodecs.lz4h5_decode(data, out=size)
-    _UNDO[32015] = lambda data, parameters, size: imagecodecs.zstd_decode(data, out=size)
+    _ENCODERS[32004] = lambda data, parameters: imagecodecs.lz4h5_encode(data)
+    _ENCODERS[32015] = lambda data, parameters: imagecodecs.zstd_encode(data, level=parameters[0] if parameters else 1)
+    _DECODERS[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)
+    _DECODERS[32001] = lambda data, parameters, size: imagecodecs.blosc_decode(data, out=size, numthreads=1)
+    _DECODERS[32004] = lambda data, parameters, size: imagecodecs.lz4h5_decode(data, out=size)
+    _DECODERS[32015] = lambda data, parameters, size: imagecodecs.zstd_decode(data, out=size)

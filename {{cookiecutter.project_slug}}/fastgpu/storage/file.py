@@ -1,4 +1,4 @@
-"""One file open for reading."""
+"""One HDF5 file that is open for reading: its bytes by system calls, by a mapping of the file, or through h5py."""
 
 import mmap
 import os
@@ -12,17 +12,15 @@ import numpy as np
 
 from fastgpu.process.launch import RankError, UserError
 
-READ_AHEAD_BYTES = 128 << 10  # Linux fetches no more for one request
-SURE_AFTER, ASK_EVERY = 64, 8  # blocks in the page cache one after the other: then one in so many is asked for
+READ_AHEAD_BYTES = 128 << 10
+"""Linux reads at most this many bytes ahead for one `posix_fadvise`."""
+SURE_AFTER_HITS = 64
+"""After this many pieces in a row that were in the page cache, the kernel is asked less often, ..."""
+PROBE_EVERY = 8
+"""... namely about every 8th piece."""
 RESTORE = "restore the file, then go on with run.resume=auto"
-_of_thread = threading.local()
 
-
-def _scratch(size: int) -> np.ndarray:
-    """This thread's own `size` bytes, valid until it asks again: no allocation in the steady loop."""
-    if getattr(_of_thread, "scratch", None) is None or len(_of_thread.scratch) < size:
-        _of_thread.scratch = np.empty(size, np.uint8)
-    return _of_thread.scratch[:size]
+_thread_local = threading.local()
 
 
 def split_group(path: str) -> tuple[str, str]:
@@ -36,19 +34,42 @@ def not_found(path: object) -> UserError:
     return UserError(f"{path} does not exist (looked in {Path.cwd()})")
 
 
+def is_in_page_cache(descriptor: int, offset: int) -> bool | None:
+    """Whether the byte at `offset` of a file can be read without the disk. None: nobody can tell.
+
+    Only Linux tells (preadv2 with RWF_NOWAIT), and not for file systems on a network.
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
+    try:
+        n_read = os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return n_read == 1  # 0: the file was cut just now
+
+
 class OpenFile:
-    """A file open for reading: by descriptor, which fork may share since preadv has no position, and by h5py."""
+    """A file that is open for reading.
+
+    A fork may share its descriptor, because `preadv` does not use the position of the file. h5py's handle is opened at
+    the first use in each process. A pickled OpenFile opens the file again, and expects it unchanged.
+    """
 
     def __init__(self, path: str, chunk_cache: Mapping[str, float]):
-        self.path, self._chunk_cache = path, chunk_cache
+        """chunk_cache: `rdcc_nbytes`, `rdcc_nslots` and `rdcc_w0` of h5py.File."""
+        self.path = path
+        self._chunk_cache = chunk_cache
         self._open()
-        self._stamp = self._stamp_now()
+        self._stamp = self._current_stamp()
 
     def _open(self) -> None:
         self._raw = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
         self._mapped: np.ndarray | None = None
-        self._hits = self._asked = 0  # blocks in the page cache since the last that was not; and how often that counted
-        self._can_ask = hasattr(os, "RWF_NOWAIT")  # what lies in the page cache: Linux
+        self._can_probe = True
+        self._hits_in_a_row = 0
+        self._n_lookups = 0
         self._h5: h5py.File | None = None
         self._h5_pid = 0
 
@@ -61,69 +82,85 @@ class OpenFile:
 
     @property
     def size(self) -> int:
+        """Bytes of the file when it was opened first."""
         return self._stamp[0]
 
-    def _stamp_now(self) -> tuple[int, int]:
+    def _current_stamp(self) -> tuple[int, int]:
+        """(size, time of the last change in ns)"""
         status = os.fstat(self._raw.fileno())
         return status.st_size, status.st_mtime_ns
 
     def check_unchanged(self) -> None:
-        """Raises RankError if somebody has written to the file since it was opened."""
-        if self._stamp_now() != self._stamp:
+        """Raise RankError if somebody has written to the file since it was opened first."""
+        if self._current_stamp() != self._stamp:
             raise RankError(f"{self.path} was changed while in use; {RESTORE}")
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:
-        """Fill the targets, one after the other, with the bytes from `offset` on."""
-        left = sum(target.nbytes for target in targets)
-        while (n := os.preadv(self._raw.fileno(), targets, offset)) < left:
-            if n == 0:
+        """Fill the targets, one after the other, with the bytes from `offset` on.
+
+        Raises RankError if the file ends before the targets are full.
+        """
+        missing = sum(target.nbytes for target in targets)
+        while (n_read := os.preadv(self._raw.fileno(), targets, offset)) < missing:
+            if n_read == 0:
                 raise RankError(f"{self.path} ends at byte {offset}: it was cut while in use; {RESTORE}")
-            offset, left = offset + n, left - n
-            while n >= targets[0].nbytes:  # a short read: a signal, or more than 2 GiB
-                n -= targets.pop(0).nbytes
-            targets[0] = targets[0][n:]
+            offset += n_read
+            missing -= n_read
+            while n_read >= targets[0].nbytes:  # a signal or the limit of 2 GiB ended the call early
+                n_read -= targets.pop(0).nbytes
+            targets[0] = targets[0][n_read:]
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """(count,) uint8 in this thread's scratch memory, valid until it reads again."""
+        """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
         scratch = _scratch(count)
         self.preadv([scratch.data], offset)
         return scratch
 
     def will_need(self, offset: int, count: int) -> None:
-        """Have the kernel begin to fetch those bytes."""
+        """Ask the kernel to start reading those bytes from the disk."""
         if hasattr(os, "posix_fadvise"):
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def cached(self, offset: int, count: int) -> np.ndarray | None:
-        """(count,) uint8, a view of the file, if its bytes are in memory; None where they are not, or nobody can tell.
+        """(count,) uint8, a view of the mapped file, if those bytes are in the page cache; otherwise None.
 
-        The last page is asked for: what is read together is evicted together, and reading ahead may have brought in the
-        first ones only. After many blocks that were there, few are asked for: the answer costs a CPU 4 % of the copy,
-        and a wrong guess a few page faults. File systems on a network do not tell, and are not mapped.
+        The kernel is asked about the last page only. Bytes that are read together are evicted together, and reading
+        ahead may have brought in the first pages alone.
+
+        The answer costs 4 % of the CPU time of the copy. So after 64 hits in a row only every 8th piece is asked
+        about, and the others are taken for hits. A wrong guess costs a few page faults. After a miss, every piece is
+        asked about again. Where nobody can tell what is cached, everything counts as a miss and the file is not mapped.
         """
-        self._asked += 1
-        if (self._hits < SURE_AFTER or self._asked % ASK_EVERY == 0) and not self._is_cached(offset + count - 1):
-            self._hits = 0
+        self._n_lookups += 1
+        must_probe = self._hits_in_a_row < SURE_AFTER_HITS or self._n_lookups % PROBE_EVERY == 0
+        if must_probe and not self._probe(offset + count - 1):
+            self._hits_in_a_row = 0
             return None
-        self._hits += 1
+        self._hits_in_a_row += 1
         if self._mapped is None:
             self._mapped = np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return self._mapped[offset : offset + count]
 
-    def _is_cached(self, offset: int) -> bool:
-        if not self._can_ask:
+    def _probe(self, offset: int) -> bool:
+        if not self._can_probe:
             return False
-        try:
-            return os.preadv(self._raw.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1  # 0: cut just now
-        except BlockingIOError:
+        answer = is_in_page_cache(self._raw.fileno(), offset)
+        if answer is None:
+            self._can_probe = False
             return False
-        except OSError:
-            self._can_ask = False
-            return False
+        return answer
 
     def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
-        """Rows from `start` on through the HDF5 library, which decodes them under its lock."""
+        """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""
         if self._h5 is None or self._h5_pid != os.getpid():
-            self._h5, self._h5_pid = h5py.File(self.path, "r", **self._chunk_cache), os.getpid()
+            self._h5 = h5py.File(self.path, "r", **self._chunk_cache)
+            self._h5_pid = os.getpid()
         self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
+
+
+def _scratch(size: int) -> np.ndarray:
+    """(size,) uint8 that belong to this thread until it asks again. The steady loop allocates nothing."""
+    if getattr(_thread_local, "scratch", None) is None or len(_thread_local.scratch) < size:
+        _thread_local.scratch = np.empty(size, np.uint8)
+    return _thread_local.scratch[:size]

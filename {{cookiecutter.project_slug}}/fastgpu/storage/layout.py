@@ -1,12 +1,15 @@
 """Where the rows of one HDF5 dataset lie in its file, and the ways to read them.
 
-plain bytes in the page cache          one indexed copy out of a mapping of the file: a byte is touched once
-plain bytes, rows of 8 KiB and more    one preadv a block scatters its rows to their places: once, too
-plain bytes, smaller rows              one preadv into scratch memory, one indexed copy
-filters with a codec, checksums        the same, decoded and checked in between, in the reader's own thread
-the rest                               through h5py, under the HDF5 library's one lock
+    rows in the file                       how they are read
+    plain, in the page cache               one indexed copy out of a mapping of the file: each byte is touched once
+    plain, 8 KiB a row and more            one preadv per block scatters its rows to their places: touched once, too
+    plain, less than 8 KiB a row           one preadv into scratch memory, then one indexed copy
+    compressed by a filter of codecs.py    as above, decoded in between by the thread that reads
+    with checksums to verify               as above, checked in between
+    all others                             through h5py, under the one lock of the HDF5 library
 
-A mapping is never read where its pages are not in memory: a page fault at a time is far slower than one preadv a block.
+A mapping is never read where its pages are not in memory: page faults one by one are far slower than one preadv per
+block.
 """
 
 import hashlib
@@ -21,19 +24,29 @@ from fastgpu.rows.field import Field
 from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
 
-BLOCK_BYTES = 2 << 20  # random pieces of 2 MiB read as fast as a cold disk can
-MIN_BLOCKS = 256  # of a small file: enough to shuffle, and to share among ranks
-COLUMN_BYTES = 1 << 30  # a field beside the largest one is held in memory up to this size
-SCATTER_BYTES = 8192  # rows from here on are scattered by the kernel; smaller ones by one indexed copy
-IOV_MAX = 1024  # Linux: destinations of one preadv
-DIGESTS = "fastgpu_sha256"  # group beside the datasets: (blocks, 32) uint8 for each, of the rows' bytes as stored
+BLOCK_BYTES = 2 << 20
+"""Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
+MIN_BLOCKS = 256
+"""Minimum number of blocks in a small file, so that they can be shuffled and shared among ranks."""
+COLUMN_BYTES = 1 << 30
+"""A field beside the largest one is kept in memory up to this size."""
+SCATTER_BYTES = 8192
+"""Rows of this size or more are scattered by the kernel, smaller ones by one indexed copy."""
+IOV_MAX = 1024
+"""Maximum number of targets of one preadv on Linux."""
+DIGESTS = "fastgpu_sha256"
+"""Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
+
+Piece = tuple[int, int, np.ndarray]
+"""(chunk, first row in the chunk, places): neighbouring rows of one chunk, and where each of them goes."""
 
 
 class RowRange(NamedTuple):
-    """Rows start, start + 1, ... of a dataset go to `places`: (n,) int64."""
+    """Rows start, start + 1, ... of a dataset, and the place of each in the output."""
 
     start: int
     places: np.ndarray
+    """(n,) int64, all different."""
 
 
 class ReadOptions(NamedTuple):
@@ -44,173 +57,241 @@ class ReadOptions(NamedTuple):
     chunk_cache: Mapping[str, float] = {}
 
 
-class Layout:
-    """Where the rows of one dataset lie in its file: chunk after chunk, or left to h5py."""
+class _Chunks(NamedTuple):
+    """Where each chunk of a dataset lies in the file."""
 
-    def __init__(self, what: str, data: h5py.Dataset, options: ReadOptions, n_items: int | None = None):
-        """what: names the dataset in messages. below: whole numbers that are not 0 to below - 1 are damage."""
-        self._what, self.dataset, self._below = what, data.name, n_items
-        self._dtype = data.dtype
+    offsets: np.ndarray
+    """(chunks,) int64: the first byte."""
+    sizes: np.ndarray
+    """(chunks,) int64: bytes in the file. Without filters, the unused end of the last chunk does not count."""
+    skipped_filters: np.ndarray
+    """(chunks,) int64: bit i is set where filter i was left out (see `codecs.decode`)."""
+
+
+class Layout:
+    """The rows of one dataset. They are found in the file as chunks, or left to h5py.
+
+    A dataset without chunks is cut into chunks of about BLOCK_BYTES. Picklable; holds no h5py object.
+    """
+
+    def __init__(self, name: str, data: h5py.Dataset, options: ReadOptions, n_items: int | None = None):
+        """name: names the dataset in messages. n_items: a whole number outside of range(n_items) is damage.
+
+        Raises UserError if the dataset cannot be read to its end.
+        """
+        self.dataset = data.name
         self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
-        self._file = OpenFile(data.file.filename, options.chunk_cache)  # the file that a trusted link leads to
-        self._rows, row_bytes = len(data), self.field.row_bytes
-        self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, row_bytes))
-        plan = data.id.get_create_plist()
-        self._filters = codecs.filters_of(plan)
-        self._offsets: np.ndarray | None = None  # (chunks,) int64: first byte of each; None: read through h5py
-        if not self._rows:
-            self._offsets = self._sizes = np.empty(0, np.int64)
-        elif data.is_virtual or data.external:
-            pass
-        elif data.chunks:
-            self._find_chunks(data)
-        elif (offset := data.id.get_offset()) is None:
-            raise UserError(f"{what} was never written")
+        if data.chunks:
+            self.chunk_rows = data.chunks[0]
         else:
-            self._offsets = offset + np.arange(0, self._rows, self.chunk_rows) * row_bytes
-            self._sizes = self._chunk_counts() * row_bytes
-        if self._offsets is not None and self._rows and int((self._offsets + self._sizes).max()) > self._file.size:
-            raise UserError(f"{what}: the file is truncated: copy or write it again")
-        if self._offsets is None:
-            for code, _ in self._filters:
-                if not h5py.h5z.filter_avail(code):
-                    name = codecs.NAMES.get(code, f"HDF5 filter {code}")
-                    raise UserError(f"{what} is compressed by {name}, which is not installed; pip install hdf5plugin")
-        self._digests: np.ndarray | None = None
+            self.chunk_rows = max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
+        self._name = name
+        self._n_items = n_items
+        self._n_rows = len(data)
+        self._dtype = data.dtype
+        self._file = OpenFile(data.file.filename, options.chunk_cache)  # the file that a trusted link leads to
+        self._filters = codecs.filters_of(data.id.get_create_plist())
+        self._chunks = self._find_chunks(data)  # None: read through h5py
+        self._digests: np.ndarray | None = None  # (chunks, 32) uint8
+        if self._chunks is None:
+            self._check_that_h5py_can_decode()
         if options.verify:
-            found = data.parent.get(f"{DIGESTS}/{self.dataset.rpartition('/')[2]}")
-            if not isinstance(found, h5py.Dataset) or found.shape != (-(-self._rows // self.chunk_rows), 32):
-                raise UserError(f"{what} has no checksums for data.verify; `python convert.py repack` writes them")
-            self._digests = found[:]
+            self._digests = self._read_digests(data)
+        self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
 
     @property
     def filters(self) -> str:
-        """Names of those that the chunks went through, joined by +."""
+        """Names of the filters that the chunks went through, joined by +."""
         return " + ".join(codecs.NAMES.get(code, f"filter {code}") for code, _ in self._filters)
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes come past the HDF5 library."""
-        return self._offsets is not None
+        """Whether the rows are read without the HDF5 library."""
+        return self._chunks is not None
 
-    def _find_chunks(self, data: h5py.Dataset) -> None:
-        """The table of chunks, unless they split rows or cannot be decoded here."""
-        wanted = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))
-        missing = wanted - data.id.get_num_chunks()
-        if missing:
-            raise UserError(f"{self._what}: {missing} of {wanted} chunks were never written")
-        if data.chunks[1:] != data.shape[1:] or not codecs.can_decode(self._filters) or not self.field.row_bytes:
-            return
-        table = np.empty((3, wanted), np.int64)
-        offsets, self._sizes, self._skipped = table
+    # ------------------------------------------------------------------------------------------ metadata
+
+    def _find_chunks(self, data: h5py.Dataset) -> _Chunks | None:
+        """The table of chunks. None: only the HDF5 library can find or decode the rows."""
+        if not self._n_rows:
+            return _Chunks(*np.empty((3, 0), np.int64))
+        if data.is_virtual or data.external:
+            return None
+        chunks = self._find_stored_chunks(data) if data.chunks else self._cut_into_chunks(data)
+        if chunks is not None and int((chunks.offsets + chunks.sizes).max()) > self._file.size:
+            raise UserError(f"{self._name}: the file is truncated: copy or write it again")
+        return chunks
+
+    def _find_stored_chunks(self, data: h5py.Dataset) -> _Chunks | None:
+        n_chunks = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))
+        n_missing = n_chunks - data.id.get_num_chunks()
+        if n_missing:
+            raise UserError(f"{self._name}: {n_missing} of {n_chunks} chunks were never written")
+        splits_rows = data.chunks[1:] != data.shape[1:]
+        if splits_rows or not codecs.can_decode(self._filters) or not self.field.row_bytes:
+            return None
+        table = np.empty((3, n_chunks), np.int64)
 
         def note(chunk: h5py.h5d.StoreInfo) -> None:
-            table[:, chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            number = chunk.chunk_offset[0] // self.chunk_rows
+            table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         data.id.chunk_iter(note)
-        self._offsets = offsets
-        if not self._filters:  # the rows behind the last one are there, but not wanted
-            self._sizes = self._chunk_counts() * self.field.row_bytes
+        chunks = _Chunks(*table)
+        if self._filters:
+            return chunks
+        return chunks._replace(sizes=self._rows_per_chunk() * self.field.row_bytes)
 
-    def _chunk_counts(self) -> np.ndarray:
-        """(chunks,) rows of each."""
-        return np.diff(np.arange(0, self._rows, self.chunk_rows), append=self._rows)
+    def _cut_into_chunks(self, data: h5py.Dataset) -> _Chunks:
+        """A table of chunks for rows that lie in one piece."""
+        offset = data.id.get_offset()
+        if offset is None:
+            raise UserError(f"{self._name} was never written")
+        offsets = offset + np.arange(0, self._n_rows, self.chunk_rows) * self.field.row_bytes
+        return _Chunks(offsets, self._rows_per_chunk() * self.field.row_bytes, np.zeros_like(offsets))
 
-    def read(self, runs: Iterable[RowRange], out: np.ndarray) -> None:
-        """Rows -> out, each run to its places; all of them are there when it returns.
+    def _rows_per_chunk(self) -> np.ndarray:
+        """(chunks,) int64: number of rows in each chunk."""
+        return np.diff(np.arange(0, self._n_rows, self.chunk_rows), append=self._n_rows)
 
-        What is not in memory is announced to the kernel first, so that few threads keep a disk busy. Copies out of the
-        mapping come last, in one go: each empties the CPU's caches, of the code between them too.
+    def _check_that_h5py_can_decode(self) -> None:
+        for code, _ in self._filters:
+            if not h5py.h5z.filter_avail(code):
+                filter_name = codecs.NAMES.get(code, f"HDF5 filter {code}")
+                raise UserError(
+                    f"{self._name} is compressed by {filter_name}, which is not installed; pip install hdf5plugin"
+                )
+
+    def _read_digests(self, data: h5py.Dataset) -> np.ndarray:
+        n_chunks = -(-self._n_rows // self.chunk_rows)
+        digests = data.parent.get(f"{DIGESTS}/{self.dataset.rpartition('/')[2]}")
+        if not isinstance(digests, h5py.Dataset) or digests.shape != (n_chunks, 32):
+            raise UserError(f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them")
+        return digests[:]
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def read(self, ranges: Iterable[RowRange], out: np.ndarray) -> None:
+        """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
+
+        Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
-        size, takes_whole = self.field.row_bytes, bool(self._filters) or self._digests is not None
-        reads, copies = [], []
-        for chunk, row, places in self._by_chunk(runs):
-            data = None
-            if self._offsets is not None:
-                offset, count = int(self._offsets[chunk]) + row * size, len(places) * size
-                if takes_whole:
-                    offset, count = int(self._offsets[chunk]), int(self._sizes[chunk])
-                data = self._file.cached(offset, count)
-                if data is None:
-                    self._file.will_need(offset, count)
-            if data is None or takes_whole:
-                reads.append((chunk, row, places))
-            else:
-                copies.append((places, self._rows_of(data)))
-        for chunk, row, places in reads:
-            if self._offsets is None or takes_whole:
-                out[places] = self._checked(self._whole_chunk(chunk)[row : row + len(places)])
-            else:
-                self._read_rows(int(self._offsets[chunk]) + row * size, places, out)
-        for places, rows in copies:
-            out[places] = self._checked(rows)
+        pieces = self._pieces(ranges)
+        if self._takes_whole_chunks:
+            self._read_from_whole_chunks(list(pieces), out)
+        else:
+            self._read_plain_rows(pieces, out)
         self._file.check_unchanged()
 
     def read_all(self, dtype: np.dtype) -> np.ndarray:
-        """All rows, (rows, *shape), for what is held in memory; a few chunks at a time, since a place takes 8 bytes."""
-        out = np.empty((self._rows, *self.field.shape), dtype)
-        step = self.chunk_rows * max(1, BLOCK_BYTES // max(1, self.chunk_rows * self.field.row_bytes))
-        for start in range(0, self._rows, step):
-            some = out[start : start + step]
-            self.read([RowRange(start, np.arange(len(some)))], some)
+        """All rows, (rows, *shape), as `dtype`. For small fields that are kept in memory."""
+        out = np.empty((self._n_rows, *self.field.shape), dtype)
+        chunks_per_step = max(1, BLOCK_BYTES // max(1, self.chunk_rows * self.field.row_bytes))
+        step = self.chunk_rows * chunks_per_step  # in steps, since the places take 8 bytes per row
+        for start in range(0, self._n_rows, step):
+            part = out[start : start + step]
+            self.read([RowRange(start, np.arange(len(part)))], part)
         return out
 
-    def _by_chunk(self, runs: Iterable[RowRange]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(chunk, first row in it, places) of every part of a run that lies in one chunk."""
-        for start, places in runs:
-            at = 0
-            while at < len(places):
-                chunk, row = divmod(start + at, self.chunk_rows)
-                some = places[at : at + self.chunk_rows - row]
-                yield chunk, row, some
-                at += len(some)
+    def _pieces(self, ranges: Iterable[RowRange]) -> Iterator[Piece]:
+        """Cut ranges at the borders of chunks."""
+        for start, places in ranges:
+            done = 0
+            while done < len(places):
+                chunk, row = divmod(start + done, self.chunk_rows)
+                piece_places = places[done : done + self.chunk_rows - row]
+                yield chunk, row, piece_places
+                done += len(piece_places)
 
-    def _read_rows(self, offset: int, places: np.ndarray, out: np.ndarray) -> None:
-        """Neighbouring rows of plain bytes, by system calls."""
-        size = self.field.row_bytes
-        if size < SCATTER_BYTES or not self._dtype.isnative:
-            out[places] = self._checked(self._rows_of(self._file.read(offset, len(places) * size)))
-        else:
-            flat = out.reshape(-1).view(np.uint8).data
-            targets = [flat[place : place + size] for place in (places * size).tolist()]
-            for i in range(0, len(targets), IOV_MAX):
-                self._file.preadv(targets[i : i + IOV_MAX], offset + i * size)
+    def _read_plain_rows(self, pieces: Iterable[Piece], out: np.ndarray) -> None:
+        """Read rows that lie in the file as they are.
 
-    def _checked(self, rows: np.ndarray) -> np.ndarray:
-        """The same rows. An item number that is too large would be a crash on the device, far from its cause."""
-        if self._below is not None and len(rows):
-            least, most = int(rows.min()), int(rows.max())
-            if least < 0 or most >= self._below:
-                wrong = least if least < 0 else most
-                raise RankError(
-                    f"{self._what}: {wrong} is none of 0 to {self._below - 1}, as its shape says; {RESTORE}"
-                )
-        return rows
+        The kernel is told first about all bytes that are not in memory, so that few threads keep a disk busy. The
+        copies out of the mapping come last, in one go: each of them displaces code and data from the CPU's caches.
+        """
+        assert self._chunks is not None
+        offsets = self._chunks.offsets
+        row_bytes = self.field.row_bytes
+        missing = []
+        copies = []
+        for chunk, row, places in pieces:
+            offset = int(offsets[chunk]) + row * row_bytes
+            count = len(places) * row_bytes
+            data = self._file.cached(offset, count)
+            if data is None:
+                self._file.will_need(offset, count)
+                missing.append((offset, places))
+            else:
+                copies.append((self._as_rows(data), places))
+        for offset, places in missing:
+            self._read_from_disk(offset, places, out)
+        for rows, places in copies:
+            out[places] = self._checked(rows)
 
-    def _whole_chunk(self, chunk: int) -> np.ndarray:
-        """The rows of a chunk, read, decoded and checked as far as the file and the options want it."""
-        count = min(self.chunk_rows, self._rows - chunk * self.chunk_rows)
-        if self._offsets is None:
-            rows = np.empty((count, *self.field.shape), self._dtype)
+    def _read_from_disk(self, offset: int, places: np.ndarray, out: np.ndarray) -> None:
+        """Read neighbouring rows by system calls."""
+        row_bytes = self.field.row_bytes
+        if row_bytes < SCATTER_BYTES or not self._dtype.isnative:
+            out[places] = self._checked(self._as_rows(self._file.read(offset, len(places) * row_bytes)))
+            return
+        memory = out.reshape(-1).view(np.uint8).data
+        targets = [memory[start : start + row_bytes] for start in (places * row_bytes).tolist()]
+        for i in range(0, len(targets), IOV_MAX):
+            self._file.preadv(targets[i : i + IOV_MAX], offset + i * row_bytes)
+
+    def _read_from_whole_chunks(self, pieces: list[Piece], out: np.ndarray) -> None:
+        """Read rows that have to be decoded or checked a chunk at a time. As above, the kernel is told first."""
+        if self._chunks is not None:
+            for chunk, _, _ in pieces:
+                offset = int(self._chunks.offsets[chunk])
+                size = int(self._chunks.sizes[chunk])
+                if self._file.cached(offset, size) is None:
+                    self._file.will_need(offset, size)
+        for chunk, row, places in pieces:
+            out[places] = self._checked(self._read_chunk(chunk)[row : row + len(places)])
+
+    def _read_chunk(self, chunk: int) -> np.ndarray:
+        """(rows, *shape): the rows of a chunk, decoded, and checked if `verify` is set. Valid until the next read."""
+        n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
+        if self._chunks is None:
+            rows = np.empty((n_rows, *self.field.shape), self._dtype)
             self._file.read_h5(self.dataset, chunk * self.chunk_rows, rows)
         else:
-            where = int(self._offsets[chunk]), int(self._sizes[chunk])
-            data = self._file.cached(*where)
-            data = self._file.read(*where) if data is None else data
+            offset = int(self._chunks.offsets[chunk])
+            size = int(self._chunks.sizes[chunk])
+            data = self._file.cached(offset, size)
+            if data is None:
+                data = self._file.read(offset, size)
             if self._filters:
-                data = self._decode(chunk, data)[: count * self.field.row_bytes]
-            rows = self._rows_of(data)
+                data = self._decode(chunk, data)[: n_rows * self.field.row_bytes]
+            rows = self._as_rows(data)
         if self._digests is not None and hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
-            raise RankError(f"{self._what}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
+            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
         return rows
 
     def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
+        assert self._chunks is not None
+        size = self.chunk_rows * self.field.row_bytes
+        skipped = int(self._chunks.skipped_filters[chunk])
         try:
-            size = self.chunk_rows * self.field.row_bytes
-            return np.frombuffer(codecs.decode(data.data, self._filters, int(self._skipped[chunk]), size), np.uint8)
+            return np.frombuffer(codecs.decode(data.data, self._filters, skipped, size), np.uint8)
         except ValueError as error:
-            raise RankError(f"{self._what}: block {chunk} is damaged: it {error}; {RESTORE}") from None
+            raise RankError(f"{self._name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
 
-    def _rows_of(self, data: np.ndarray) -> np.ndarray:
+    def _as_rows(self, data: np.ndarray) -> np.ndarray:
         return data.view(self._dtype).reshape(-1, *self.field.shape)
+
+    def _checked(self, rows: np.ndarray) -> np.ndarray:
+        """The same rows. Raises RankError for an item number out of range, which would crash the device much later."""
+        if self._n_items is None or not len(rows):
+            return rows
+        smallest = int(rows.min())
+        largest = int(rows.max())
+        if smallest >= 0 and largest < self._n_items:
+            return rows
+        wrong = smallest if smallest < 0 else largest
+        raise RankError(
+            f"{self._name}: item number {wrong} is not in 0 to {self._n_items - 1}, as the attribute shape has it; "
+            f"{RESTORE}"
+        )

@@ -4,7 +4,9 @@ import torch
 from harness import ITEMS, is_ragged, ragged
 
 from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows.rows import Ragged, RaggedArray, Rows
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -34,18 +36,17 @@ def test_batches_cover_the_rows_in_order(rows):
 
 def test_empty_gives_memory_of_the_fields_that_numpy_shares():
     fields = {"x": Field(np.dtype("uint8"), (3, 2)), "y": Field(np.dtype("int64"), ())}
-    rows = Rows.empty(fields, 5, torch.device("cpu"))
+    rows = Rows.empty(fields, 5, CPU)
     rows.numpy()["x"][:] = 7
     assert rows["x"].shape == (5, 3, 2)
     assert int(rows["x"].sum()) == 7 * 30
-    assert (fields["x"].row_bytes, fields["y"].row_bytes) == (6, 8)
 
 
 def test_copy_overwrites_in_place(rows):
     other = Rows({name: torch.zeros_like(column) for name, column in rows.columns.items()})
-    where = rows["x"].data_ptr()
+    address = rows["x"].data_ptr()
     rows.copy_(other)
-    assert rows["x"].data_ptr() == where
+    assert rows["x"].data_ptr() == address
     assert not rows["x"].any()
 
 
@@ -85,12 +86,12 @@ def test_taking_ragged_rows_gathers_them(sparse, index):
     taken = sparse.take(torch.tensor(index, dtype=torch.int64))
     assert taken["number"].tolist() == index
     assert is_ragged(taken["items"], index)
-    room = Rows({"items": Ragged.empty(np.dtype("i4"), 30, 100, torch.device("cpu")), "number": torch.empty(30).long()})
-    where = room["items"].values.data_ptr()
+    out = Rows({"items": Ragged.empty(np.dtype("i4"), 30, 100, CPU), "number": torch.empty(30).long()})
+    address = out["items"].values.data_ptr()
     for part in (sparse, sparse.slice(0, 20)):
-        taken = part.take(torch.tensor(index, dtype=torch.int64), out=room)
+        taken = part.take(torch.tensor(index, dtype=torch.int64), out=out)
         assert is_ragged(taken["items"], index)
-        assert len(taken["items"].values) == 0 or taken["items"].values.data_ptr() == where
+        assert len(taken["items"].values) == 0 or taken["items"].values.data_ptr() == address
 
 
 def test_batches_of_ragged_rows_and_the_row_of_each_value(sparse):
@@ -99,24 +100,32 @@ def test_batches_of_ragged_rows_and_the_row_of_each_value(sparse):
     for batch in batches:
         assert is_ragged(batch["items"], batch["number"].tolist())
         counts = [n * 7 % 5 for n in batch["number"].tolist()]
-        assert batch["items"].rows.tolist() == [row for row, count in enumerate(counts) for _ in range(count)]
+        assert batch["items"].rows.tolist() == np.repeat(np.arange(len(counts)), counts).tolist()
 
 
-def test_ragged_rows_copy_to_memory_elsewhere_that_shares_their_offsets_on_the_host(sparse):
-    host = Rows.empty({"items": Field(np.dtype("i4"), (), 2.0, ITEMS)}, 30, torch.device("cpu"), values={"items": 99})
-    device = host.on(torch.device("cpu"))
+def test_ragged_rows_are_copied_to_memory_that_shares_their_offsets_on_the_host(sparse):
+    fields = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS)}
+    host = Rows.empty(fields, 30, CPU, n_values={"items": 99})
+    device = host.empty_like(CPU)
     source = sparse["items"]
-    host["items"].host[:21] = source.host
+    host["items"].host_offsets[:21] = source.host_offsets
     host["items"].values[: len(source.values)] = source.values
     device.slice(0, 20).copy_(host.slice(0, 20))
     assert is_ragged(device.slice(0, 20)["items"], range(20))
     assert is_ragged(device.slice(4, 9)["items"], range(4, 9))
-    assert is_ragged(sparse["items"].to(torch.device("cpu")), range(20))
+    assert is_ragged(sparse["items"].to(CPU), range(20))
 
 
-def test_a_field_says_its_bytes_and_what_it_is():
-    assert Field(np.dtype("i4"), (), 2.6, 10).row_bytes == 4 + 11
-    assert str(Field(np.dtype("i4"), (), 2.6, 10)) == "int32 (N, any number) below 10"
-    assert str(Field(np.dtype("u1"), (3, 2))) == "uint8 (N, 3, 2)"
-    assert Field(np.dtype("i4"), (), 2.6, 10).kind == Field(np.dtype("i4"), (), 3.0, 10).kind
-    assert Field(np.dtype("i4"), (), 2.6, 10).kind != Field(np.dtype("i4"), (), 2.6, 11).kind
+@pytest.mark.parametrize("row_ids", [[], [4], [19, 3, 3, 0, 7], list(range(20))])
+def test_the_places_of_the_values_of_some_rows(row_ids):
+    array = ragged(range(20))
+    places = array.places(np.array(row_ids, int))
+    assert array.values[places].tolist() == ragged(row_ids).values.tolist()
+
+
+def test_ragged_rows_share_their_memory_with_numpy(sparse):
+    array = sparse.numpy()["items"]
+    assert isinstance(array, RaggedArray)
+    assert len(array) == 20
+    assert is_ragged(array, range(20))
+    assert np.shares_memory(array.values, sparse["items"].values.numpy())

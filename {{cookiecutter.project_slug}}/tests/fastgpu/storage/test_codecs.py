@@ -1,4 +1,5 @@
 import zlib
+from pathlib import Path
 
 import h5py
 import hdf5plugin
@@ -9,7 +10,6 @@ from harness import numbered, numbers_of
 from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import codecs
-from fastgpu.storage import layout as layout_module
 from fastgpu.storage.store import open_store
 
 OPTIONS = {
@@ -17,9 +17,9 @@ OPTIONS = {
     "gzip, shuffled": {"compression": "gzip", "shuffle": True},
     "lzf": {"compression": "lzf"},
     "lzf, shuffled": {"compression": "lzf", "shuffle": True},
-    "blosc": dict(hdf5plugin.Blosc(cname="lz4", shuffle=2)),
-    "lz4": dict(hdf5plugin.LZ4()),
-    "zstd": dict(hdf5plugin.Zstd()),
+    "blosc": {"compression": hdf5plugin.Blosc(cname="lz4", shuffle=2)},
+    "lz4": {"compression": hdf5plugin.LZ4()},
+    "zstd": {"compression": hdf5plugin.Zstd()},
 }
 
 
@@ -41,7 +41,8 @@ def test_chunks_decode_to_what_the_library_gives(tmp_path, name, dtype):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_store_decodes_in_its_own_threads(write, monkeypatch, name):
     store = open_store("data.train", write(50, (1, 96, 96), 8, **OPTIONS[name]), {"images": "images"})
-    monkeypatch.setattr(layout_module.OpenFile, "read_h5", lambda *_: pytest.fail("read through h5py"))
+    monkeypatch.setattr(h5py, "File", lambda *_, **__: pytest.fail("read through h5py"))
+    assert not store.by_h5py
     out = {"images": np.zeros((50, 1, 96, 96), np.uint8)}
     for block, rows in enumerate(store.block_rows.tolist()):
         store.read([BlockRead(block, 0, np.arange(block * 8, block * 8 + rows))], out)
@@ -52,7 +53,7 @@ def test_a_filter_left_out_for_a_chunk_is_not_undone(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         data = file.create_dataset("x", (16, 8), "u1", chunks=(8, 8), compression="gzip", shuffle=True)
         data[:8] = numbered(8).reshape(8, 8)
-        data.id.write_direct_chunk((8, 0), numbered(8, start=8).tobytes(), filter_mask=3)  # neither filter
+        data.id.write_direct_chunk((8, 0), numbered(8, start=8).tobytes(), filter_mask=3)  # both left out
     store = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
     out = {"x": np.zeros((16, 8), np.uint8)}
     for block in (0, 1):
@@ -66,7 +67,8 @@ def test_damaged_chunks_are_an_error(name, damage, tmp_path):
     rows = numbered(64, (1, 8, 8))
     with h5py.File(tmp_path / "x.h5", "w") as file:
         data = file.create_dataset("x", data=rows, chunks=rows.shape, **OPTIONS[name])
-        filters, (_, raw) = codecs.filters_of(data.id.get_create_plist()), data.id.read_direct_chunk((0, 0, 0, 0))
+        filters = codecs.filters_of(data.id.get_create_plist())
+        _, raw = data.id.read_direct_chunk((0, 0, 0, 0))
     bad = {"cut": raw[: len(raw) // 2], "garbage": bytes(range(256)) * 4, "empty": b""}[damage]
     with pytest.raises(ValueError, match="cannot be decoded|bytes instead of"):
         codecs.decode(bad, filters, 0, rows.nbytes)
@@ -82,10 +84,22 @@ def test_a_chunk_that_grows_without_end_stops_at_its_size():
 def test_damage_names_the_block(write):
     path = write(40, (1, 96, 96), compression="gzip")
     with h5py.File(path) as file:
-        where = file["images"].id.get_chunk_info(2)
-    with open(path, "r+b") as raw:  # noqa: PTH123
-        raw.seek(where.byte_offset)
+        chunk = file["images"].id.get_chunk_info(2)
+    with Path(path).open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
         raw.write(b"no zlib here")
     store = open_store("data.train", path, {"images": "images"})
     with pytest.raises(RankError, match="images: block 2 is damaged: it cannot be decoded"):
         store.read([BlockRead(2, 0, np.arange(8))], {"images": np.empty((40, 1, 96, 96), np.uint8)})
+
+
+@pytest.mark.parametrize("name", ["gzip", "gzip, shuffled", "lz4", "zstd"])
+def test_an_encoded_chunk_decodes_to_itself(tmp_path, name):
+    rows = numbered(64, (1, 8, 8))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", rows.shape, "u1", chunks=rows.shape, **OPTIONS[name])
+        filters = codecs.filters_of(data.id.get_create_plist())
+        encoded = codecs.encode(rows.tobytes(), filters)
+        data.id.write_direct_chunk((0, 0, 0, 0), bytes(encoded))
+        np.testing.assert_array_equal(data[:], rows)
+    assert bytes(codecs.decode(encoded, filters, 0, rows.nbytes)) == rows.tobytes()

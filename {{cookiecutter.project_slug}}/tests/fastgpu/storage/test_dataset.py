@@ -1,49 +1,57 @@
+import json
 import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from harness import numbered, numbers_of, run_train
 from torch.utils.data import Dataset, IterableDataset
 
-from fastgpu.feed.tiers import Feed, make_feed
+from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.process.config import Loader
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.dataset import DatasetSource, LoaderOptions, WorkerPool, open_dataset
+from fastgpu.rows.contract import BlockRead
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.storage.dataset import DatasetSource, open_dataset
 
 CPU = torch.device("cpu")
 FIELDS = {"images": "images", "labels": "labels"}
+N_ROWS = 150
+BAD_ROW = 70
 
 
 class Numbered(Dataset):
-    """Rows that carry their numbers; `what` makes them misbehave."""
+    """Rows that carry their numbers. `kind` says what the items are, or how reading row 70 fails."""
 
     class_names = ("a", "b", "c", "d")
 
-    def __init__(self, what: str = "", rows: int = 150):
-        self.what, self.images = what, numbered(rows, (1, 8, 8))
+    def __init__(self, kind: str = ""):
+        self.kind = kind
+        self.images = numbered(N_ROWS, (1, 8, 8))
 
     def __len__(self) -> int:
-        return len(self.images)
+        return N_ROWS
 
     def __getitem__(self, row: int):
-        if row == 70:
-            match self.what:
+        if row == BAD_ROW:
+            match self.kind:
                 case "raise":
                     raise RuntimeError("row 70 is bad")
+                case "raise OSError":
+                    raise OSError("row 70 cannot be opened")
                 case "die":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "hang":
                     time.sleep(1000)
-        if self.what == "random":
+        if self.kind == "random":
             return random.random(), np.random.rand(), torch.rand(())
-        if self.what == "mapping":
+        if self.kind == "mapping":
             return {"labels": row % 4, "images": torch.from_numpy(self.images[row])}
         return self.images[row], row % 4
 
@@ -61,113 +69,182 @@ class Empty(Numbered):
         return 0
 
 
-def rows_of(what: str = "", fields=FIELDS, **options) -> DatasetSource:
-    return DatasetSource("Numbered", Numbered(what), fields, LoaderOptions(**options))
+class WithoutLength(Dataset):
+    def __init__(self, path):
+        pass
+
+    def __getitem__(self, row: int):
+        return row
 
 
-def feed_of(rows: DatasetSource, workers: int, tier="disk", **order) -> tuple[Feed, BlockSampler]:
-    sampler = BlockSampler(rows.block_rows, 8, **({"pool_batches": 3, "seed": 1} | order))
-    return make_feed(rows, sampler, tier, CPU, workers), sampler
+def source_of(kind: str = "", fields: dict[str, str] = FIELDS, **loader) -> DatasetSource:
+    return DatasetSource("Numbered", Numbered(kind), fields, Loader(**loader))
+
+
+def order_of(source: DatasetSource, **options) -> BlockSampler:
+    return BlockSampler(source.block_rows, 8, **({"pool_batches": 3, "seed": 1} | options))
+
+
+def feed_of(source: DatasetSource, order: BlockSampler, n_workers: int, tier: str = "disk") -> Feed:
+    return make_feed(source, order, Placement(tier, CPU, n_workers))
 
 
 def epoch_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, int]]:
-    return [
-        pair
-        for pool in feed.pools(epoch, consumed)
-        for pair in zip(numbers_of(pool.rows["images"]), pool.rows["labels"].tolist(), strict=True)
-    ]
+    """(number, label) of each row of an epoch."""
+    pairs = []
+    for pool in feed.pools(epoch, consumed):
+        pairs += zip(numbers_of(pool.rows["images"]), pool.rows["labels"].tolist(), strict=True)
+    return pairs
 
 
-def workers_alive() -> bool:
-    return bool(multiprocessing.active_children())
+def expected_of(order: BlockSampler, epoch: int) -> list[tuple[int, int]]:
+    order.set_epoch(epoch)
+    return [(row, row % 4) for row in order]
 
 
-@pytest.mark.parametrize("what", ["", "mapping"])
-@pytest.mark.parametrize(("workers", "persistent"), [(0, True), (2, True), (2, False)])
-def test_rows_come_in_the_order_of_the_sampler(what, workers, persistent):
-    feed, order = feed_of(rows_of(what, persistent_workers=persistent), workers)
+def worker_pids() -> set[int | None]:
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("kind", ["", "mapping"])
+@pytest.mark.parametrize(("n_workers", "persistent"), [(0, True), (2, True), (2, False)])
+def test_rows_come_in_the_order_of_the_sampler(kind, n_workers, persistent):
+    source = source_of(kind, persistent_workers=persistent)
+    order = order_of(source)
+    feed = feed_of(source, order, n_workers)
     pids = set()
     for epoch in range(3):
-        order.set_epoch(epoch)
-        assert epoch_of(feed, epoch) == [(row, row % 4) for row in order]
-        pids |= {process.pid for process in multiprocessing.active_children()}
-    assert len(pids) == 2 * (workers > 0) or not persistent
-    order.set_epoch(5)
-    assert epoch_of(feed, 5, 32) == [(row, row % 4) for row in order][32:]  # resumed inside a pool
+        assert epoch_of(feed, epoch) == expected_of(order, epoch)
+        pids |= worker_pids()
+    if persistent:
+        assert len(pids) == n_workers
+    assert epoch_of(feed, 5, 32) == expected_of(order, 5)[32:]  # resumed inside a pool
     feed.close()
-    assert not workers_alive()
+    assert not worker_pids()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "reader"))]
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_rows_that_are_read_once_and_kept(tier):
-    feed, order = feed_of(rows_of(), 2, tier)
-    assert not workers_alive()
-    assert epoch_of(feed, 0) == [(row, row % 4) for row in order]
+    source = source_of()
+    order = order_of(source)
+    feed = feed_of(source, order, 2, tier)
+    assert not worker_pids()
+    assert epoch_of(feed, 0) == expected_of(order, 0)
     feed.close()
 
 
 def test_ranks_share_the_rows_and_validation_sees_each_once():
-    seen = []
+    numbers = []
     for rank in range(2):
-        feed, _ = feed_of(rows_of(), 1, rank=rank, world_size=2, shuffle=False, drop_last=False)
-        seen += [n for pool in feed.pools(0) for n in numbers_of(pool.rows["images"][: pool.plan.n_real_rows])]
+        source = source_of()
+        feed = feed_of(source, order_of(source, shard=Shard(rank, 2), seed=None, drop_last=False), 1)
+        for pool in feed.pools(0):
+            numbers += numbers_of(pool.rows["images"][: pool.plan.n_real_rows])
         feed.close()
-    assert sorted(seen) == list(range(150))
+    assert sorted(numbers) == list(range(N_ROWS))
 
 
-def test_what_a_dataset_draws_does_not_depend_on_the_workers():
-    def draw(workers: int, epoch: int, consumed: int) -> torch.Tensor:
-        fields = {"a": "a", "b": "b", "c": "c"}
-        feed, _ = feed_of(rows_of("random", fields), workers)
-        pools = [torch.stack([pool.rows[name].double() for name in fields]) for pool in feed.pools(epoch, consumed)]
+def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
+    def draw(n_workers: int, epoch: int, consumed: int) -> torch.Tensor:
+        source = source_of("random", {"a": "a", "b": "b", "c": "c"})
+        feed = feed_of(source, order_of(source), n_workers)
+        columns = []
+        for pool in feed.pools(epoch, consumed):
+            columns.append(torch.stack([pool.rows[name].double() for name in source.fields]))
         feed.close()
-        return torch.cat(pools, 1)
+        return torch.cat(columns, 1)
 
-    assert torch.equal(draw(0, 1, 0), draw(2, 1, 0))
-    assert torch.equal(draw(0, 1, 0)[:, 40:], draw(1, 1, 40))  # nor on where the run was resumed
-    assert not torch.equal(draw(0, 0, 0), draw(0, 1, 0))
+    alone = draw(0, 1, 0)
+    assert torch.equal(alone, draw(2, 1, 0))
+    assert torch.equal(alone[:, 40:], draw(1, 1, 40))  # nor on where the run was resumed
+    assert not torch.equal(draw(0, 0, 0), alone)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_dataset_reaches_the_loop(workers):
-    feed, _ = feed_of(rows_of("raise"), workers)
-    with pytest.raises(RuntimeError, match="row 70 is bad"):
+def test_rows_columns_and_class_names_without_a_feed():
+    source = source_of()
+    assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
+    numbers = [5, 149, 0]
+    out = {"images": np.zeros((3, 1, 8, 8), np.uint8), "labels": np.zeros(3, int)}
+    source.read([BlockRead(row, 0, np.array([place])) for place, row in enumerate(numbers)], out)
+    assert numbers_of(out["images"]) == numbers
+    assert out["labels"].tolist() == [1, 1, 0]
+    assert numbers_of(source.column("images")) == list(range(N_ROWS))
+    with pytest.raises(KeyError):
+        source.column("labels")  # the Dataset has no such attribute
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [("raise", RuntimeError, "row 70 is bad"), ("raise OSError", OSError, "row 70 cannot be opened")],
+)
+def test_an_error_of_the_dataset_reaches_the_loop(n_workers, kind, error, message):
+    source = source_of(kind)
+    feed = feed_of(source, order_of(source), n_workers)
+    with pytest.raises(error, match=message):
         epoch_of(feed, 0)
     feed.close()
-    assert not workers_alive()
+    assert not worker_pids()
 
 
 def test_a_dead_worker_is_one_clear_error():
-    feed, _ = feed_of(rows_of("die"), 2)
-    with pytest.raises(
-        RankError, match=r"one of the loader.num_workers \(2\) was killed or crashed while it read Numbered"
-    ):
+    source = source_of("die")
+    feed = feed_of(source, order_of(source), 2)
+    message = r"one of the loader.num_workers \(2\) was killed or crashed while it read Numbered"
+    with pytest.raises(RankError, match=message):
         epoch_of(feed, 0)
     feed.close()
 
 
-def test_a_worker_that_dies_while_it_hands_over_a_batch_is_the_same_error():
-    loading = WorkerPool(rows_of(), BlockSampler(np.ones(150, np.int32), 8), 2)
-    for error in (ConnectionResetError(), EOFError(), FileNotFoundError()):
-        loading._batches = (_ for _ in map(_raise, [error]))
-        with pytest.raises(RankError, match="was killed or crashed"):
-            loading._next()
-    loading._batches = (_ for _ in map(_raise, [OSError("Caught OSError in DataLoader worker process 0.")]))
-    with pytest.raises(OSError, match="Caught OSError"):  # the Dataset's own
-        loading._next()
+class BrokenLoader:
+    """Stands in for a DataLoader with a worker that dies while it hands over a batch."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __call__(self, *_, **__):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise self.error
 
 
-def _raise(error: BaseException):
-    raise error
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (ConnectionResetError(), RankError, "was killed or crashed"),
+        (EOFError(), RankError, "was killed or crashed"),
+        (FileNotFoundError(), RankError, "was killed or crashed"),
+        (OSError("Caught OSError in DataLoader worker process 0."), OSError, "Caught OSError"),  # the Dataset's own
+    ],
+)
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_the_same_error(monkeypatch, error, expected, message):
+    monkeypatch.setattr("fastgpu.storage.dataset.DataLoader", BrokenLoader(error))
+    source = source_of()
+    reader = source.open_reader(order_of(source), 2)
+    plan = next(reader.pools(0))
+    out = {"images": np.zeros((plan.n_rows, 1, 8, 8), np.uint8), "labels": np.zeros(plan.n_rows, int)}
+    with pytest.raises(expected, match=message):
+        reader.read(plan.reads, out)
 
 
 def test_a_hung_worker_is_one_clear_error():
-    feed, _ = feed_of(rows_of("hang", timeout_s=2), 2)
-    with pytest.raises(RankError, match=r"no worker has sent a batch of Numbered for 2 s: it hangs, or is slower than"):
+    source = source_of("hang", timeout_s=2)
+    feed = feed_of(source, order_of(source), 2)
+    with pytest.raises(RankError, match="no worker has sent a batch of Numbered for 2 s: it hangs, or is slower than"):
         epoch_of(feed, 0)
     feed.close()
-    assert not workers_alive()
+    assert not worker_pids()
 
 
 @pytest.mark.parametrize(
@@ -175,44 +252,55 @@ def test_a_hung_worker_is_one_clear_error():
     [
         ("nowhere:Class", "data.dataset is nowhere:Class: No module named 'nowhere'; name a class"),
         ("test_dataset:Nothing", "has no attribute 'Nothing'"),
-        ("test_dataset:Endless", "test_dataset:Endless, no map-style Dataset: its rows have no numbers"),
+        ("test_dataset:Endless", "test_dataset:Endless, which is not a map-style Dataset; rows need numbers"),
         ("test_dataset:Empty", r"Empty\('x'\) of data.train has no rows"),
+        ("test_dataset:WithoutLength", r"WithoutLength\('x'\) of data.train has no length"),
     ],
 )
 def test_datasets_that_cannot_be_used(factory, message):
     with pytest.raises(UserError, match=message):
-        open_dataset("data.train", "x", FIELDS, factory=factory, options=LoaderOptions())
+        open_dataset("data.train", "x", FIELDS, factory=factory, loader=Loader())
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+LINE = """
+import numpy as np
+from torch.utils.data import Dataset
+
+class Line(Dataset):
+    def __init__(self, path):
+        self.n_rows = int(path)
+    def __len__(self):
+        return self.n_rows
+    def __getitem__(self, row):
+        x = np.random.default_rng(row).random(4, np.float32)
+        return x, x.sum()
+"""
 
 
 @pytest.mark.slow
 def test_trains(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import numpy as np\n"
-        "from torch.utils.data import Dataset\n"
-        "class Stripes(Dataset):\n"
-        "    classes = ['down', 'across']\n"
-        "    def __init__(self, path): self.rows = int(path)\n"
-        "    def __len__(self): return self.rows\n"
-        "    def __getitem__(self, row):\n"
-        "        x = np.zeros((1, 8, 8), np.uint8)\n"
-        "        x[:, ::2] = 255\n"
-        "        return (x if row % 2 else x.swapaxes(1, 2).copy()), row % 2\n"
-    )
-    root = Path(__file__).parents[3]
-    done = run_train(
-        "--config",
-        str(root / "config.yaml"),
-        "data.dataset=mine:Stripes",
-        "data.train='256'",
-        "data.val='64'",
-        "train.epochs=3",
-        "data.batch_size=32",
-        "loader.num_workers=1",
-        "model.width=8",
-        f"run.folder={tmp_path}",
-        cwd=tmp_path,
-        ranks=2,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "worker processes: 1" in done.stdout
-    assert "top1_pct 100" in done.stdout + done.stderr
+    (tmp_path / "mine.py").write_text(LINE)
+    config = {
+        "workload": "minimal",
+        "data": {
+            "dataset": "mine:Line",
+            "train": "512",
+            "val": "64",
+            "fields": {"x": "x", "y": "y"},
+            "batch_size": 32,
+        },
+        "loader": {"num_workers": 1},
+        "optim": {"lr": 0.02},
+        "train": {"epochs": 5},
+        "run": {"folder": str(tmp_path / "runs")},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    result = run_train("--config", str(tmp_path / "config.yaml"), cwd=tmp_path, ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 worker process" in result.stdout
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    errors = [point["val/mse"] for point in map(json.loads, metrics.read_text().splitlines()) if "val/mse" in point]
+    assert errors[-1] < 0.05  # the variance of y is 1/3

@@ -1,0 +1,101 @@
+"""The datasets of one field: one row after the other, or ragged rows as a CSR group.
+
+    field                        datasets                                     `data.fields`
+    rows of one shape            (rows, *shape)                               images: images
+    item numbers of each row     items/indptr, items/indices, shape           items: items
+    values that belong to them   items/indptr, items/data                     weights: items/data
+    other ragged values          words/indptr, words/values                   words: words
+
+A CSR matrix is written as anndata writes it (https://anndata.readthedocs.io/en/stable/fileformat-prose.html): row n has
+indices[indptr[n] : indptr[n + 1]], and the attribute `shape` is (rows, items).
+"""
+
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+
+from fastgpu.process.launch import UserError
+from fastgpu.rows.field import MAX_VALUES, OFFSET_DTYPE, Field
+from fastgpu.storage.hdf5 import attributes_of, open_dataset
+from fastgpu.storage.layout import Layout, ReadOptions
+
+
+class FieldData(NamedTuple):
+    """The datasets of one field in one file."""
+
+    values: h5py.Dataset
+    """(rows, *shape); for a ragged field (N,), the values of one row after the other."""
+    indptr: np.ndarray | None = None
+    """(rows + 1,) int64: where the values of each row begin. None: the field is not ragged."""
+    n_items: int | None = None
+    """If the values are item numbers: the number of items."""
+
+    @property
+    def n_rows(self) -> int:
+        if self.indptr is None:
+            return len(self.values)
+        return len(self.indptr) - 1
+
+    def field(self, value_field: Field) -> Field:
+        """The type of the rows. value_field: the type of the dataset of values."""
+        if self.indptr is None:
+            return value_field
+        dtype = value_field.dtype
+        if self.n_items:
+            dtype = OFFSET_DTYPE  # item numbers fit it, whatever type the file has
+        return Field(dtype, value_field.shape, len(self.values) / max(1, self.n_rows), self.n_items)
+
+
+def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) -> FieldData:
+    """The datasets of the field that `name` stands for (see the table above). Raises UserError if they do not fit.
+
+    where: the config key and the file, for messages.
+    """
+    group = root.get(name)
+    if isinstance(group, h5py.Group) and "indptr" in group:
+        return _open_ragged_field(root, name, where, options)
+    values = open_dataset(root, name, where, trust_links=options.trust_links)
+    if not _belongs_to_ragged_rows(values):
+        return FieldData(values)
+    return FieldData(values, _read_indptr(values, f"{where}: {name}", options))
+
+
+def _open_ragged_field(root: h5py.Group, name: str, where: str, options: ReadOptions) -> FieldData:
+    group = root[name]
+    if "values" in group:
+        values = open_dataset(root, f"{name}/values", where, trust_links=options.trust_links)
+        return FieldData(values, _read_indptr(values, f"{where}: {name}", options))
+    attributes = attributes_of(group)
+    kind = attributes.get("encoding-type", "csr_matrix")
+    if kind != "csr_matrix":
+        raise UserError(f"{where}: {name} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
+    indices = open_dataset(root, f"{name}/indices", where, trust_links=options.trust_links)
+    shape = attributes.get("shape", (0, 0))
+    n_items = int(shape[1]) if len(shape) == 2 else 0
+    if not 0 < n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
+        raise UserError(
+            f"{where}: {name} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
+            f"{tuple(shape)}, {indices.dtype}"
+        )
+    return FieldData(indices, _read_indptr(indices, f"{where}: {name}", options), n_items)
+
+
+def _belongs_to_ragged_rows(values: h5py.Dataset) -> bool:
+    """Whether an `indptr` beside the dataset cuts it into rows. A dataset with one value per row is not cut."""
+    if values.ndim != 1 or "indptr" not in values.parent:
+        return False
+    n_rows = len(values.parent["indptr"]) - 1
+    return len(values) != n_rows
+
+
+def _read_indptr(values: h5py.Dataset, where: str, options: ReadOptions) -> np.ndarray:
+    """(rows + 1,) int64: the `indptr` beside a dataset of values. Raises UserError if it cannot be theirs."""
+    data = open_dataset(values.parent, "indptr", where, trust_links=options.trust_links)
+    indptr = Layout(f"{where}/indptr", data, options).read_all(np.dtype(np.int64))
+    rises = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and (np.diff(indptr) >= 0).all()
+    if not rises or indptr[-1] != len(values):
+        raise UserError(f"{where} is damaged: its indptr should rise from 0 to the {len(values):,} values")
+    if len(indptr) > 1 and np.diff(indptr).max() > MAX_VALUES:
+        raise UserError(f"{where} has a row of more than {MAX_VALUES:,} values")
+    return indptr

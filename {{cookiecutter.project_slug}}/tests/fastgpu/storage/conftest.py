@@ -1,0 +1,18 @@
+"""Fixtures that decide what the page cache holds."""
+
+import pytest
+
+from fastgpu.storage import file as file_module
+
+
+@pytest.fixture
+def nothing_cached(monkeypatch) -> None:
+    """No byte is in the page cache, so all rows are read by system calls."""
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: False)
+
+
+@pytest.fixture(params=["cached", "not cached"])
+def either_cached_or_not(request, monkeypatch) -> None:
+    """All bytes are in the page cache, so rows are copied out of a mapping; then the same with none."""
+    is_cached = request.param == "cached"
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: is_cached)

@@ -1,0 +1,41 @@
+"""Read a whole source in the way pools are filled: in parts of blocks, each row to a shuffled place."""
+
+from typing import Any
+
+import numpy as np
+
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.rows import RaggedArray
+
+N_SPARE = 5
+SPARE_VALUE = 7
+
+
+def read_scattered(source: Source, seed: int = 0) -> dict[str, Any]:
+    """{field: array or RaggedArray}: all rows, brought back to the order of the source."""
+    rng = np.random.default_rng(seed)
+    places = rng.permutation(len(source))
+    out = {}
+    for name, field in source.fields.items():
+        if field.is_ragged:
+            offsets = np.zeros(len(source) + 1, np.int32)
+            offsets[places + 1] = source.lengths[name]
+            np.cumsum(offsets, out=offsets)
+            out[name] = RaggedArray(np.full(offsets[-1] + N_SPARE, SPARE_VALUE, field.dtype), offsets)
+        else:
+            out[name] = np.zeros((len(source), *field.shape), field.dtype)
+    start = 0
+    for block, n_rows in enumerate(source.block_rows.tolist()):
+        cut = int(rng.integers(0, n_rows + 1))
+        for first, stop in ((0, cut), (cut, n_rows)):
+            source.read([BlockRead(block, first, places[start + first : start + stop])], out)
+        start += n_rows
+    return {name: _in_order(column, places) for name, column in out.items()}
+
+
+def _in_order(column: np.ndarray | RaggedArray, places: np.ndarray) -> np.ndarray | RaggedArray:
+    if not isinstance(column, RaggedArray):
+        return column[places]
+    assert (column.values[column.offsets[-1] :] == SPARE_VALUE).all()  # nothing is written behind the last value
+    lengths = np.diff(column.offsets)[places]
+    return RaggedArray(column.values[column.places(places)], np.concatenate([[0], np.cumsum(lengths)]))

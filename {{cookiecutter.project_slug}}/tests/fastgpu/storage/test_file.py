@@ -1,0 +1,224 @@
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import numbers_of
+from scattered import read_scattered
+
+from fastgpu.process.launch import RankError
+from fastgpu.rows.contract import BlockRead
+from fastgpu.storage import file as file_module
+from fastgpu.storage.file import PROBE_EVERY, OpenFile, is_in_page_cache, not_found, split_group
+from fastgpu.storage.store import open_store
+
+FIELDS = {"images": "images", "labels": "labels"}
+BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
+
+
+@pytest.fixture
+def content() -> bytes:
+    return np.random.default_rng(0).bytes(100_000)
+
+
+@pytest.fixture
+def file(tmp_path, content) -> OpenFile:
+    path = tmp_path / "x.bin"
+    path.write_bytes(content)
+    return OpenFile(str(path), {})
+
+
+class FakePageCache:
+    """Holds all bytes or none, and counts how often it is asked."""
+
+    def __init__(self, holds_all: bool):
+        self.holds_all = holds_all
+        self.n_probes = 0
+
+    def __call__(self, descriptor: int, offset: int) -> bool:
+        self.n_probes += 1
+        return self.holds_all
+
+
+def fake_page_cache(monkeypatch, holds_all: bool) -> FakePageCache:
+    cache = FakePageCache(holds_all)
+    monkeypatch.setattr(file_module, "is_in_page_cache", cache)
+    return cache
+
+
+def test_a_path_may_name_a_group():
+    assert split_group("a/x.h5::/train") == ("a/x.h5", "/train")
+    assert split_group("a/x.h5") == ("a/x.h5", "/")
+
+
+def test_a_missing_file_is_told_with_the_folder_it_was_looked_for_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(not_found("x.h5")) == f"x.h5 does not exist (looked in {tmp_path})"
+
+
+# ---------------------------------------------------------------------------------------------- page cache
+
+
+def test_cached_bytes_are_those_of_the_file(file, content, monkeypatch):
+    fake_page_cache(monkeypatch, holds_all=True)
+    assert file.cached(1234, 500).tobytes() == content[1234:1734]
+    fake_page_cache(monkeypatch, holds_all=False)
+    assert file.cached(1234, 500) is None
+    assert file.read(1234, 500).tobytes() == content[1234:1734]
+
+
+def test_the_kernel_is_asked_less_often_while_all_is_cached(file, content, monkeypatch):
+    cache = fake_page_cache(monkeypatch, holds_all=True)
+    for n in range(1000):
+        assert file.cached(n, 10).tobytes() == content[n : n + 10]
+    assert cache.n_probes < 250
+
+
+def test_a_piece_that_is_no_longer_cached_is_noticed_soon_and_then_each_is_asked_about(file, monkeypatch):
+    cache = fake_page_cache(monkeypatch, holds_all=True)
+    for n in range(1000):
+        file.cached(n, 10)
+    cache.holds_all = False
+    assert any(file.cached(n, 10) is None for n in range(PROBE_EVERY))
+    cache.n_probes = 0
+    assert all(file.cached(n, 10) is None for n in range(50))
+    assert cache.n_probes == 50
+    cache.holds_all = True
+    assert all(file.cached(n, 10) is not None for n in range(50))
+    assert cache.n_probes == 100
+
+
+def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> list[int]:
+    """Let preadv with flags answer so. Returns the list that the offsets of all calls without flags are added to."""
+    real = os.preadv
+    read_offsets = []
+
+    def preadv(descriptor, buffers, offset, flags=0):
+        if flags and isinstance(answer, OSError):
+            raise answer
+        if flags:
+            return answer
+        read_offsets.append(offset)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    monkeypatch.setattr(os, "preadv", preadv)
+    return read_offsets
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (1, True),
+        (0, False),  # the file ends here
+        (BlockingIOError(errno.EAGAIN, "would wait for the disk"), False),
+        (OSError(errno.EOPNOTSUPP, "not supported"), None),
+    ],
+)
+def test_what_the_kernel_says_about_the_page_cache(file, monkeypatch, answer, expected):
+    answer_of_the_kernel(monkeypatch, answer)
+    with Path(file.path).open("rb") as opened:
+        assert is_in_page_cache(opened.fileno(), 10) is expected
+
+
+def test_a_kernel_that_cannot_be_asked(file, monkeypatch):
+    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+    assert file.cached(0, 10) is None
+
+
+def test_rows_are_copied_out_of_the_mapping_only_where_they_are_cached(write, monkeypatch):
+    path = write(40, BIG)
+    store = open_store("data.train", path, FIELDS)
+    read_offsets = answer_of_the_kernel(monkeypatch, 1)
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    assert not read_offsets
+    monkeypatch.undo()
+    store = open_store("data.train", path, FIELDS)
+    read_offsets = answer_of_the_kernel(monkeypatch, BlockingIOError(errno.EAGAIN, "would wait for the disk"))
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    assert read_offsets
+
+
+def test_a_file_system_that_does_not_tell_what_it_has_cached_is_asked_once(write, monkeypatch):
+    store = open_store("data.train", write(40, BIG), FIELDS)
+    probed_offsets = []
+
+    def cannot_tell(descriptor, offset):
+        probed_offsets.append(offset)
+
+    monkeypatch.setattr(file_module, "is_in_page_cache", cannot_tell)
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    assert len(probed_offsets) == 1
+
+
+# ---------------------------------------------------------------------------------------------- system calls
+
+
+@pytest.mark.usefixtures("nothing_cached")
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_all_that_is_not_cached_is_announced_before_the_first_read(write, monkeypatch, options):
+    if not hasattr(os, "posix_fadvise"):
+        pytest.skip("the system has no posix_fadvise")
+    store = open_store("data.train", write(40, BIG, **options), FIELDS)
+    calls = []
+    real = os.preadv
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: calls.append("announce"))
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (calls.append("read"), real(*arguments))[1])
+    out = {name: np.zeros((40, *field.shape), field.dtype) for name, field in store.fields.items()}
+    store.read([BlockRead(block, 0, np.arange(8) + 8 * block) for block in range(5)], out)
+    assert numbers_of(out["images"]) == list(range(40))
+    assert calls == ["announce"] * 5 + ["read"] * 5
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_short_reads_are_continued(write, monkeypatch):
+    store = open_store("data.train", write(40, BIG), FIELDS)
+    real = os.preadv
+    read_offsets = []
+
+    def read_a_third(descriptor, buffers, offset):
+        read_offsets.append(offset)
+        first = buffers[0][: max(1, len(buffers[0]) // 3)]
+        return real(descriptor, [first], offset)
+
+    monkeypatch.setattr(os, "preadv", read_a_third)
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    assert len(read_offsets) > 40
+
+
+# ---------------------------------------------------------------------------------------------- changed files
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
+def test_a_file_cut_while_in_use_is_an_error(write):
+    path = write(40, BIG)
+    store = open_store("data.train", path, FIELDS)
+    os.truncate(path, Path(path).stat().st_size // 2)
+    with pytest.raises(RankError, match=r"rows.h5 (was changed|.*was cut) while in use; restore the file"):
+        read_scattered(store)
+
+
+def test_bytes_behind_the_end_of_a_file_are_an_error(file):
+    with pytest.raises(RankError, match="x.bin ends at byte 100000: it was cut while in use; restore the file"):
+        file.read(99_990, 20)
+
+
+@pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"chunk": 8, "compression": "gzip"}])
+@pytest.mark.parametrize("change", ["grow", "write", "replace"])
+def test_a_file_changed_while_in_use_is_an_error(write, options, change):
+    path = write(40, BIG, **options)
+    store = open_store("data.train", path, FIELDS)
+    read_scattered(store)
+    pickled = pickle.dumps(store)
+    if change == "replace":
+        Path(write(40, BIG, **options, name="other.h5")).replace(path)
+        assert numbers_of(read_scattered(store)["images"]) == list(range(40))  # the open file is still the old one
+        store = pickle.loads(pickled)
+    else:
+        with Path(path).open("r+b") as raw:
+            raw.seek(0, os.SEEK_END if change == "grow" else os.SEEK_SET)
+            raw.write(b"x")
+    with pytest.raises(RankError, match="was changed while in use"):
+        read_scattered(store)

@@ -1,0 +1,178 @@
+import hashlib
+from pathlib import Path
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+from harness import numbers_of
+from scattered import read_scattered
+
+from fastgpu.process.launch import RankError, UserError
+from fastgpu.storage import layout as layout_module
+from fastgpu.storage.layout import DIGESTS, Layout, ReadOptions
+from fastgpu.storage.store import open_store
+
+FIELDS = {"images": "images", "labels": "labels"}
+BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
+
+
+def refused(path: str, message: str, **options) -> None:
+    with pytest.raises(UserError, match=message):
+        open_store("data.train", path, FIELDS, **options)
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
+@pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk": 8},
+        {"chunk": 1},
+        {"chunk": 100},
+        {"chunk": None},
+        {"chunk": 8, "compression": "gzip"},
+        {"chunk": 8, "compression": "lzf", "shuffle": True},
+        {"chunk": 8, "fletcher32": True},
+    ],
+)
+def test_every_layout_gives_the_rows(write, shape, options):
+    store = open_store("data.train", write(100, shape, **options), FIELDS)
+    rows = read_scattered(store)
+    assert numbers_of(rows["images"]) == list(range(100))
+    assert rows["labels"].tolist() == [n % 4 for n in range(100)]
+
+
+def test_plain_layouts_do_not_go_through_the_hdf5_library(write, monkeypatch):
+    stores = [open_store("data.train", write(100, BIG, chunk, name=f"{chunk}.h5"), FIELDS) for chunk in (8, None)]
+    monkeypatch.setattr(h5py, "File", lambda *_, **__: pytest.fail("read through h5py"))
+    for store in stores:
+        assert not store.by_h5py
+        assert numbers_of(read_scattered(store)["images"]) == list(range(100))
+
+
+def test_chunks_that_split_rows_and_foreign_byte_order(tmp_path):
+    wide = np.arange(20 * 6, dtype=">i4").reshape(20, 6)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", data=wide, chunks=(3, 2))
+        file.create_dataset("labels", data=np.arange(20.0, dtype=">f8"))
+    store = open_store("data.train", str(tmp_path / "x.h5"), FIELDS)
+    rows = read_scattered(store)
+    assert store.by_h5py
+    assert rows["images"].dtype.isnative
+    np.testing.assert_array_equal(rows["images"], wide)
+    np.testing.assert_array_equal(rows["labels"], np.arange(20.0))
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
+def test_plain_rows_in_foreign_byte_order(tmp_path):
+    wide = np.arange(20 * 3000, dtype=">i4").reshape(20, 3000)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", data=wide, chunks=(3, 3000))
+        file["labels"] = np.arange(20)
+    rows = read_scattered(open_store("data.train", str(tmp_path / "x.h5"), FIELDS))
+    np.testing.assert_array_equal(rows["images"], wide)
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_more_rows_in_a_block_than_one_system_call_takes(write, monkeypatch):
+    monkeypatch.setattr(layout_module, "IOV_MAX", 3)
+    store = open_store("data.train", write(40, BIG, 10), FIELDS)
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+
+
+def test_a_dataset_is_read_as_a_whole_in_the_type_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout_module, "BLOCK_BYTES", 64)  # more than one step
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(100, dtype="u2"), chunks=(7,))
+    with h5py.File(tmp_path / "x.h5") as file:
+        layout = Layout("x", file["x"], ReadOptions())
+    rows = layout.read_all(np.dtype("i8"))
+    assert rows.dtype == np.int64
+    assert rows.tolist() == list(range(100))
+
+
+def test_the_chunk_cache_is_given_to_h5py(write, monkeypatch):
+    chunk_cache = {"rdcc_nbytes": 1 << 22, "rdcc_nslots": 101, "rdcc_w0": 0.5}
+    store = open_store("data.train", write(40, fletcher32=True), FIELDS, chunk_cache=chunk_cache)
+    opened_with = []
+    real = h5py.File
+    monkeypatch.setattr(h5py, "File", lambda *args, **options: opened_with.append(options) or real(*args, **options))
+    read_scattered(store)
+    assert opened_with == [chunk_cache]
+
+
+# ---------------------------------------------------------------------------------------------- refused files
+
+
+def test_a_truncated_file(write):
+    path = write(100, BIG)
+    with Path(path).open("r+b") as raw:
+        raw.truncate(20_000)
+    refused(path, "is truncated: copy or write it again")
+
+
+def test_chunks_that_were_never_written(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("images", (40, 2), "u1", chunks=(10, 2))
+        data[:10] = 1
+        file["labels"] = np.arange(40)
+    refused(str(tmp_path / "x.h5"), "3 of 4 chunks were never written")
+
+
+def test_rows_in_one_piece_that_were_never_written(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", (40, 2), "u1")
+        file["labels"] = np.arange(40)
+    refused(str(tmp_path / "x.h5"), "images was never written")
+
+
+def test_a_filter_that_nothing_here_can_undo(write, monkeypatch):
+    path = write(40, compression=hdf5plugin.Bitshuffle())
+    store = open_store("data.train", path, FIELDS)
+    assert store.by_h5py
+    assert store.filters == "bitshuffle"
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
+    refused(path, "compressed by bitshuffle, which is not installed; pip install hdf5plugin")
+
+
+# ---------------------------------------------------------------------------------------------- checksums
+
+
+def write_digests(path: str, chunk_rows: int) -> None:
+    with h5py.File(path, "r+") as file:
+        n_rows = len(file["images"])
+        for name, step in (("images", chunk_rows), ("labels", n_rows)):
+            blocks = [file[name][start : start + step] for start in range(0, n_rows, step)]
+            digests = [list(hashlib.sha256(block.tobytes()).digest()) for block in blocks]
+            file[f"{DIGESTS}/{name}"] = np.array(digests, np.uint8)
+
+
+def flip_bit(path: str, block: int) -> None:
+    """Flip a bit in the middle of a block of `images`."""
+    with h5py.File(path) as file:
+        chunk = file["images"].id.get_chunk_info(block)
+    with Path(path).open("r+b") as raw:
+        raw.seek(chunk.byte_offset + chunk.size // 2)
+        byte = raw.read(1)[0]
+        raw.seek(chunk.byte_offset + chunk.size // 2)
+        raw.write(bytes([byte ^ 16]))
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
+@pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_verify_notices_a_flipped_bit(write, shape, compression):
+    path = write(40, shape, 7, compression=compression)
+    write_digests(path, 7)
+    intact = open_store("data.train", path, FIELDS, verify=True)
+    assert numbers_of(read_scattered(intact)["images"]) == list(range(40))
+    flip_bit(path, block=3)
+    damaged = open_store("data.train", path, FIELDS, verify=True)
+    with pytest.raises(RankError, match="images: block 3 is damaged"):
+        read_scattered(damaged)
+
+
+def test_verify_needs_checksums(write):
+    refused(write(10), "images has no checksums for data.verify; `python convert.py repack`", verify=True)
