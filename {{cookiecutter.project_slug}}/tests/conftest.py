@@ -1,4 +1,4 @@
-"""Fixtures that write files whose rows carry their own numbers."""
+"""Fixtures that write data: files whose rows carry their own numbers, and a folder to train in."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,30 +7,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, numbered, ragged
-
-
-@pytest.fixture
-def write_ragged(tmp_path: Path) -> Callable[..., str]:
-    """write_ragged(rows) -> path of an HDF5 file with `items`, a CSR matrix, and `number`, the row's own."""
-
-    def make(rows: int = 100, name: str = "ragged.h5", start: int = 0, items: int = ITEMS, **options: Any) -> str:
-        numbers = range(start, start + rows)
-        found = ragged(numbers)
-        with h5py.File(tmp_path / name, "w") as file:
-            group = file.create_group("items")
-            group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, items)})
-            group["indptr"] = found.offsets
-            group.create_dataset("indices", data=found.values, **options)
-            file["number"] = np.array(numbers)
-        return str(tmp_path / name)
-
-    return make
+from harness import ITEMS, numbered, ragged, write_minimal
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """write(rows, chunk=..., ...) -> path of an HDF5 file with numbered `images` and `labels`."""
+    """write(rows, chunk=..., ...) writes an HDF5 file with numbered `images` and `labels` and returns its path."""
 
     def make(
         rows: int = 100,
@@ -49,3 +31,35 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return make
+
+
+@pytest.fixture
+def write_ragged(tmp_path: Path) -> Callable[..., str]:
+    """write_ragged(rows) writes an HDF5 file with the CSR matrix `items` and the `number` of each row.
+
+    Returns its path.
+    """
+
+    def make(rows: int = 100, name: str = "ragged.h5", start: int = 0, items: int = ITEMS, **options: Any) -> str:
+        numbers = range(start, start + rows)
+        array = ragged(numbers)
+        with h5py.File(tmp_path / name, "w") as file:
+            group = file.create_group("items")
+            group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, items)})
+            group["indptr"] = array.offsets
+            group.create_dataset("indices", data=array.values, **options)
+            file["number"] = np.array(numbers)
+        return str(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which `python train.py` works: config.yaml and rows.h5 for the workload `minimal`.
+
+    It is the current folder, so that the test itself can train there, too.
+    """
+    write_minimal(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

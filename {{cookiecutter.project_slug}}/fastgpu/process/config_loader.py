@@ -45,17 +45,19 @@ def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
         raise UserError("\n       ".join(lines)) from None
 
 
-def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[Any, str]]:
-    """{dotted key: (default, description)} of every key; the default of a required key is None."""
-    found: dict[str, tuple[Any, str]] = {}
+def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """{dotted key: (default as JSON, or "(required)"; description)} of every key."""
+    described: dict[str, tuple[str, str]] = {}
     for name, field in root.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            found |= keys(kind, f"{prefix}{name}.")
+            described |= keys(kind, f"{prefix}{name}.")
         elif name not in SECTIONS or prefix:
-            default = None if field.is_required() else field.default
-            found[prefix + name] = (default, field.description or "")
-    return found
+            default = "(required)"
+            if not field.is_required():
+                default = json.dumps(field.get_default(call_default_factory=True), default=str)
+            described[prefix + name] = (default, field.description or "")
+    return described
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -191,11 +193,11 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
 def _hint(key: str, known: list[str]) -> str:
     """What an unknown key should have been."""
     section, _, name = key.rpartition(".")
-    close = difflib.get_close_matches(key, known, 1, 0.75)
-    close = close or [each for each in known if each.rpartition(".")[2] == name]
+    close = [known_key for known_key in known if known_key.rpartition(".")[2] == name]  # in another section
+    close = close or difflib.get_close_matches(key, known, 1, 0.75)
     if close:
         return f"did you mean {close[0]}?"
-    siblings = [each for each in known if section and each.rpartition(".")[0] == section]
+    siblings = [known_key for known_key in known if section and known_key.rpartition(".")[0] == section]
     if section == "model" and not siblings:
         return "this workload has no settings"
     return f"allowed are: {', '.join(siblings or Config.model_fields)}"
@@ -219,8 +221,9 @@ def _help(argv: list[str], find_options: FindOptions | None) -> str:
     described = keys()
     if find_options:
         tree, _ = _read([word for word in argv if word not in ("-h", "--help")])
-        described |= keys(find_options(str(tree.get("workload"))), "model.")
+        if "workload" in tree:
+            described |= keys(find_options(str(tree["workload"])), "model.")
     for key, (default, description) in described.items():
-        value = "(required)" if default is None else json.dumps(default)
-        lines.append(f"  {key}={value}\n      {' '.join(description.split())}")
+        lines.append(f"  {key}={default}
+      {' '.join(description.split())}")
     return "\n".join(lines)

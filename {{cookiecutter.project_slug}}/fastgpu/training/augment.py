@@ -1,126 +1,155 @@
-"""Augmentation on the device: uint8 batches in, uint8 batches out, each row drawn for itself, anew at every call.
+"""Augmentation of image batches on the device. Every function draws anew for each image, at every call.
 
-Shapes: B rows of a batch, C H W of an image, K classes. Nothing here makes the host wait for the device.
+Images are uint8 before and after. `rng` is a generator on the device of the images. Nothing here makes the host wait
+for the device.
+
+Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601: how bright red, green and blue look
+LUMA = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in the perceived brightness (ITU-R BT.601)."""
 
 
-def random_crop(x_BCHW: Tensor, pad: int, rng: torch.Generator) -> Tensor:
-    """Each image shifted by up to `pad` pixels either way, zeros outside: a crop of the zero-padded image."""
+def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
+    """Pad each image with zeros by `padding` pixels on every side, then crop it to its old size at a random place."""
     B, C, H, W = x_BCHW.shape
-    padded = F.pad(x_BCHW, (pad, pad, pad, pad))
-    top_B, left_B = torch.randint(0, 2 * pad + 1, (2, B), generator=rng, device=x_BCHW.device)
-    rows_BH = top_B[:, None] + torch.arange(H, device=x_BCHW.device)
-    columns_BW = left_B[:, None] + torch.arange(W, device=x_BCHW.device)
-    batch_B = torch.arange(B, device=x_BCHW.device)
-    return padded.permute(0, 2, 3, 1)[batch_B[:, None, None], rows_BH[:, :, None], columns_BW[:, None, :]].permute(
-        0, 3, 1, 2
-    )
+    device = x_BCHW.device
+    padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding))
+    top_B, left_B = torch.randint(0, 2 * padding + 1, (2, B), generator=rng, device=device)
+    rows_BH = top_B[:, None] + torch.arange(H, device=device)
+    columns_BW = left_B[:, None] + torch.arange(W, device=device)
+    batch_B = torch.arange(B, device=device)
+    padded_BHWC = padded_BCHW.permute(0, 2, 3, 1)
+    cropped_BHWC = padded_BHWC[batch_B[:, None, None], rows_BH[:, :, None], columns_BW[:, None, :]]
+    return cropped_BHWC.permute(0, 3, 1, 2)
 
 
 def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
-    """Each image mirrored left-right with probability 1/2."""
-    flip_B = torch.rand(len(x_BCHW), generator=rng, device=x_BCHW.device) < 0.5
-    return torch.where(flip_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
+    """Mirror each image left-right with probability 1/2."""
+    is_flipped_B = torch.rand(len(x_BCHW), generator=rng, device=x_BCHW.device) < 0.5
+    return torch.where(is_flipped_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
 
 
-def random_resized_crop(x_BCHW: Tensor, least_share: float, rng: torch.Generator) -> Tensor:
-    """A part of each image, of `least_share` to all of its area and 3:4 to 4:3 of its shape, enlarged to the whole.
+class Boxes(NamedTuple):
+    """One rectangle in each image. All values are (B,) float tensors of whole pixels."""
 
-    Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842. A part that would be longer than the image is cut
-    to it.
+    top_B: Tensor
+    left_B: Tensor
+    height_B: Tensor
+    width_B: Tensor
+
+
+def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Tensor:
+    """Enlarge a random part of each image to the size of the image.
+
+    The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3; where it would be longer than the
+    image, it is cut. Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842.
     """
-    return enlarge(x_BCHW, *random_parts(x_BCHW, least_share, rng))
+    return resize_boxes(x_BCHW, random_boxes(x_BCHW, min_scale, rng))
 
 
-def random_parts(x_BCHW: Tensor, least_share: float, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(top_B, left_B, height_B, width_B) of a part of each image, whole pixels as float."""
+def random_boxes(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Boxes:
+    """Draw the part of each image that `random_resized_crop` enlarges."""
     B, C, H, W = x_BCHW.shape
     u_4B = torch.rand((4, B), generator=rng, device=x_BCHW.device)
-    area_B = least_share + (1 - least_share) * u_4B[0]
+    area_B = min_scale + (1 - min_scale) * u_4B[0]
     ratio_B = torch.exp((2 * u_4B[1] - 1) * math.log(4 / 3))
     height_B = (H * (area_B / ratio_B).sqrt()).round().clamp(1, H)
     width_B = (W * (area_B * ratio_B).sqrt()).round().clamp(1, W)
     top_B = torch.minimum((u_4B[2] * (H - height_B + 1)).floor(), H - height_B)
     left_B = torch.minimum((u_4B[3] * (W - width_B + 1)).floor(), W - width_B)
-    return top_B, left_B, height_B, width_B
+    return Boxes(top_B, left_B, height_B, width_B)
 
 
-def enlarge(x_BCHW: Tensor, top_B: Tensor, left_B: Tensor, height_B: Tensor, width_B: Tensor) -> Tensor:
-    """That part of each image, in the size of the whole: bilinear, as torch's interpolate without align_corners."""
+def resize_boxes(x_BCHW: Tensor, boxes: Boxes) -> Tensor:
+    """Resize the box of each image to the size of the image.
+
+    The result is that of torch's `interpolate` with mode="bilinear" and align_corners=False, applied to each box.
+    """
     B, C, H, W = x_BCHW.shape
-    y_BH, x_BW = _positions(top_B, height_B, H), _positions(left_B, width_B, W)
-    grid_BHW2 = torch.empty((B, H, W, 2), device=x_BCHW.device)
+    y_BH = _sample_positions(boxes.top_B, boxes.height_B, H)
+    x_BW = _sample_positions(boxes.left_B, boxes.width_B, W)
+    grid_BHW2 = torch.empty((B, H, W, 2), device=x_BCHW.device)  # -1 to 1, as grid_sample takes it
     grid_BHW2[..., 0] = (2 * x_BW / max(1, W - 1) - 1)[:, None, :]
     grid_BHW2[..., 1] = (2 * y_BH / max(1, H - 1) - 1)[:, :, None]
-    found = F.grid_sample(x_BCHW.float(), grid_BHW2, mode="bilinear", padding_mode="border", align_corners=True)
-    return _to_bytes(found)
+    resized = F.grid_sample(x_BCHW.float(), grid_BHW2, mode="bilinear", padding_mode="border", align_corners=True)
+    return _to_uint8(resized)
 
 
-def _positions(start_B: Tensor, length_B: Tensor, count: int) -> Tensor:
-    """(B, count) centres of `count` equal pieces of each length, in pixels, inside of it."""
-    centre = torch.arange(count, device=start_B.device) + 0.5
-    inside = (centre * (length_B / count)[:, None] - 0.5).clamp(min=0)
-    return start_B[:, None] + torch.minimum(inside, length_B[:, None] - 1)
+def _sample_positions(start_B: Tensor, length_B: Tensor, count: int) -> Tensor:
+    """The centers of `count` equal pieces of each interval, in pixels: (B, count). They do not leave the interval."""
+    centers = torch.arange(count, device=start_B.device) + 0.5
+    offsets_BN = (centers * (length_B / count)[:, None] - 0.5).clamp(min=0)
+    return start_B[:, None] + torch.minimum(offsets_BN, length_B[:, None] - 1)
 
 
 def color_jitter(x_BCHW: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """Brightness, then contrast, then saturation of each image times 1 - strength to 1 + strength.
+    """Multiply brightness, contrast and saturation of each image, in this order, by 1 - strength to 1 + strength.
 
-    Contrast is about the mean grey of the image, saturation about the grey of each pixel (of images with 3 channels).
+    Contrast is relative to the mean gray value of the image, saturation to the gray value of each pixel. Saturation
+    changes only images with three channels.
     """
     B, C, H, W = x_BCHW.shape
     factors_3B111 = 1 + strength * (2 * torch.rand((3, B, 1, 1, 1), generator=rng, device=x_BCHW.device) - 1)
     x = (x_BCHW.float() * factors_3B111[0]).clamp(0, 255)
-    mean_B111 = _grey(x).mean(dim=(2, 3), keepdim=True)
+    mean_B111 = _to_gray(x).mean(dim=(2, 3), keepdim=True)
     x = (mean_B111 + (x - mean_B111) * factors_3B111[1]).clamp(0, 255)
     if C == 3:
-        grey_B1HW = _grey(x)
-        x = grey_B1HW + (x - grey_B1HW) * factors_3B111[2]
-    return _to_bytes(x)
+        gray_B1HW = _to_gray(x)
+        x = gray_B1HW + (x - gray_B1HW) * factors_3B111[2]
+    return _to_uint8(x)
 
 
-def _grey(x_BCHW: Tensor) -> Tensor:
+def _to_gray(x_BCHW: Tensor) -> Tensor:
+    """The gray value of each pixel, (B, 1, H, W): by `LUMA` for three channels, otherwise the mean."""
     if x_BCHW.shape[1] != 3:
         return x_BCHW.mean(1, keepdim=True)
     red, green, blue = x_BCHW.split(1, 1)
-    return GREY[0] * red + GREY[1] * green + GREY[2] * blue
+    return LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
 
 
-def cutout(x_BCHW: Tensor, side: int, fill_C: Tensor, rng: torch.Generator) -> Tensor:
-    """A square of `side` pixels about a random pixel of each image is filled; it may reach over the border.
+def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> Tensor:
+    """Fill a square of `size` pixels around a random pixel of each image. It may reach over the border.
 
-    DeVries and Taylor, arXiv:1708.04552. fill_C: uint8, the mean of each channel.
+    fill_C: uint8, usually the mean of each channel. DeVries and Taylor, arXiv:1708.04552.
     """
     B, C, H, W = x_BCHW.shape
-    u_2B = torch.rand((2, B), generator=rng, device=x_BCHW.device)
-    top_B, left_B = (u_2B[0] * H).floor() - side // 2, (u_2B[1] * W).floor() - side // 2
-    y_H, x_W = torch.arange(H, device=x_BCHW.device), torch.arange(W, device=x_BCHW.device)
-    rows_BH = (y_H >= top_B[:, None]) & (y_H < top_B[:, None] + side)
-    columns_BW = (x_W >= left_B[:, None]) & (x_W < left_B[:, None] + side)
-    return torch.where((rows_BH[:, :, None] & columns_BW[:, None, :])[:, None], fill_C.view(1, C, 1, 1), x_BCHW)
+    device = x_BCHW.device
+    u_2B = torch.rand((2, B), generator=rng, device=device)
+    top_B = (u_2B[0] * H).floor() - size // 2
+    left_B = (u_2B[1] * W).floor() - size // 2
+    y_H = torch.arange(H, device=device)
+    x_W = torch.arange(W, device=device)
+    in_rows_BH = (y_H >= top_B[:, None]) & (y_H < top_B[:, None] + size)
+    in_columns_BW = (x_W >= left_B[:, None]) & (x_W < left_B[:, None] + size)
+    is_filled_BHW = in_rows_BH[:, :, None] & in_columns_BW[:, None, :]
+    return torch.where(is_filled_BHW[:, None], fill_C.view(1, C, 1, 1), x_BCHW)
 
 
 def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Each row blended with another one of the batch, targets too, by a share from Beta(alpha, alpha).
+    """Blend each row, image and target alike, with another row of the batch.
 
-    Zhang et al., arXiv:1710.09412. target_BK: float.
+    The share of the row itself is drawn from Beta(alpha, alpha). target_BK: float. Returns the images (uint8) and the
+    targets. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
     B = len(x_BCHW)
-    gamma_2B = torch._standard_gamma(torch.full((2, B), alpha, device=x_BCHW.device), generator=rng)
+    device = x_BCHW.device
+    # A Beta variable is g1 / (g1 + g2) of two Gamma variables. torch.distributions takes no generator.
+    gamma_2B = torch._standard_gamma(torch.full((2, B), alpha, device=device), generator=rng)
     share_B = gamma_2B[0] / gamma_2B.sum(0).clamp(min=1e-30)
-    other_B = torch.randperm(B, generator=rng, device=x_BCHW.device)
+    partner_B = torch.randperm(B, generator=rng, device=device)
     share_B111 = share_B.view(B, 1, 1, 1)
-    mixed = x_BCHW * share_B111 + x_BCHW[other_B] * (1 - share_B111)
-    return _to_bytes(mixed), target_BK * share_B[:, None] + target_BK[other_B] * (1 - share_B[:, None])
+    mixed = x_BCHW * share_B111 + x_BCHW[partner_B] * (1 - share_B111)
+    mixed_target_BK = target_BK * share_B[:, None] + target_BK[partner_B] * (1 - share_B[:, None])
+    return _to_uint8(mixed), mixed_target_BK
 
 
-def _to_bytes(x: Tensor) -> Tensor:
+def _to_uint8(x: Tensor) -> Tensor:
     return x.round().clamp(0, 255).to(torch.uint8)

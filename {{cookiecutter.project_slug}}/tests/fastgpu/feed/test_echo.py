@@ -2,11 +2,11 @@ import pytest
 import torch
 from harness import is_ragged, ragged
 
-from fastgpu.feed.echo import echo, echo_passes, free_echo_factor
+from fastgpu.feed.echo import echo, echo_passes, free_echo, max_echo
 from fastgpu.rows.rows import Ragged, Rows
 
 
-def rows(n: int) -> Rows:
+def numbered_rows(n: int) -> Rows:
     return Rows({"x": torch.arange(n)})
 
 
@@ -14,8 +14,9 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_once_is_no_echo():
-    pool, generator = rows(10), rng()
+def test_one_pass_is_no_echo():
+    pool = numbered_rows(10)
+    generator = rng()
     before = generator.get_state()
     batches = list(echo(pool, 4, 1, generator))
     assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -23,9 +24,9 @@ def test_once_is_no_echo():
     assert torch.equal(generator.get_state(), before)  # and nothing is drawn
 
 
-def test_the_big_batch_recipe():
-    """Upload 512, train 2 x 256, reshuffle, train 2 x 256 again: a pool of two batches, echoed twice."""
-    batches = [batch["x"] for batch in echo(rows(512), 256, 2, rng())]
+def test_two_batches_are_uploaded_trained_reshuffled_and_trained_again():
+    """The recipe for a slow disk: upload 512 rows, train 2 x 256, reshuffle them, train 2 x 256 again."""
+    batches = [batch["x"] for batch in echo(numbered_rows(512), 256, 2, rng())]
     assert [len(batch) for batch in batches] == [256] * 4
     assert torch.cat(batches[:2]).tolist() == list(range(512))
     again = torch.cat(batches[2:])
@@ -35,49 +36,52 @@ def test_the_big_batch_recipe():
 
 
 def test_every_pass_trains_each_row_once_in_another_order():
-    batches = [batch["x"].tolist() for batch in echo(rows(12), 4, 4, rng())]
-    passes = [[row for batch in batches[i : i + 3] for row in batch] for i in range(0, 12, 3)]
-    assert all(sorted(each) == list(range(12)) for each in passes)
-    assert len({tuple(each) for each in passes}) == 4
+    batches = [batch["x"].tolist() for batch in echo(numbered_rows(12), 4, 4, rng())]
+    passes = [sum(batches[start : start + 3], []) for start in range(0, 12, 3)]
+    for order in passes:
+        assert sorted(order) == list(range(12))
+    assert len({tuple(order) for order in passes}) == 4
 
 
-def test_same_seed_same_batches():
-    def drawn(seed: int) -> list[list[int]]:
-        return [batch["x"].tolist() for batch in echo(rows(12), 4, 3, rng(seed))]
+def test_the_same_seed_gives_the_same_batches():
+    def draw(seed: int) -> list[list[int]]:
+        return [batch["x"].tolist() for batch in echo(numbered_rows(12), 4, 3, rng(seed))]
 
-    assert drawn(1) == drawn(1) != drawn(2)
+    assert draw(1) == draw(1) != draw(2)
 
 
 @pytest.mark.parametrize(
-    ("factor", "times"), [(1, [1, 1, 1, 1]), (2.5, [2, 3, 2, 3]), (1.25, [1, 1, 1, 2]), (3, [3, 3, 3, 3])]
+    ("factor", "passes"), [(1, [1, 1, 1, 1]), (2.5, [2, 3, 2, 3]), (1.25, [1, 1, 1, 2]), (3, [3, 3, 3, 3])]
 )
-def test_fractions_alternate(factor, times):
-    assert [echo_passes(factor, number) for number in range(4)] == times
+def test_fractions_alternate(factor, passes):
+    assert [echo_passes(factor, number) for number in range(4)] == passes
 
 
 @pytest.mark.parametrize("factor", [1, 1.1, 1.333, 2.5, 7.9])
-def test_the_mean_is_exact(factor):
-    times = [echo_passes(factor, number) for number in range(1000)]
-    assert sum(times) == round(1000 * factor)
-    assert max(times) - min(times) <= 1
+def test_the_mean_of_the_passes_is_exact(factor):
+    passes = [echo_passes(factor, number) for number in range(1000)]
+    assert sum(passes) == round(1000 * factor)
+    assert max(passes) - min(passes) <= 1
 
 
 @pytest.mark.parametrize(
-    ("supply_s", "redraws", "factor"),
+    ("read_s", "is_random", "factor"),
     [(0.0, True, 1), (0.5, True, 1), (2.5, True, 2.5), (2.5, False, 2), (9.0, True, 4), (1.234, True, 1.23)],
 )
-def test_auto_is_what_costs_no_time(supply_s, is_random, factor):
-    assert free_echo_factor(3 * supply_s, 3.0, is_random) == factor
+def test_the_free_factor_is_the_time_to_read_over_the_time_to_train(read_s, is_random, factor):
+    assert free_echo(3 * read_s, 3.0, is_random) == factor
+    assert factor <= max_echo(is_random)
 
 
 def test_ragged_rows_are_echoed_whole():
     items = ragged(range(24))
-    columns = Ragged(torch.from_numpy(items.values), torch.from_numpy(items.offsets), items.offsets)
-    rows = Rows({"items": columns, "number": torch.arange(24)})
+    column = Ragged(torch.from_numpy(items.values), torch.from_numpy(items.offsets), items.offsets)
+    pool = Rows({"items": column, "number": torch.arange(24)})
     torch.manual_seed(3)
-    batches = list(echo(rows, 8, 3, torch.default_generator))
+    batches = list(echo(pool, 8, 3, torch.default_generator))
     numbers = [batch["number"].tolist() for batch in batches]
-    assert all(is_ragged(batch["items"], batch["number"].tolist()) for batch in batches)
-    passes = [[n for batch in numbers[start : start + 3] for n in batch] for start in (0, 3, 6)]
-    assert passes[0] == list(range(24)) == sorted(passes[1]) == sorted(passes[2])
-    assert passes[1] != passes[0] != passes[2] != passes[1]
+    for batch, row_numbers in zip(batches, numbers, strict=True):
+        assert is_ragged(batch["items"], row_numbers)
+    first, second, third = (sum(numbers[start : start + 3], []) for start in (0, 3, 6))
+    assert first == list(range(24)) == sorted(second) == sorted(third)
+    assert first != second != third != first

@@ -5,189 +5,211 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 
-import numpy as np
 import pytest
 import torch
-from harness import ROOT, numbers_of
+from harness import CPU, ROOT, TIMEOUT_S, needs_gpu, numbers_of
 
 from fastgpu.feed import prefetch
-from fastgpu.feed.prefetch import Prefetcher
+from fastgpu.feed.prefetch import Capacity, Prefetcher
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import Store, open_store
 
-CPU = torch.device("cpu")
+FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
 def store(write) -> Store:
-    return open_store("data.train", write(120, chunk=5), {"images": "images", "labels": "labels"})
+    return open_store("data.train", write(120, chunk=5), FIELDS)
 
 
 def order_of(store: Store, pool_batches: int = 2) -> BlockSampler:
     return BlockSampler(store.block_rows, 8, pool_batches=pool_batches)
 
 
-def prefetcher(store: Store, read=None, readers: int = 2, slots: int = 2, device: torch.device = CPU) -> Prefetcher:
-    rows = copy(store)
-    rows.read = read or store.read
-    return Prefetcher(rows, 16, device, readers, slots)
+def rows_in_order(order: BlockSampler, epoch: int) -> list[int]:
+    order.set_epoch(epoch)
+    return list(order)
 
 
-def threads() -> set[str]:
+def make_prefetcher(
+    store: Store,
+    read: Callable | None = None,
+    *,
+    n_readers: int = 2,
+    n_slots: int = 2,
+    device: torch.device = CPU,
+) -> Prefetcher:
+    """A prefetcher for pools of 16 rows. read: instead of the store's."""
+    source = copy(store)
+    if read:
+        source.read = read
+    reader = source.open_reader(order_of(store), n_readers)
+    return Prefetcher(source, reader, Capacity(16, {}), device, n_slots=n_slots)
+
+
+def prefetch_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("prefetch", "reader"))}
 
 
-@pytest.mark.parametrize("slots", [2, 3, 5])
-@pytest.mark.parametrize("readers", [1, 4])
-def test_rows_arrive_in_the_order_of_the_plan(store, readers, slots):
-    order, got = order_of(store), []
-    feed = prefetcher(store, readers=readers, slots=slots)
+@pytest.mark.parametrize("n_slots", [2, 3, 5])
+@pytest.mark.parametrize("n_readers", [1, 4])
+def test_rows_arrive_in_the_order_of_the_plan(store, n_readers, n_slots):
+    order = order_of(store)
+    prefetcher = make_prefetcher(store, n_readers=n_readers, n_slots=n_slots)
     for epoch in range(3):
-        feed.start(order.pools(epoch))
-        got += [n for plan, rows in feed for n in numbers_of(rows["images"])]
-    expected = []
-    for epoch in range(3):
-        order.set_epoch(epoch)
-        expected += list(order)
-    assert got == expected
-    assert not threads()
+        prefetcher.start(order.pools(epoch))
+        numbers = []
+        for _, rows in prefetcher:
+            numbers += numbers_of(rows["images"])
+        assert numbers == rows_in_order(order, epoch)
+    assert not prefetch_threads()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_the_loop_goes_before_its_readers(store):
-    seen = set()
+def test_readers_have_a_lower_priority_than_the_loop(store):
+    priorities = set()
 
     def read(reads, out):
-        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        priorities.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    feed = prefetcher(store, read)
-    feed.start(order_of(store).pools(0))
-    list(feed)
-    assert seen == {min(19, before + 5)}
+    prefetcher = make_prefetcher(store, read)
+    prefetcher.start(order_of(store).pools(0))
+    list(prefetcher)
+    assert priorities == {min(19, before + prefetch.READERS_NICE)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_supply_is_the_time_of_reading_and_not_of_waiting_for_the_loop(store, monkeypatch):
+def test_read_time_is_the_time_of_reading_and_not_of_waiting_for_the_loop(store, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
 
     def read(reads, out):
-        now[0] += 0.25 * sum(len(each.places) for each in reads)
+        now[0] += 0.25 * sum(len(block.places) for block in reads)
 
-    feed = prefetcher(store, read, readers=1, slots=1)  # reading and training take turns
-    feed.start(order_of(store).pools(0))
-    for number, _ in enumerate(feed):
+    prefetcher = make_prefetcher(store, read, n_readers=1, n_slots=1)  # reading and training take turns
+    prefetcher.start(order_of(store).pools(0))
+    middle = None
+    for number, _ in enumerate(prefetcher):
         if number == 3:
-            assert feed.supply_s() == 0.25
+            middle = prefetcher.read_time
+            assert middle.s_per_row == 0.25
+            assert middle.n_rows == 4 * 16
         now[0] += 1000
-    assert feed.supply_s() == 0.25  # of the rows since
-    assert feed.supply_s() == 0  # none since
+    end = prefetcher.read_time
+    assert end.n_rows == 120
+    assert end.since(middle).s_per_row == 0.25
+    assert end.since(end).s_per_row == 0  # no row was read
 
 
 def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store):
     order = order_of(store)
-    feed = prefetcher(store, slots=2)
-    feed.start(order.pools(0))
-    for plan, rows in feed:
-        time.sleep(0.02)  # the readers fill every slot that is not this one
+    prefetcher = make_prefetcher(store, n_slots=2)
+    prefetcher.start(order.pools(0))
+    for plan, rows in prefetcher:
+        time.sleep(0.02)  # the readers fill every slot but this one
         assert numbers_of(rows["images"]) == order.row_ids(plan).tolist()
-    feed.close()
+    prefetcher.close()
 
 
-def test_never_more_pools_ahead_than_slots(store):
-    asked: list[int] = []
+def test_no_more_pools_are_ahead_than_there_are_slots(store):
+    planned: list[int] = []
 
     def plans() -> Iterator[PoolPlan]:
         for plan in order_of(store).pools(0):
-            asked.append(plan.number)
+            planned.append(plan.number)
             yield plan
 
-    feed = prefetcher(store, slots=3)
-    feed.start(plans())
-    iterator = iter(feed)
-    for taken in range(1, 6):
-        next(iterator)
+    prefetcher = make_prefetcher(store, n_slots=3)
+    prefetcher.start(plans())
+    pools = iter(prefetcher)
+    for n_taken in range(1, 6):
+        next(pools)
         time.sleep(0.02)
-        assert len(asked) <= taken + 2  # the one in use, and two ahead
-    feed.close()
+        assert len(planned) <= n_taken + 2  # the one in use, and two ahead
+    prefetcher.close()
 
 
 def test_memory_is_allocated_once(store):
-    feed, where = prefetcher(store), set()
+    prefetcher = make_prefetcher(store)
+    addresses = set()
     for epoch in range(4):
-        feed.start(order_of(store).pools(epoch))
-        where |= {rows["images"].data_ptr() for _, rows in feed}
-    assert len(where) == 2
+        prefetcher.start(order_of(store).pools(epoch))
+        for _, rows in prefetcher:
+            addresses.add(rows["images"].data_ptr())
+    assert len(addresses) == 2
 
 
 def test_an_error_in_a_reader_reaches_the_loop_with_its_traceback(store):
     def read(reads, out):
-        for each in reads:
-            if each.block == 3:
+        for block in reads:
+            if block.block == 3:
                 raise EOFError("cut while in use")
-            store.read([each], out)
+            store.read([block], out)
 
-    feed = prefetcher(store, read)
-    feed.start(order_of(store).pools(0))
+    prefetcher = make_prefetcher(store, read)
+    prefetcher.start(order_of(store).pools(0))
     with pytest.raises(EOFError, match="cut while in use") as error:
-        list(feed)
+        list(prefetcher)
     assert any(entry.name == "read" for entry in error.traceback)
-    assert not threads()
-    with pytest.raises(EOFError):  # asked again, it does not hang
-        list(feed)
+    assert not prefetch_threads()
+    with pytest.raises(EOFError):  # it does not hang if it is asked again
+        list(prefetcher)
 
 
 def test_an_error_in_the_plan_reaches_the_loop(store):
     def plans() -> Iterator[PoolPlan]:
-        yield from list(order_of(store).pools(0))[:1]
+        yield next(order_of(store).pools(0))
         raise RuntimeError("no more")
 
-    feed = prefetcher(store)
-    feed.start(plans())
+    prefetcher = make_prefetcher(store)
+    prefetcher.start(plans())
     with pytest.raises(RuntimeError, match="no more"):
-        list(feed)
+        list(prefetcher)
 
 
 def test_leaving_early_and_closing_ends_every_thread(store):
     for _ in range(5):
-        feed = prefetcher(store)
-        feed.start(order_of(store).pools(0))
-        next(iter(feed))
-        assert threads()
-        feed.close()
-        feed.close()
-        assert not threads()
+        prefetcher = make_prefetcher(store)
+        prefetcher.start(order_of(store).pools(0))
+        next(iter(prefetcher))
+        assert prefetch_threads()
+        prefetcher.close()
+        prefetcher.close()
+        assert not prefetch_threads()
 
 
-def test_starting_again_drops_what_was_prepared(store):
-    feed, order = prefetcher(store), order_of(store)
-    feed.start(order.pools(0))
-    next(iter(feed))
-    feed.start(order.pools(1))
-    order.set_epoch(1)
-    assert [n for _, rows in feed for n in numbers_of(rows["images"])] == list(order)
-    feed.close()
+def test_a_new_start_drops_the_pools_that_were_prepared(store):
+    prefetcher = make_prefetcher(store)
+    order = order_of(store)
+    prefetcher.start(order.pools(0))
+    next(iter(prefetcher))
+    prefetcher.start(order.pools(1))
+    numbers = []
+    for _, rows in prefetcher:
+        numbers += numbers_of(rows["images"])
+    assert numbers == rows_in_order(order, 1)
+    prefetcher.close()
 
 
 def test_a_plan_without_pools_ends_at_once(store):
-    feed = prefetcher(store)
-    feed.start(iter(()))
-    assert not list(feed)
+    prefetcher = make_prefetcher(store)
+    prefetcher.start(iter(()))
+    assert not list(prefetcher)
 
 
 LEAVE = """
 import os, signal, sys, torch
-from fastgpu.feed.tiers import make_feed
+from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
 store = open_store("x", sys.argv[1], {"images": "images", "labels": "labels"})
-feed = make_feed(store, BlockSampler(store.block_rows, 8), "disk", torch.device("cpu"), 2, 2)
+feed = make_feed(store, BlockSampler(store.block_rows, 8), Placement("disk", torch.device("cpu"), 2))
 pools = feed.pools(0)
 next(pools)
 if sys.argv[2] == "interrupt":
@@ -199,43 +221,43 @@ elif sys.argv[2] == "raise":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("interrupt", -signal.SIGINT)])
-def test_no_thread_outlives_a_process_that_leaves_without_closing(store, write, how, code):
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVE, write(120, name="y.h5"), how],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        check=False,
-    )
+def test_no_thread_outlives_a_process_that_leaves_without_closing(write, how, code):
+    command = [sys.executable, "-c", LEAVE, write(120), how]
+    done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, check=False)
     assert done.returncode == code, done.stderr
 
 
 def test_memory_stays_flat_over_many_epochs(store):
-    feed, sizes = prefetcher(store), []
+    prefetcher = make_prefetcher(store)
+    n_objects = []
     for epoch in range(60):
-        feed.start(order_of(store).pools(epoch))
-        for _ in feed:
+        prefetcher.start(order_of(store).pools(epoch))
+        for _ in prefetcher:
             pass
         if epoch % 20 == 19:
             gc.collect()
-            sizes.append(len(gc.get_objects()))
-    assert sizes[2] - sizes[1] < 50  # objects that an epoch left behind would be thousands
+            n_objects.append(len(gc.get_objects()))
+    assert n_objects[2] - n_objects[1] < 50  # if each epoch left some behind, there would be thousands
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel(store):
-    device, order = torch.device("cuda", 0), order_of(store)
-    feed, kept, expected = prefetcher(store, slots=2, device=device), [], []
+    device = torch.device("cuda", 0)
+    order = order_of(store)
+    prefetcher = make_prefetcher(store, n_slots=2, device=device)
+    kept = []
+    expected = []
     busy = torch.randn(2048, 2048, device=device)
     for epoch in range(5):
-        feed.start(order.pools(epoch))
-        for plan, rows in feed:
+        prefetcher.start(order.pools(epoch))
+        for plan, rows in prefetcher:
             for _ in range(20):
                 busy = busy @ busy / 2048  # the copy below runs on the device long after the host has moved on
             kept.append(rows["images"].clone())
-            expected.append(order.row_ids(plan))
-    feed.close()
+            expected.append(order.row_ids(plan).tolist())
+    prefetcher.close()
     for images, numbers in zip(kept, expected, strict=True):
-        assert numbers_of(images.cpu()) == np.asarray(numbers).tolist()
+        assert numbers_of(images.cpu()) == numbers

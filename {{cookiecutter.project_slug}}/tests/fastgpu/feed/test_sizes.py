@@ -1,116 +1,250 @@
-import h5py
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from harness import ALONE, CPU, numbered
+from torch.utils.data import Dataset
 
-from fastgpu.feed import sizes as auto
-from fastgpu.process import machine
+from fastgpu.feed import sizes
+from fastgpu.feed.sizes import (
+    Room,
+    Sizes,
+    choose_canonical_ranks,
+    choose_pool_batches,
+    choose_rank_batch,
+    choose_readers,
+    choose_sizes,
+    choose_tier,
+    choose_workers,
+)
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
-from fastgpu.storage import inspection
-from fastgpu.storage.store import open_store
+from fastgpu.process.machine import GIB
+from fastgpu.process.world import World
+from fastgpu.rows.contract import Source
+from fastgpu.rows.field import Field
+from fastgpu.storage.dataset import DatasetSource
+from fastgpu.storage.inspection import class_order_warning
 
-CPU = torch.device("cpu")
+
+class Shape(Source):
+    """A source of which only the sizes are asked."""
+
+    def __init__(self, n_rows: int, row_bytes: int = 1, n_blocks: int = 50):
+        self.name = "x.h5"
+        self.fields = {"images": Field(np.dtype(np.uint8), (row_bytes,))}
+        self.attributes: dict[str, Any] = {}
+        self.block_rows = np.diff(np.linspace(0, n_rows, n_blocks + 1).astype(np.int32)).astype(np.int32)
+
+    def __len__(self) -> int:
+        return int(self.block_rows.sum())
+
+    def column(self, name: str) -> np.ndarray:
+        raise KeyError(name)
 
 
-def test_rank_batch():
-    assert auto.choose_rank_batch(64, 4, 2, 1000, "x.h5") == 16
+class Images(Dataset):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, row: int):
+        return numbered(1, start=row)[0], row % 4
+
+
+@pytest.fixture
+def memory(monkeypatch) -> dict[str, int]:
+    """Free memory of the machine; the GPU has 10 GiB."""
+    free = {"host": 64 * GIB}
+    monkeypatch.setattr(sizes, "free_host_bytes", lambda: free["host"])
+    monkeypatch.setattr(sizes, "available_cpus", lambda: 32)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
+    return free
+
+
+def data(**values: Any) -> Data:
+    return Data(train="a.h5", val="b.h5", fields={"images": "images"}, **values)
+
+
+# ---------------------------------------------------------------------------------------------- one number each
+
+
+def test_the_batch_of_a_rank_is_its_part_of_the_global_batch():
+    assert choose_rank_batch(64, 4, 2, Shape(1000)) == 16
     with pytest.raises(UserError, match=r"data.batch_size is 66; it should be a multiple of 8 \(4 ranks x optim.acc"):
-        auto.choose_rank_batch(66, 4, 2, 1000, "x.h5")
+        choose_rank_batch(66, 4, 2, Shape(1000))
     with pytest.raises(UserError, match=r"data.batch_size is 64, but x.h5 has 63 rows; use at most 63"):
-        auto.choose_rank_batch(64, 1, 1, 63, "x.h5")
+        choose_rank_batch(64, 1, 1, Shape(63))
 
 
 @pytest.mark.parametrize(
-    ("batch_rows", "ranks", "blocks", "lanes"),
+    ("batch_size", "world_size", "n_blocks", "canonical_ranks"),
     [(64, 1, 50, 8), (64, 8, 50, 8), (48, 3, 50, 24), (51, 3, 50, 3), (64, 2, 5, 2), (64, 16, 50, 16)],
 )
-def test_lanes(batch_size, ranks, blocks, canonical_ranks):
-    assert auto.choose_lanes("auto", batch_size, ranks, blocks, "x.h5") == canonical_ranks
+def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, world_size, n_blocks, canonical_ranks):
+    source = Shape(1000, n_blocks=n_blocks)
+    assert choose_canonical_ranks("auto", batch_size, world_size, source) == canonical_ranks
 
 
-def test_lanes_that_do_not_fit():
-    assert auto.choose_lanes(16, 64, 4, 2000, "x.h5") == 16
-    with pytest.raises(
-        UserError, match="data.canonical_ranks is 6; it should be auto, or a multiple of the 4 ranks that divides"
-    ):
-        auto.choose_lanes(6, 64, 4, 50, "x.h5")
+def test_canonical_ranks_that_do_not_fit_are_refused():
+    assert choose_canonical_ranks(16, 64, 4, Shape(4000, n_blocks=2000)) == 16
+    message = "data.canonical_ranks is 6; it should be auto, or a multiple of the 4 ranks that divides"
+    with pytest.raises(UserError, match=message):
+        choose_canonical_ranks(6, 64, 4, Shape(1000))
     with pytest.raises(UserError, match="data.canonical_ranks is 12; it should be"):
-        auto.choose_lanes(12, 64, 4, 50, "x.h5")
-    with pytest.raises(UserError, match=r"8 ranks are more than the 5 blocks \(chunks\) of x.h5; use at most 5 ranks"):
-        auto.choose_lanes("auto", 64, 8, 5, "x.h5")
+        choose_canonical_ranks(12, 64, 4, Shape(1000))
+    message = r"8 ranks are more than the 5 blocks \(chunks\) of x.h5; use at most 5 ranks"
+    with pytest.raises(UserError, match=message):
+        choose_canonical_ranks("auto", 64, 8, Shape(1000, n_blocks=5))
 
 
-def test_pool_batches():
-    assert auto.choose_pool_batches(7, 64, 3072, 50_000) == 7
-    assert auto.choose_pool_batches("auto", 64, 1 << 20, 50_000) == 4  # 256 MiB
-    assert auto.choose_pool_batches("auto", 64, 64, 1442) == 22  # all rows
-    assert auto.choose_pool_batches("auto", 512, 1 << 20, 50_000) == 1  # a batch at least
+@pytest.mark.parametrize(
+    ("pool_batches", "batch_size", "row_bytes", "n_rows", "chosen"),
+    [
+        (7, 64, 3072, 50_000, 7),
+        ("auto", 64, 1 << 20, 50_000, 4),  # 256 MiB
+        ("auto", 64, 64, 1442, 22),  # all rows
+        ("auto", 512, 1 << 20, 50_000, 1),  # a batch at least
+    ],
+)
+def test_a_pool_has_256_mib_all_rows_or_one_batch(pool_batches, batch_size, row_bytes, n_rows, chosen):
+    assert choose_pool_batches(pool_batches, batch_size, Shape(n_rows, row_bytes)) == chosen
 
 
-def test_readers(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
-    assert auto.choose_readers("auto", 1) == 8
-    assert auto.choose_readers("auto", 8) == 4
-    assert auto.choose_readers("auto", 64) == 1
-    assert auto.choose_readers(3, 8) == 3
+@pytest.mark.parametrize(
+    ("num_readers", "local_world_size", "chosen"), [("auto", 1, 8), ("auto", 8, 4), ("auto", 64, 1), (3, 8, 3)]
+)
+def test_readers_are_the_cpus_of_a_rank_and_at_most_8(memory, num_readers, local_world_size, chosen):
+    assert choose_readers(num_readers, local_world_size) == chosen
 
 
-def test_tier(monkeypatch):
-    gib = 1 << 30
-    monkeypatch.setattr(auto, "free_host_bytes", lambda: 64 * gib)
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * gib, 80 * gib))
-    assert auto.choose_tier("auto", 4 * gib, gpu, 2, "x.h5")[0] == "device"
-    assert auto.choose_tier("auto", 6 * gib, gpu, 2, "x.h5")[0] == "host"
-    assert auto.choose_tier("auto", 17 * gib, gpu, 2, "x.h5") == (
-        "disk",
-        "x.h5: 17.0 GiB with validation, on the disk tier "
-        "(free for each rank: 10.0 GiB on the device, 32.0 GiB in RAM)",
+def test_workers_are_the_cpus_of_a_rank_if_their_batches_fit_in_shared_memory(memory, tmp_path):
+    assert choose_workers(Loader(), 1000, 4) == 8
+    assert choose_workers(Loader(), 1000, 64) == 1
+    assert choose_workers(Loader(num_workers=3), 1000, 4) == 3
+    assert choose_workers(Loader(num_workers=0), 1 << 60, 1) == 0
+    message = r"loader.num_workers is 8, loader.prefetch_factor 2: their batches take .* of .*, where .* free; lower"
+    with pytest.raises(UserError, match=message):
+        choose_workers(Loader(), 1 << 50, 4, shm=str(tmp_path))
+    assert choose_workers(Loader(), 1 << 50, 4, shm=str(tmp_path / "nowhere")) == 8  # there is no such limit
+
+
+@pytest.mark.parametrize(
+    ("tier", "need_gib", "tier_chosen"),
+    [("auto", 4, "device"), ("auto", 6, "host"), ("auto", 17, "disk"), ("disk", 1, "disk"), ("host", 17, "host")],
+)
+def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, tier_chosen):
+    room = Room(need_gib * GIB, free_device=10 * GIB, free_host=32 * GIB)
+    assert choose_tier(tier, room, "x.h5") == tier_chosen
+
+
+def test_rows_that_may_change_stay_on_the_disk_tier_unless_it_is_chosen():
+    room = Room(GIB, free_device=10 * GIB, free_host=32 * GIB)
+    assert choose_tier("auto", room, "x.h5", can_stay=False) == "disk"
+    assert choose_tier("host", room, "x.h5", can_stay=False) == "host"
+
+
+def test_a_tier_without_room_is_refused():
+    room = Room(11 * GIB, free_device=10 * GIB, free_host=9 * GIB)
+    message = "data.tier is device, but x.h5 needs 11.0 GiB a rank and 10.0 GiB are free; use data.tier=disk"
+    with pytest.raises(UserError, match=message):
+        choose_tier("device", room, "x.h5")
+    with pytest.raises(UserError, match="data.tier is host, but .* 9.0 GiB are free"):
+        choose_tier("host", room, "x.h5")
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+def test_all_sizes_together(memory):
+    world = World(1, 4, 2, torch.device("cuda", 0))
+    source = Shape(2000, row_bytes=1 << 20)
+    chosen = choose_sizes(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
+    assert chosen == Sizes(
+        batch_size=16,
+        canonical_ranks=8,
+        pool_batches=4,
+        tier="device",
+        n_readers=8,
+        uses_workers=False,
+        room=Room(need=2 * GIB, free_device=10 * GIB, free_host=32 * GIB),
     )
-    assert auto.choose_tier("auto", 17 * gib, CPU, 1, "x.h5")[0] == "device"
-    assert auto.choose_tier("disk", 1, gpu, 1, "x.h5")[0] == "disk"
-    with pytest.raises(
-        UserError, match="data.tier is device, but x.h5 needs 11.0 GiB a rank and 10.0 GiB are free; use"
-    ):
-        auto.choose_tier("device", 11 * gib, gpu, 1, "x.h5")
 
 
-def test_free_memory_is_measured():
-    assert 0 < machine.free_host_bytes() < 1 << 50
+def test_values_name_the_keys_that_were_chosen(memory):
+    chosen = choose_sizes(data(), Loader(), (Shape(2000), Shape(10)), ALONE, accumulation=1)
+    assert chosen.data_values() == {"tier": "device", "pool_batches": 31, "canonical_ranks": 8}
+    assert chosen.loader_values() == {"num_readers": 8}
+    assert data().model_copy(update=chosen.data_values()).tier == "device"  # they are fields of their sections
+    assert set(chosen.data_values()) <= set(Data.model_fields)
+    assert set(chosen.loader_values()) <= set(Loader.model_fields)
 
 
-def test_workers(monkeypatch, tmp_path):
-    monkeypatch.setattr(auto, "cpus", lambda: 12)
-    assert auto.choose_workers("auto", 2, 1000, 4) == 3
-    assert auto.choose_workers("auto", 2, 1000, 64) == 1
-    assert auto.choose_workers(0, 2, 1 << 60, 1) == 0
-    with pytest.raises(
-        UserError, match=r"loader.num_workers is 3, loader.prefetch_factor 2: their batches take .* of .*, whe"
-    ):
-        auto.choose_workers("auto", 2, 1 << 50, 4, shm=str(tmp_path))
-
-
-def test_cpus_follow_affinity_and_the_quota_of_the_cgroup(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
-    quota = {"text": "max 100000"}
-    monkeypatch.setattr("pathlib.Path.read_text", lambda _: quota["text"])
-    assert machine.available_cpus() == 32
-    for text, available_cpus in (("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 32)):
-        quota["text"] = text
-        assert machine.available_cpus() == available_cpus
-
-
-def test_a_file_sorted_by_class_is_told(tmp_path):
-    def warning(labels: np.ndarray, pool_rows: int) -> str:
-        with h5py.File(tmp_path / "x.h5", "w") as file:
-            file["images"], file["labels"] = np.zeros((len(labels), 16), np.uint8), labels
-        store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "images", "labels": "labels"})
-        return inspection.warn_of_class_order(store, pool_rows)
-
-    classes = np.arange(1000) // 100
-    assert "x.h5 is sorted by class: 99 % of neighbours share a label, by chance it would be 10 %" in warning(
-        classes, 200
+def test_numbers_that_a_person_chose_are_kept(memory):
+    chosen = choose_sizes(
+        data(tier="disk", pool_batches=3, canonical_ranks=2, batch_size=32),
+        Loader(num_readers=5),
+        (Shape(2000), Shape(10)),
+        ALONE,
+        accumulation=1,
     )
-    assert not warning(classes, 1000)  # one pool mixes all rows
-    assert not warning(np.random.default_rng(0).permutation(classes), 200)
-    assert not warning(np.zeros(1000, int), 200)  # there is only one
+    assert chosen.data_values() == {"tier": "disk", "pool_batches": 3, "canonical_ranks": 2}
+    assert chosen.loader_values() == {"num_readers": 5}
+    assert chosen.batch_size == 32
+
+
+def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
+    fields = {"images": "images", "labels": "labels"}
+    source = DatasetSource("Images", Images(), fields, Loader())
+    chosen = choose_sizes(data(), Loader(num_workers=2), (source, source), ALONE, accumulation=1)
+    assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
+    assert chosen.loader_values() == {"num_workers": 2}
+
+
+def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(memory, monkeypatch):
+    source = Shape(2000)
+    source.lengths = {"images": np.full(2000, 3, np.int32)}
+    monkeypatch.setattr(sizes, "MAX_VALUES", 6000)
+    assert choose_sizes(data(), Loader(), (source, Shape(9)), ALONE, accumulation=1).tier == "device"
+    monkeypatch.setattr(sizes, "MAX_VALUES", 5999)
+    assert choose_sizes(data(), Loader(), (source, Shape(9)), ALONE, accumulation=1).tier == "disk"
+
+
+def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, capsys):
+    source = Shape(2000)
+    source.fields["labels"] = Field(np.dtype(np.int64), ())
+    source.column = lambda name: np.arange(2000) // 200
+    choose_sizes(data(pool_batches=2), Loader(prefetch_pools=5), (source, Shape(10)), ALONE, accumulation=1)
+    printed = capsys.readouterr().out
+    assert "warning: loader.prefetch_pools has no effect on the device tier" in printed
+    assert "warning: x.h5 is sorted by class" in printed
+    choose_sizes(data(tier="disk"), Loader(prefetch_pools=5), (Shape(2000), Shape(10)), ALONE, accumulation=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_read_to_choose_the_sizes(memory):
+    source = Shape(2000)
+    source.read = lambda *_: pytest.fail("read")
+    choose_sizes(data(tier="disk"), Loader(), (source, source), World(0, 2, 2, CPU), accumulation=1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "pool_rows", "is_told"),
+    [
+        (np.arange(1000) // 100, 200, True),
+        (np.arange(1000) // 100, 1000, False),  # one pool mixes all rows
+        (np.random.default_rng(0).permutation(1000) // 100, 200, False),
+        (np.zeros(1000, int), 200, False),  # there is only one class
+    ],
+    ids=["sorted", "one pool", "mixed", "one class"],
+)
+def test_a_file_sorted_by_class_is_told_if_pools_cannot_mix_it(labels, pool_rows, is_told):
+    source = Shape(1000)
+    source.fields["labels"] = Field(np.dtype(np.int64), ())
+    source.column = lambda name: labels
+    warning = class_order_warning(source, pool_rows)
+    if is_told:
+        assert "x.h5 is sorted by class: 99 % of" in warning
+        assert "share a label, by chance it would be 10 %" in warning
+    else:
+        assert not warning

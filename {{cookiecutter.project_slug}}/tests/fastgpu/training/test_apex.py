@@ -1,4 +1,4 @@
-"""Against packages that stand in for every state of NVIDIA Apex in the wild; the real one runs on a GPU only."""
+"""Packages stand in for every state in which NVIDIA Apex is found. The real one runs on a GPU only."""
 
 import importlib
 import sys
@@ -6,17 +6,17 @@ from textwrap import dedent
 
 import pytest
 import torch
+from harness import needs_gpu
 from torch import nn
 
+from fastgpu.process.config import Kernels, Optim
 from fastgpu.process.launch import UserError
-from fastgpu.rows.rows import Rows
 from fastgpu.training import apex
 from fastgpu.training.optim import make_optimizer
-from fastgpu.training.step import Step
+from fastgpu.training.step import OptimizerState
 
-CPU = torch.device("cpu")
 OPTIMIZERS = dedent('''
-    """Signatures of NVIDIA Apex; the arithmetic is that of torch's documentation, the step count in the groups."""
+    """The signatures of NVIDIA Apex with the arithmetic of torch's documentation. The groups count the steps."""
     import torch
 
     class _Base(torch.optim.Optimizer):
@@ -87,7 +87,7 @@ OLD = {"apex/parallel/__init__.py": PARALLEL, "apex/amp/__init__.py": ""}
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """install(files, cuda=...): a package of that name that is found first."""
+    """install(files, cuda=...) makes a package that is found before any other of its name."""
 
     def make(files: dict[str, str], cuda: bool = True) -> None:
         for name, text in files.items():
@@ -103,6 +103,7 @@ def install(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+BROKEN = {"apex/optimizers/__init__.py": "class FusedAdam: pass\nraise RuntimeError('undefined symbol')"}
 STATES = {
     "missing": ({}, True, r"NVIDIA Apex is not installed \(from source: https://github.com/NVIDIA/apex"),
     "wrong": (
@@ -113,46 +114,46 @@ STATES = {
     "no kernels": (WHOLE, True, r"built without its CUDA kernels \(amp_C\): build it again"),
     "no class": (WHOLE | KERNELS | {"apex/optimizers/__init__.py": ""}, True, "has no apex.optimizers.FusedAdam"),
     "no CUDA": (WHOLE | KERNELS, False, "needs CUDA, and torch sees no GPU"),
-    "broken": (
-        WHOLE
-        | KERNELS
-        | {"apex/optimizers/__init__.py": "class FusedAdam: pass\nraise RuntimeError('undefined symbol')"},
-        True,
-        r"cannot be imported \(undefined symbol\): build it for torch",
-    ),
+    "broken": (WHOLE | KERNELS | BROKEN, True, r"cannot be imported \(undefined symbol\): build it for torch"),
 }
+"""{state: (files, whether there is CUDA, the reason why it cannot be used)}"""
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_why_not_is_told_with_the_cure(install, state):
+def test_the_reason_why_apex_cannot_be_used_is_told_with_the_cure(install, capsys, state):
     files, cuda, message = STATES[state]
     install(files, cuda)
     with pytest.raises(UserError, match=f"optim.name is adamw, optim.fused is apex, but .*{message}"):
-        apex.choose("apex", "adamw")
-    kernels, text = apex.choose("auto", "adamw")
-    assert kernels == "torch"
-    assert text.startswith("\noptim.fused is auto: torch's own kernels, as ")
+        apex.choose_kernels(Optim(fused="apex"))
     with pytest.raises(UserError, match="optim.name is lamb"):
-        apex.choose("auto", "lamb")
-    assert apex.choose("torch", "adamw") == ("torch", "")
+        apex.choose_kernels(Optim(name="lamb", fused="auto"))
+    assert capsys.readouterr().out == ""
+    assert apex.choose_kernels(Optim(fused="auto")) == "torch"
+    assert capsys.readouterr().out.startswith("warning: optim.fused is auto: torch's own kernels are used, because ")
+    assert apex.choose_kernels(Optim(fused="torch")) == "torch"
+    assert capsys.readouterr().out == ""
     if state in ("wrong", "no kernels", "no CUDA"):
         assert "apex" not in sys.modules  # nothing of it was executed
 
 
 def test_lamb_without_apex_is_refused():
-    for fused in ("torch", "off"):
+    for fused in ("torch", "none"):
         with pytest.raises(UserError, match=f"lamb, which torch does not have, but optim.fused is {fused}; use apex"):
-            apex.choose(fused, "lamb")
+            apex.choose_kernels(Optim(name="lamb", fused=fused))
 
 
-def test_where_it_is_whole_it_is_used(install):
+def test_a_whole_apex_is_used(install, capsys):
     install(WHOLE | KERNELS)
-    for name in ("adamw", "sgd", "lamb"):
-        assert apex.choose("auto", name) == apex.choose("apex", name) == ("apex", "")
-    assert "lamb" in apex.CLASSES
+    for name in apex.CLASSES:
+        for fused in ("auto", "apex"):
+            assert apex.choose_kernels(Optim(name=name, fused=fused)) == "apex"
+        optimizer = make_optimizer(nn.Linear(2, 1), Optim(name=name), "apex")
+        assert apex.label(optimizer) == f"{apex.CLASSES[name]} of apex"
+    assert apex.choose_kernels(Optim(fused="none")) == "none"
+    assert capsys.readouterr().out == ""
 
 
-def test_its_data_parallel_is_there_or_was_removed(install):
+def test_its_data_parallel_was_removed(install):
     install(WHOLE | KERNELS)
     message = r"dist.strategy is apex, but .* no apex.parallel.DistributedDataParallel: .* removed on 2025-05-08 .*ddp"
     with pytest.raises(UserError, match=message):
@@ -171,65 +172,72 @@ def test_an_older_apex_wraps_the_model(install):
 # ---------------------------------------------------------------------------------------------- steps and checkpoints
 
 
-def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
-
-
-def batch(seed: int) -> Rows:
-    rng = torch.Generator().manual_seed(seed)
-    return Rows({"x": torch.randn(12, 3, generator=rng), "y": torch.randn(12, 2, generator=rng)})
-
-
-def made(name: str, kernels: apex.Kernels) -> tuple[nn.Module, Step]:
+def make(name: str, kernels: Kernels) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
-    return model, Step(model, loss, make_optimizer(model, name, 0.1, 0.01, 0.9, kernels), "fp32", CPU)
+    return model, make_optimizer(model, Optim(name=name, lr=0.01, weight_decay=0.01), kernels)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(12, 3, generator=rng)
+    y = torch.randn(12, 2, generator=rng)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    return OptimizerState(optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize(
-    ("before", "after"), [("torch", "apex"), ("apex", "torch"), ("torch", "off"), ("apex", "apex")]
+    ("before", "after"), [("torch", "apex"), ("apex", "torch"), ("torch", "none"), ("apex", "apex")]
 )
-def test_a_run_goes_on_with_the_other_kernels_as_if_nothing_had_changed(install, name, before, after):
+def test_a_run_that_is_resumed_with_other_kernels_gives_the_same_weights(install, name, before, after):
     install(WHOLE | KERNELS)
-    whole, whole_step = made(name, "torch")
-    first, first_step = made(name, before)
-    for number in range(10):
-        whole_step(batch(number), 0.01)
-        first_step(batch(number), 0.01)
-    second, second_step = made(name, after)
+    whole, whole_optimizer = make(name, "torch")
+    first, first_optimizer = make(name, before)
+    for seed in range(10):
+        train_step(whole, whole_optimizer, seed)
+        train_step(first, first_optimizer, seed)
+    second, second_optimizer = make(name, after)
     second.load_state_dict(first.state_dict())
-    second_step.load_state_dict(first_step.state_dict())
-    for number in range(10, 20):
-        whole_step(batch(number), 0.01)
-        second_step(batch(number), 0.01)
-    for one, other in zip(whole.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    state_of(second_optimizer).load_state_dict(state_of(first_optimizer).state_dict())
+    for seed in range(10, 20):
+        train_step(whole, whole_optimizer, seed)
+        train_step(second, second_optimizer, seed)
+    for ours, theirs in zip(whole.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
-def test_another_algorithm_is_refused(install):
+@pytest.mark.parametrize(("name", "kernels"), [("sgd", "torch"), ("lamb", "apex")])
+def test_another_algorithm_is_refused(install, name, kernels):
     install(WHOLE | KERNELS)
-    _, adam = made("adamw", "torch")
-    adam(batch(0), 0.01)
-    for name, kernels in (("sgd", "torch"), ("lamb", "apex")):
-        with pytest.raises(ValueError, match="saved by AdamW of torch, optim.name is now .* go on with the one"):
-            made(name, kernels)[1].load_state_dict(adam.state_dict())
+    model, adam = make("adamw", "torch")
+    train_step(model, adam, 0)
+    _, other = make(name, kernels)
+    with pytest.raises(ValueError, match="saved by AdamW of torch, optim.name is now .* the one it began with"):
+        state_of(other).load_state_dict(state_of(adam).state_dict())
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_numbers_are_those_of_torch(name):
-    """With a real Apex only; there is none on most machines, and then there is nothing to compare."""
-    if why := apex.reason_against("optimizers", apex.CLASSES[name], "amp_C"):
+def test_a_real_apex_gives_the_numbers_of_torch(name):
+    """Most machines have no Apex; then there is nothing to compare."""
+    if why := apex.why_unusable("optimizers", apex.CLASSES[name], "amp_C"):
         assert "apex" in why.lower()
         return
-    ours, plain = (nn.Linear(64, 64).cuda() for _ in range(2))
+    ours = nn.Linear(64, 64).cuda()
+    plain = nn.Linear(64, 64).cuda()
     plain.load_state_dict(ours.state_dict())
-    steps = [make_optimizer(m, name, 1e-2, 0.01, 0.9, k) for m, k in ((ours, "apex"), (plain, "torch"))]
+    settings = Optim(name=name, lr=1e-2, weight_decay=0.01)
+    steps = [(ours, make_optimizer(ours, settings, "apex")), (plain, make_optimizer(plain, settings, "torch"))]
     for _ in range(100):
         x = torch.randn(32, 64, device="cuda")
-        for model, optimizer in zip((ours, plain), steps, strict=True):
+        for model, optimizer in steps:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

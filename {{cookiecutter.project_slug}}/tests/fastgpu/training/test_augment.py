@@ -2,8 +2,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import needs_gpu, no_host_sync
 
-from fastgpu.training.augment import cutout, jitter, mixup, random_crop, random_flip, random_parts, random_resized_crop
+from fastgpu.training.augment import (
+    color_jitter,
+    cutout,
+    mixup,
+    random_boxes,
+    random_crop,
+    random_flip,
+    random_resized_crop,
+)
 
 
 def rng(seed: int = 5) -> torch.Generator:
@@ -15,10 +24,11 @@ def images(*shape: int) -> torch.Tensor:
 
 
 def test_crop_against_a_plain_loop():
-    x, pad = images(16, 3, 6, 9), 2
-    out = random_crop(x, pad, rng())
-    tops, lefts = torch.randint(0, 2 * pad + 1, (2, 16), generator=rng()).tolist()
-    padded = np.pad(x.numpy(), ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+    x = images(16, 3, 6, 9)
+    padding = 2
+    out = random_crop(x, padding, rng())
+    tops, lefts = torch.randint(0, 2 * padding + 1, (2, 16), generator=rng()).tolist()
+    padded = np.pad(x.numpy(), ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     for i, (top, left) in enumerate(zip(tops, lefts, strict=True)):
         np.testing.assert_array_equal(out[i].numpy(), padded[i, :, top : top + 6, left : left + 9])
     assert len(set(zip(tops, lefts, strict=True))) > 5
@@ -28,60 +38,71 @@ def test_flip_against_a_plain_loop():
     x = images(32, 3, 6, 9)
     out = random_flip(x, rng())
     flips = (torch.rand(32, generator=rng()) < 0.5).tolist()
-    for i, flip in enumerate(flips):
-        np.testing.assert_array_equal(out[i].numpy(), x[i].numpy()[..., ::-1] if flip else x[i].numpy())
+    for i, is_flipped in enumerate(flips):
+        expected = x[i].numpy()
+        if is_flipped:
+            expected = expected[..., ::-1]
+        np.testing.assert_array_equal(out[i].numpy(), expected)
     assert 5 < sum(flips) < 27
 
 
 @pytest.mark.parametrize("shape", [(40, 3, 12, 17), (40, 1, 8, 8), (5, 3, 1, 1)])
 def test_resized_crop_against_a_plain_loop(shape):
     x = images(*shape)
-    parts = random_parts(x, 0.2, rng())
+    boxes = random_boxes(x, 0.2, rng())
     out = random_resized_crop(x, 0.2, rng())
-    for i, (top, left, height, width) in enumerate(torch.stack(parts, 1).int().tolist()):
+    for i, (top, left, height, width) in enumerate(torch.stack(boxes, 1).int().tolist()):
         part = x[i : i + 1, :, top : top + height, left : left + width]
         assert part.shape[2:] == (height, width)
-        whole = F.interpolate(part.float(), shape[2:], mode="bilinear", align_corners=False)[0]
-        assert (out[i].float() - whole).abs().max() <= 0.51  # half a step of rounding
+        expected = F.interpolate(part.float(), shape[2:], mode="bilinear", align_corners=False)[0]
+        assert (out[i].float() - expected).abs().max() <= 0.51  # half a step of rounding
 
 
-def test_parts_are_as_large_and_as_long_as_they_should_be():
+def test_boxes_have_the_areas_and_aspect_ratios_that_they_should_have():
     x = torch.empty(4000, 1, 100, 100)
-    top, left, height, width = random_parts(x, 0.1, rng())
-    share, ratio = height * width / 1e4, width / height
-    assert 0.09 < share.min() < 0.12
-    assert 0.45 < share.mean() < 0.6
+    top, left, height, width = random_boxes(x, 0.1, rng())
+    scale = height * width / 1e4
+    ratio = width / height
+    assert 0.09 < scale.min() < 0.12
+    assert 0.45 < scale.mean() < 0.6
     assert 0.7 < ratio.min() < 0.8 < 1.25 < ratio.max() < 1.4
     assert top.min() == left.min() == 0
     assert (top + height).max() == (left + width).max() == 100
 
 
-def test_jitter_against_a_plain_loop():
+def test_color_jitter_against_a_plain_loop():
     x = images(16, 3, 5, 6)
-    out = jitter(x, 0.4, rng())
+    out = color_jitter(x, 0.4, rng())
     factors = 1 + 0.4 * (2 * torch.rand((3, 16, 1, 1, 1), generator=rng()) - 1)
+    luma = np.array([0.299, 0.587, 0.114])
     for i in range(16):
-        a, b, c = factors[:, i].flatten().tolist()
-        image = np.clip(x[i].numpy().astype(np.float64) * a, 0, 255)
-        weights = np.array([0.299, 0.587, 0.114])
-        mean = (image.transpose(1, 2, 0) @ weights).mean()
-        image = np.clip(mean + (image - mean) * b, 0, 255)
-        grey = image.transpose(1, 2, 0) @ weights
-        image = np.clip(np.round(grey + (image - grey) * c), 0, 255)
+        brightness, contrast, saturation = factors[:, i].flatten().tolist()
+        image = np.clip(x[i].numpy().astype(np.float64) * brightness, 0, 255)
+        mean = (image.transpose(1, 2, 0) @ luma).mean()
+        image = np.clip(mean + (image - mean) * contrast, 0, 255)
+        gray = image.transpose(1, 2, 0) @ luma
+        image = np.clip(np.round(gray + (image - gray) * saturation), 0, 255)
         assert np.abs(out[i].numpy() - image).max() <= 1  # a half may be rounded either way
         assert (out[i].numpy() == image).mean() > 0.99
-    assert torch.equal(jitter(x, 0.0, rng()), x)
-    assert jitter(images(4, 1, 5, 6), 0.4, rng()).shape == (4, 1, 5, 6)
+
+
+def test_color_jitter_of_strength_0_changes_nothing_and_takes_gray_images():
+    x = images(16, 3, 5, 6)
+    assert torch.equal(color_jitter(x, 0.0, rng()), x)
+    assert color_jitter(images(4, 1, 5, 6), 0.4, rng()).shape == (4, 1, 5, 6)
 
 
 def test_cutout_against_a_plain_loop():
-    x, side = images(32, 3, 9, 7), 4
-    out = cutout(x, side, torch.tensor([1, 2, 3], dtype=torch.uint8), rng())
+    x = images(32, 3, 9, 7)
+    size = 4
+    out = cutout(x, size, torch.tensor([1, 2, 3], dtype=torch.uint8), rng())
     ys, xs = torch.rand((2, 32), generator=rng()).tolist()
     for i in range(32):
-        expected, top, left = x[i].numpy().copy(), int(ys[i] * 9) - 2, int(xs[i] * 7) - 2
-        region = expected[:, max(0, top) : top + side, max(0, left) : left + side]
-        region[:] = np.array([1, 2, 3])[:, None, None]
+        expected = x[i].numpy().copy()
+        top = int(ys[i] * 9) - 2
+        left = int(xs[i] * 7) - 2
+        square = expected[:, max(0, top) : top + size, max(0, left) : left + size]
+        square[:] = np.array([1, 2, 3])[:, None, None]
         np.testing.assert_array_equal(out[i].numpy(), expected)
 
 
@@ -91,29 +112,28 @@ def test_mixup_blends_images_and_targets_alike():
     torch.testing.assert_close(target.sum(1), torch.ones(64))
     expected = target @ torch.arange(64).float() * 4  # the same blend of the numbers
     assert (out[:, 0, 0, 0] - expected).abs().max() <= 0.51
-    share = target.max(1).values
-    assert 0.6 < share.mean() < 0.9  # Beta(1, 1) is uniform: the larger share is 3/4 in the mean
-    few = mixup(x, torch.eye(64), 0.05, rng())[1].max(1).values
-    assert (few > 0.9).float().mean() > 0.7
+    largest = target.max(1).values
+    assert 0.6 < largest.mean() < 0.9  # Beta(1, 1) is uniform: the larger share is 3/4 in the mean
+    largest = mixup(x, torch.eye(64), 0.05, rng())[1].max(1).values
+    assert (largest > 0.9).float().mean() > 0.7
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("name", ["crop", "flip", "resized", "jitter", "cutout", "mixup"])
 def test_nothing_waits_for_the_device(name):
-    x, generator = images(16, 3, 32, 32).cuda(), torch.Generator("cuda")
+    x = images(16, 3, 32, 32).cuda()
+    generator = torch.Generator("cuda")
+    fill = torch.zeros(3, dtype=torch.uint8, device="cuda")
+    target = torch.eye(16, device="cuda")
     calls = {
         "crop": lambda: random_crop(x, 4, generator),
         "flip": lambda: random_flip(x, generator),
         "resized": lambda: random_resized_crop(x, 0.2, generator),
-        "jitter": lambda: jitter(x, 0.4, generator),
+        "jitter": lambda: color_jitter(x, 0.4, generator),
         "cutout": lambda: cutout(x, 8, fill, generator),
         "mixup": lambda: mixup(x, target, 0.2, generator),
     }
-    fill, target = torch.zeros(3, dtype=torch.uint8, device="cuda"), torch.eye(16, device="cuda")
     calls[name]()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         calls[name]()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

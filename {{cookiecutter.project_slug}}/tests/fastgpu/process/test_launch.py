@@ -1,0 +1,55 @@
+import pytest
+
+from fastgpu.process.launch import Launch, RankError, UserError, exit_with_message, read_launch, warn
+
+
+def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert read_launch() == Launch()
+    for number, name in enumerate(names, 3):
+        monkeypatch.setenv(name, str(number))
+    assert read_launch() == Launch(3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(("local_rank", "message"), [(0, "error: too many\n"), (1, "")])
+def test_a_user_error_is_one_line_for_a_machine_and_the_same_exit_code_on_every_rank(capsys, local_rank, message):
+    with pytest.raises(SystemExit) as stop, exit_with_message(Launch(local_rank=local_rank)):
+        raise UserError("too many")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == message
+
+
+def test_an_error_of_one_rank_is_printed_by_that_rank(capsys):
+    with pytest.raises(SystemExit) as stop, exit_with_message(Launch(local_rank=3)):
+        raise RankError("my disk is gone")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: my disk is gone\n"
+
+
+def test_an_interruption_has_no_traceback(capsys):
+    with pytest.raises(SystemExit) as stop, exit_with_message(Launch()):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
+    assert "run.resume=auto" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), exit_with_message(Launch()):
+        raise ZeroDivisionError
+
+
+def test_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
+    printed = []
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        warn("the file is sorted")
+        printed.append(capsys.readouterr().out)
+    assert printed == ["warning: the file is sorted\n", "", "", ""]
+
+
+def test_a_plain_process_prints_its_warnings(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    warn("the file is sorted")
+    assert capsys.readouterr().out == "warning: the file is sorted\n"

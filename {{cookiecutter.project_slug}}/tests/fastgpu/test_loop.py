@@ -1,0 +1,393 @@
+"""The training loop, with the workload `minimal` on made-up rows: whole runs, in this process where that is enough."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+from harness import (
+    ALONE,
+    TIMEOUT_S,
+    metrics_of,
+    run_ranks,
+    run_train,
+    same_weights,
+    train_command,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import Dataset
+
+import train as script
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
+from fastgpu.storage.store import Store
+from workloads import minimal
+
+STEPS_PER_EPOCH = 21
+TAGS = {
+    "train/loss",
+    "train/lr",
+    "train/trained_rows_per_s",
+    "train/step_ms",
+    "data/fresh_rows_per_s",
+    "data/wait_pct",
+    "data/echo",
+    "val/mse",
+}
+
+
+def train(*overrides: str) -> None:
+    """`python train.py` of the current folder, in this process."""
+    script.train(load_config(list(overrides)), ALONE)
+
+
+def val_points(run: Path) -> list[dict[str, float]]:
+    return [point for point in metrics_of(run) if "val/mse" in point]
+
+
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("last-")) for path in run.glob("checkpoints/last-*"))
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    """Wait until a run has saved this step or a later one."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(number >= step for number in saved_steps(run)):
+        assert process.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------------------------------- files of a run
+
+
+def test_a_run_leaves_a_record(folder, capsys):
+    train()
+    printed = capsys.readouterr().out
+    run = folder / "runs/a"
+    points = metrics_of(run)
+    assert points[-1]["step"] == 3 * STEPS_PER_EPOCH
+    tags = set().union(*points) - {"step", "time_s"}
+    assert {tag for tag in tags if not tag.startswith("host/")} == TAGS
+    assert {"host/cpu_user_pct", "host/rss_gib"} <= tags
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == tags
+    assert "config/text_summary" in events.Tags()["tensors"]
+    files = {path.name for path in run.iterdir()}
+    assert {"config.yaml", "run.json", "metrics.jsonl", "report.html", "checkpoints"} <= files
+    assert len(list(run.glob("checkpoints/best-*"))) == 1
+    assert "1 CPU process" in printed
+    assert "on the device tier" in printed
+    assert "tensorboard --logdir runs" in printed.splitlines()[-1]
+
+
+def test_the_config_of_a_run_repeats_it(folder):
+    train()
+    written = yaml.safe_load((folder / "runs/a/config.yaml").read_text())
+    assert written["data"]["tier"] == "device"  # no `auto` is left where a number was chosen
+    assert isinstance(written["data"]["canonical_ranks"], int)
+    assert isinstance(written["loader"]["num_readers"], int)
+    assert written["train"]["precision"] == "fp32"
+    assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
+    script.train(load_config(["--config", "runs/a/config.yaml", "run.name=b"]), ALONE)
+    assert same_weights(folder / "runs/a", folder / "runs/b")
+
+
+def test_the_run_says_what_the_model_is(folder):
+    train("train.epochs=1")
+    assert json.loads((folder / "runs/a/run.json").read_text())["model"] == {"inputs": 6, "outputs": 1}
+
+
+def test_the_best_checkpoint_is_that_of_the_lowest_error(folder):
+    train()
+    errors = {point["step"]: point["val/mse"] for point in val_points(folder / "runs/a")}
+    (best,) = (folder / "runs/a/checkpoints").glob("best-*")
+    assert int(best.name.removeprefix("best-")) == min(errors, key=errors.get)
+    progress = json.loads((best / "state.json").read_text())["progress"]
+    assert progress["best"] == min(errors.values())
+
+
+# ---------------------------------------------------------------------------------------------- same weights
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_every_tier_trains_the_same_weights(folder, tier):
+    train("run.name=device", "data.tier=device")
+    train(f"run.name={tier}", f"data.tier={tier}", "loader.num_readers=3", "loader.prefetch_pools=1")
+    assert same_weights(folder / "runs/device", folder / "runs" / tier)
+
+
+@pytest.mark.parametrize("echo", ["1", "2.5"])
+def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo):
+    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1")
+    train("run.name=whole", *options)
+    read = Store.read
+    countdown = [200]
+
+    def fail_later(*arguments: Any) -> None:
+        countdown[0] -= 1
+        if not countdown[0]:
+            raise OSError("the disk is gone")
+        read(*arguments)
+
+    monkeypatch.setattr(Store, "read", fail_later)
+    with pytest.raises(OSError, match="the disk is gone"):
+        train("run.name=stopped", *options)
+    monkeypatch.setattr(Store, "read", read)
+    run = folder / "runs/stopped"
+    assert saved_steps(run)[-1] < saved_steps(folder / "runs/whole")[-1]
+    train("run.name=stopped", "run.resume=auto", *options)
+    assert same_weights(folder / "runs/whole", run)
+    assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_is_resumed_to_the_same_weights(folder, ranks):
+    options = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6")
+    assert run_train("run.name=whole", *options, ranks=ranks, cwd=folder).returncode == 0
+    command = train_command("run.name=killed", *options, ranks=ranks)
+    run = folder / "runs/killed"
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for_step(run, 60, process)  # inside the second epoch, which has 52 or 53 steps
+        for running in (*psutil.Process(process.pid).children(recursive=True), process):
+            running.kill()
+    last_step = saved_steps(run)[-1]
+    done = run_train("run.name=killed", *options, "run.resume=auto", ranks=ranks, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"at step {last_step}" in done.stdout
+    assert same_weights(folder / "runs/whole", run)
+    assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
+
+
+def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_validation(folder):
+    train("train.epochs=1")
+    (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
+    saved = json.loads(state.read_text())
+    saved["progress"] |= {"epoch": 0, "consumed": STEPS_PER_EPOCH * 32, "best": None}
+    state.write_text(json.dumps(saved))
+    train("train.epochs=2", "run.resume=auto")
+    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 21, 42]
+
+
+def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(folder, capsys):
+    train("run.name=old", "train.epochs=1")
+    train("run.name=new", "train.epochs=1")
+    train("run.name=auto", "train.epochs=2", "run.resume=auto")
+    assert [point["step"] for point in val_points(folder / "runs/new")] == [21, 42]
+    capsys.readouterr()
+    train("run.name=auto", "train.epochs=2", "run.resume=auto")
+    assert "done: epoch 2, step 42" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"runs/new holds a run; use run.resume=auto to continue it"):
+        train("run.name=new")
+
+
+# ---------------------------------------------------------------------------------------------- echo
+
+
+class SlowRows(Dataset):
+    """Rows that take 10 ms to read, which is far longer than training on one takes."""
+
+    def __init__(self, path: str):
+        self.n_rows = 128
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, float]:
+        time.sleep(0.01)
+        return np.full(6, row / 128, np.float32), row / 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_random", "factor"), [(True, 4), (False, 2)])
+def test_echo_auto_trains_again_while_slow_rows_come(folder, monkeypatch, is_random, factor):
+    """The first epoch measures it, the others echo."""
+    monkeypatch.setattr(minimal.Workload, "is_random", is_random)
+    monkeypatch.setattr(SlowRows, "__module__", "test_loop")
+    options = (
+        "data.echo=auto",
+        "data.dataset=test_loop:SlowRows",
+        "data.batch_size=16",
+        "data.pool_batches=2",
+        "loader.num_workers=0",
+        "log.every_steps=1",
+        "run.resume=auto",
+    )
+    train(*options, "train.epochs=1")
+    train(*options, "train.epochs=3")
+    points = [point["data/echo"] for point in metrics_of(folder / "runs/a") if "data/echo" in point]
+    assert points == pytest.approx([1] * 8 + [factor] * 8 * factor * 2)
+    assert f"  echo: {factor}.0\n" in (folder / "runs/a/config-2.yaml").read_text()
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train=nowhere.h5"], "data.train: nowhere.h5 does not exist"),
+        (["data.val=nowhere.h5"], "data.val: nowhere.h5 does not exist"),
+        (["data.batch_size=2000"], "data.batch_size is 2000, but rows.h5::/train has 700 rows; use at most 700"),
+        (["data.batch_size=30", "optim.accumulation_steps=4"], "data.batch_size is 30; it should be a multiple of 4"),
+        (["run.folder=/proc/nowhere"], "run.folder: cannot write to /proc/nowhere"),
+        (["workload=tables"], r"workload is tables, but workloads/tables.py does not exist; there are: .*minimal"),
+        (["model.hidden_dim=wide"], 'command line: model.hidden_dim is "wide"; it should be a valid integer'),
+        (["model.hiden_dim=3"], r"unknown key model.hiden_dim \(did you mean model.hidden_dim\?\)"),
+        (["model.made_up_by_nobody=3"], r"unknown key model.made_up_by_nobody \(allowed are: model.hidden_dim"),
+        (["optim.name=lamb"], "optim.name is lamb, which torch does not have"),
+        (["optim.lr=1e30"], r"the loss is (nan|inf) at step \d+; lower optim.lr \(1e\+30\)"),
+    ],
+)
+def test_a_mistake_is_a_user_error(folder, overrides, message):
+    with pytest.raises(UserError, match=message):
+        train(*overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("data.batch_siz=3", "error: command line: unknown key data.batch_siz (did you mean data.batch_size?)"),
+        ("data.train=nowhere.h5", "error: data.train: nowhere.h5 does not exist"),
+        ("dist.strategy=dp", "error: dist.strategy is dp, which drives all GPUs from one process, but there are 2"),
+        ("optim.lr=1e30", "error: the loss is "),
+    ],
+)
+def test_a_mistake_is_one_line_and_the_same_exit_code_on_every_rank(folder, argument, message):
+    done = run_ranks(argument, ranks=2, cwd=folder)
+    assert [process.returncode for process in done] == [2, 2]
+    lines = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(message)
+    assert not list(folder.glob("**/*.partial"))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_blocks(folder):
+    with h5py.File(folder / "one.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((40, 6), np.float32), chunks=(40, 6))
+        file["y"] = np.zeros(40)
+    done = run_ranks("data.train=one.h5", "data.val=one.h5", "data.batch_size=8", ranks=2, cwd=folder)
+    assert [process.returncode for process in done] == [2, 2]
+    assert "2 ranks are more than the 1 blocks (chunks)" in done[0].stderr
+    assert done[1].stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------- faults of the machine
+
+
+def test_a_run_whose_last_checkpoint_is_not_written_ends_with_an_error(folder, capsys):
+    (folder / "runs/a").mkdir(parents=True)
+    (folder / "runs/a/checkpoints").touch()  # nothing can be saved below a file: the same as a full disk
+    with pytest.raises(UserError, match="the run is over, but its last checkpoint is not in runs/a: make room"):
+        train("train.epochs=2")
+    printed = capsys.readouterr().out
+    assert "was not written (" in printed
+    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]  # it trained to the end
+
+
+@pytest.mark.slow
+def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
+    (folder / "runs/a").mkdir(parents=True)
+    (folder / "runs/a/checkpoints").touch()
+    done = run_ranks("train.epochs=1", ranks=2, cwd=folder)
+    assert [process.returncode for process in done] == [2, 2]
+    assert "error: the run is over, but its last checkpoint is not in" in done[0].stderr
+    assert done[1].stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be truncated")
+def test_a_file_that_is_cut_during_training_stops_the_run_with_its_name(folder):
+    with h5py.File(folder / "long.h5", "w") as file:
+        file.create_dataset("x", data=np.ones((4000, 3000), np.float32), chunks=(20, 3000))
+        file["y"] = np.zeros(4000)
+    path = folder / "long.h5"
+    overrides = ("data.train=long.h5", "data.val=long.h5", "data.tier=disk", "data.pool_batches=1", "log.every_steps=1")
+    command = train_command(*overrides, "train.epochs=1000")
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        while not (folder / "runs/a/metrics.jsonl").exists():
+            time.sleep(0.01)
+            assert run.poll() is None
+        os.truncate(path, path.stat().st_size // 4)
+        _, error = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode != 0
+    lines = [line for line in error.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, error
+    assert re.search(r"long.h5 (was changed|ends at byte .*) while in use; restore the file", lines[0])
+    assert "Traceback" not in error
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+
+
+@pytest.mark.slow
+def test_two_ranks_train_stop_and_resume_under_torchrun(folder):
+    first = run_train("train.epochs=1", ranks=2, cwd=folder)
+    assert first.returncode == 0, first.stderr
+    assert "2 CPU processes over gloo" in first.stdout
+    assert first.stdout.count("epoch 1/1") == 1  # one rank prints
+    second = run_train("train.epochs=2", "run.name=auto", "run.resume=auto", ranks=2, cwd=folder)
+    assert second.returncode == 0, second.stderr
+    assert "runs/a: 2 CPU processes" in second.stdout  # the newest run is found by itself
+    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
+    third = run_train("train.epochs=2", "run.resume=auto", ranks=2, cwd=folder)
+    assert third.returncode == 0
+    assert "done: epoch 2, step 42" in third.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_weights_of_one(folder):
+    """The global batches are the same; only the order in which gradients are summed differs."""
+    train("run.name=one", "optim.name=sgd", "optim.lr=0.01")
+    done = run_train("run.name=two", "optim.name=sgd", "optim.lr=0.01", ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    one = val_points(folder / "runs/one")
+    two = val_points(folder / "runs/two")
+    assert [p["val/mse"] for p in one] == pytest.approx([p["val/mse"] for p in two], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_by_torchrun(folder):
+    arguments = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=20")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [sys.executable, *launcher, *train_command(*arguments)[1:]]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        wait_for_step(folder / "runs/a", 30, running)
+        children = psutil.Process(running.pid).children()
+        ranks = [child for child in children if any(word.endswith("train.py") for word in child.cmdline())]
+        ranks[-1].kill()
+        assert running.wait(TIMEOUT_S) == 0
+    assert metrics_of(folder / "runs/a")[-1]["step"] == 20 * STEPS_PER_EPOCH
+
+
+# ---------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optim.accumulation_steps=4", "optim.name=sgd", "optim.lr=0.05"],
+        ["train.precision=bf16", "optim.fused=none"],
+        ["data.batch_size=50", "data.pool_batches=3", "data.canonical_ranks=10", "run.seed=3"],
+        ["run.checkpoint_every_steps=4", "data.echo=1.7", "loader.prefetch_pools=1", "data.tier=disk"],
+    ],
+)
+def test_other_settings_train_too(folder, overrides):
+    train(*overrides)
+    errors = [point["val/mse"] for point in val_points(folder / "runs/a")]
+    assert errors[-1] < errors[0]
+    assert all(torch.isfinite(torch.tensor(errors)))
