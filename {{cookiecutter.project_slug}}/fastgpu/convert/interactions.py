@@ -37,20 +37,6 @@ class HeldOutSplit(NamedTuple):
     """Number of items of these events."""
 
 
-class _Numbering(NamedTuple):
-    """The items of the training users, numbered in the order in which they appear."""
-
-    item_ids: np.ndarray
-    """(items,) in ascending order"""
-    number: np.ndarray
-    """(items,) int64: the number of each of `item_ids`."""
-
-    def find(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of each item, whether it has one)."""
-        places = np.minimum(np.searchsorted(self.item_ids, items), len(self.item_ids) - 1)
-        return self.number[places], self.item_ids[places] == items
-
-
 def hold_out_users(
     name: str, users: np.ndarray, items: np.ndarray, n_held_out: int, *, seed: int = PUBLISHED_SEED
 ) -> HeldOutSplit:
@@ -59,8 +45,11 @@ def hold_out_users(
     n_held_out: users in each of val and test. Raises UserError if too few users are left to train on.
     """
     users, items = _drop_repeated(users, items)
-    users, items = _drop_small_users(users, items)
-    user_ids, user_of_event = np.unique(users, return_inverse=True)
+    user_ids, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
+    is_kept = counts >= MIN_ITEMS
+    users = users[is_kept[user_of_event]]
+    items = items[is_kept[user_of_event]]
+    user_ids = user_ids[is_kept]
     n_train = len(user_ids) - 2 * n_held_out
     if n_train < 1:
         raise UserError(
@@ -70,12 +59,17 @@ def hold_out_users(
     order = np.random.RandomState(seed).permutation(len(user_ids))  # the authors' generator; NumPy keeps its stream
     row_of_user = np.empty(len(user_ids), np.int64)
     row_of_user[order] = np.arange(len(user_ids))
-    rows = row_of_user[user_of_event]
+    rows = row_of_user[np.searchsorted(user_ids, users)]
+
     is_train = rows < n_train
-    numbering = _number_items(items[is_train])
-    numbers, is_known = numbering.find(items)
-    n_items = len(numbering.item_ids)
-    attributes = {"item_ids": numbering.item_ids[np.argsort(numbering.number)]}
+    known_items, first = np.unique(items[is_train], return_index=True)
+    item_ids = known_items[np.argsort(first)]  # items are numbered in the order in which they appear
+    number_of_known = np.argsort(np.argsort(first))
+    places = np.minimum(np.searchsorted(known_items, items), len(known_items) - 1)
+    is_known = known_items[places] == items
+    numbers = number_of_known[places]  # of each event; meaningless where the item is not known
+    n_items = len(item_ids)
+    attributes = {"item_ids": item_ids}
 
     columns: Columns = {
         "items": make_csr(rows[is_train], numbers[is_train], n_train),
@@ -134,16 +128,3 @@ def _drop_repeated(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np
         return users, items
     events = np.sort(first)
     return users[events], items[events]
-
-
-def _drop_small_users(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    _, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
-    is_kept = counts[user_of_event] >= MIN_ITEMS
-    return users[is_kept], items[is_kept]
-
-
-def _number_items(items: np.ndarray) -> _Numbering:
-    item_ids, first = np.unique(items, return_index=True)
-    number = np.empty(len(item_ids), np.int64)
-    number[np.argsort(first)] = np.arange(len(item_ids))
-    return _Numbering(item_ids, number)
