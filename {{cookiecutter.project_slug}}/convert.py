@@ -15,7 +15,7 @@ from fastgpu.process.launch import Launch, UserError, exit_with_message
 
 def main(argv: list[str]) -> int:
     """Run one command. Returns the exit code."""
-    with exit_with_message(Launch()):
+    with exit_with_message(Launch(), "interrupted"):
         args = make_command_line(__doc__).parse(argv)
         try:
             return args.run(args) or 0

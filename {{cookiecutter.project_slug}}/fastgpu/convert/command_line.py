@@ -60,7 +60,9 @@ class CommandLine:
             parser = self.add(self.synthetic)
             add_target_flags(parser)
             add_split_flag(parser)
-            parser.add_argument("--kind", choices=self._synthetic_kinds, default=kind, help=f"default: {kind}")
+            parser.add_argument(
+                "--kind", choices=self._synthetic_kinds, default=kind, help=f"kind of rows; default: {kind}"
+            )
             parser.add_argument("--rows", type=int, help="number of rows; default: enough for a first try")
         self._synthetic_kinds[kind] = make_parts
         return self._commands["synthetic"]
@@ -99,9 +101,9 @@ def _find_modules() -> list[ModuleType]:
 def add_target_flags(parser: ArgumentParser) -> None:
     """TARGET, and how it is written. `read_target` reads them."""
     parser.add_argument("target", type=Path, help="file to write; it has a temporary name until it is complete")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random order and of --split")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
     parser.add_argument("--keep-order", action="store_true", help="write the rows in the order of the source")
-    parser.add_argument("--compression", choices=get_args(Compression), default="none")
+    parser.add_argument("--compression", choices=get_args(Compression), default="none", help="default: none")
     parser.add_argument("--shards", type=int, default=1, help="number of files to write")
     parser.add_argument("--force", action="store_true", help="replace existing files")
 
