@@ -93,11 +93,11 @@ class Workload(workloads.Workload):
         """Users without held-out items do not count."""
         items: Ragged = batch["items"]
         logits_BI, _ = model(items.values, items.offsets)
-        ranking = rank(logits_BI.float(), items, batch["held_out"], RECALL_AT, NDCG_AT)
+        ranking = rank(logits_BI.float(), items, batch["held_out"], recall_at=RECALL_AT, ndcg_at=NDCG_AT)
         values = {f"ndcg_at_{NDCG_AT}": ranking.ndcg}
         values |= {f"recall_at_{k}": ranking.recall[k] for k in RECALL_AT}
-        n_users = ranking.counts.sum()
-        return {name: Sum((value_B * ranking.counts).sum(), n_users) for name, value_B in values.items()}
+        n_users = ranking.has_held_out.sum()
+        return {name: Sum((value_B * ranking.has_held_out).sum(), n_users) for name, value_B in values.items()}
 
     def card(self) -> dict[str, Any]:
         return {"n_items": self.n_items}

@@ -1,8 +1,7 @@
-"""Arrays in files."""
+"""NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -11,75 +10,99 @@ import numpy as np
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.file import not_found
 
 
 def open_arrays(sources: Sequence[str]) -> Arrays:
-    """Columns by name, from
+    """Fields of equal length, from any number of
 
-        name=file.npy            mapped, not read
-        file.npz                 arrays with names of their own, read
+        name=file.npy            mapped into memory, not read
+        file.npz                 arrays that have names, read
         name=file.npz            a sparse matrix as scipy.sparse.save_npz writes it: ragged rows of column numbers, and
-                                 if its values are not all 1, those as ragged rows `name_values`
-        name=file.h5::/dataset   of any HDF5 file; the group of a CSR or CSC matrix as anndata writes it, too
+                                 if its values are not all 1, the ragged rows `name_values`
+        name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
 
     Raises UserError for what cannot be rows.
     """
-    columns, n_items = dict[str, Any](), dict[str, int]()
+    columns: dict[str, np.ndarray | RaggedArray] = {}
+    n_items: dict[str, int | None] = {}
     for source in sources:
         name, _, path = source.rpartition("=")
-        try:
-            found = _load(path)
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist (looked in {Path.cwd()})") from None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} holds no NumPy arrays of numbers: {error}") from None
-        is_matrix = isinstance(found, Mapping) and {"shape", "data"} <= set(found)
-        if (isinstance(found, Mapping) and not is_matrix) == bool(name):
+        content = _load(path)
+        is_mapping = isinstance(content, Mapping)
+        is_matrix = is_mapping and {"shape", "data"} <= set(content)
+        has_own_names = is_mapping and not is_matrix
+        if has_own_names == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
         if is_matrix:
-            n_items[name] = int(found["shape"][1])
-            columns |= _ragged(name, path, found)
+            n_items[name] = int(content["shape"][1])
+            columns |= _ragged_columns(name, path, content)
+        elif is_mapping:
+            columns |= dict(content)
         else:
-            columns |= {name: found} if name else dict(found)
-    for name, column in columns.items():
-        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
-            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
-    if len(lengths := {name: len(column) for name, column in columns.items()}) and len(set(lengths.values())) > 1:
-        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
-    if not next(iter(lengths.values()), 0):
-        raise UserError(f"{', '.join(sources)}: no rows")
+            columns[name] = content
+    _check_columns(columns, sources)
     return Arrays(", ".join(sources), columns, n_items=n_items)
 
 
 def _load(path: str) -> Any:
-    """An array, or a mapping of them."""
-    file, is_h5, inside = path.partition("::")
-    if not is_h5:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    found = h5py.File(file)[inside]
-    if isinstance(found, h5py.Dataset):
-        return found
-    kind = np.array(str(found.attrs["encoding-type"]).removesuffix("_matrix"))
-    return {name: each[:] for name, each in found.items()} | {"shape": found.attrs["shape"], "format": kind}
+    """An array, or a mapping of arrays."""
+    try:
+        file, is_h5, name = path.partition("::")
+        if not is_h5:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        item = h5py.File(file)[name]
+        if isinstance(item, h5py.Dataset):
+            return item
+        matrix = {member: data[:] for member, data in item.items()}
+        matrix["shape"] = item.attrs["shape"]
+        matrix["format"] = np.array(str(item.attrs["encoding-type"]).removesuffix("_matrix"))
+        return matrix
+    except FileNotFoundError:
+        raise not_found(path) from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} holds no NumPy arrays of numbers: {error}") from None
 
 
-def _ragged(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:
-    """The rows of a sparse matrix: numbers of the columns with a value that is not 0, ascending; and the values."""
+def _check_columns(columns: Mapping[str, Any], sources: Sequence[str]) -> None:
+    for name, column in columns.items():
+        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
+            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
+    if not any(lengths.values()):
+        raise UserError(f"{', '.join(sources)}: no rows")
+
+
+def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:
+    """The rows of a sparse matrix: for each row the columns whose value is not 0, ascending; and the values."""
+    height, width = (int(length) for length in matrix["shape"])
+    rows, columns = _coordinates(path, matrix)
+    is_whole = len(rows) == len(matrix["data"]) and len(rows) and rows.max() < height and columns.max() < width
+    if not is_whole:
+        raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
+    keys, entry_of = np.unique(rows.astype(np.int64) * width + columns, return_inverse=True)
+    values = np.zeros(len(keys), matrix["data"].dtype)
+    np.add.at(values, entry_of, matrix["data"])  # entries at the same place are summed, as scipy does
+    keys = keys[values != 0]
+    values = values[values != 0]
+    offsets = np.searchsorted(keys, np.arange(height + 1) * width)
+    ragged = {name: RaggedArray((keys % width).astype(np.int32), offsets)}
+    if not (values == 1).all():
+        ragged[f"{name}_values"] = RaggedArray(values, offsets)
+    return ragged
+
+
+def _coordinates(path: str, matrix: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) of each value."""
     kind = str(matrix["format"].astype(str))
     if kind == "coo":
-        rows, columns = matrix["row"], matrix["col"]
-    elif kind in ("csr", "csc"):
-        rows, columns = np.repeat(np.arange(len(matrix["indptr"]) - 1), np.diff(matrix["indptr"])), matrix["indices"]
-        rows, columns = (rows, columns) if kind == "csr" else (columns, rows)
-    else:
+        return matrix["row"], matrix["col"]
+    if kind not in ("csr", "csc"):
         raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    height, width = (int(each) for each in matrix["shape"])
-    if len(rows) != len(matrix["data"]) or not len(rows) or rows.max() >= height or columns.max() >= width:
-        raise UserError(f"{path} is no whole matrix of {height:,} x {width:,}: save it again")
-    keys, which = np.unique(rows.astype(np.int64) * width + columns, return_inverse=True)
-    values = np.zeros(len(keys), matrix["data"].dtype)
-    np.add.at(values, which, matrix["data"])  # what stands twice is summed, as scipy does
-    keys, values = keys[values != 0], values[values != 0]
-    offsets = np.searchsorted(keys, np.arange(height + 1) * width)
-    found = {name: RaggedArray((keys % width).astype(np.int32), offsets)}
-    return found if (values == 1).all() else found | {f"{name}_values": RaggedArray(values, offsets)}
+    indptr = matrix["indptr"]
+    major = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    if kind == "csr":
+        return major, matrix["indices"]
+    return matrix["indices"], major

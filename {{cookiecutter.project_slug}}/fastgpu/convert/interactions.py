@@ -1,10 +1,12 @@
-"""Events (user, item) -> rows of items, split as recommenders are compared: users held out, part of theirs hidden.
+"""Events (user, item) -> rows of items, split as recommenders are compared: some users are held out for evaluation.
 
-The protocol of Liang et al. (arXiv:1802.05814): users with few items go; of the rest, two groups are held out, for
-validation and test; the items are those of the training users; of each held-out user's, a fifth is to be found from
-the others. Its random numbers are drawn as the paper's own code draws them, so the users and items are the same.
+The protocol of Liang et al. (arXiv:1802.05814): users with few items are dropped. Two groups of the others are held
+out, for validation and test. The items are those of the training users. A fifth of the items of each held-out user is
+hidden, to be found from the rest. Random numbers are drawn as the authors' code draws them, so users and items are the
+same.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,87 +15,116 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
 
+Columns = dict[str, np.ndarray | RaggedArray]
+"""{field: rows}"""
+
 PUBLISHED_SEED = 98765
-HELD_OUT_SHARE = 0.2
-MIN_ITEMS = 5  # of a user, to count at all; of a held-out user, to hide any
+HIDDEN_SHARE = 0.2
+MIN_ITEMS = 5
+"""Items of a user, to count at all; of a held-out user, to have any hidden."""
 
 
-class Split(NamedTuple):
-    """What became of the events."""
+class HeldOutSplit(NamedTuple):
+    """Users for training, validation and test."""
 
     parts: dict[str, Arrays]
-    """train: `items`; val, test: `items`, `held_out`; all: `user`, its number in the source."""
-    events: int
-    users: int
-    items: int
-    """The three before the split, users with few items gone."""
+    """train: `items`. val, test: `items`, `held_out`. All: `user`, the number of the user in the source."""
+    n_events: int
+    """Number of events of all parts, before items without training users were dropped."""
+    n_users: int
+    """Number of users of all parts."""
+    n_items: int
+    """Number of items of these events."""
 
 
-def split(name: str, users: np.ndarray, items: np.ndarray, held_users: int, seed: int = PUBLISHED_SEED) -> Split:
-    """The protocol. users, items: (events,) int32, in the source's order; a pair that comes again does not count.
+def hold_out_users(
+    name: str, users: np.ndarray, items: np.ndarray, n_held_out: int, *, seed: int = PUBLISHED_SEED
+) -> HeldOutSplit:
+    """The protocol. users, items: (events,) int32, in the order of the source; repeated pairs count once.
 
-    held_users: in each of val and test. Raises UserError if too few are left to train on.
+    n_held_out: users in each of val and test. Raises UserError if too few users are left to train on.
     """
-    _, once = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
-    if len(once) < len(users):
-        users, items = users[np.sort(once)], items[np.sort(once)]
-    found, of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
-    enough = counts >= MIN_ITEMS
-    keep = enough[of_event]
-    users, items, found = users[keep], items[keep], found[enough]
-    order = np.random.RandomState(seed).permutation(len(found))  # the paper's generator; NumPy keeps its stream
-    trained = len(found) - 2 * held_users
-    if trained < 1:
+    users, items = _drop_repeated(users, items)
+    user_ids, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
+    is_kept = counts >= MIN_ITEMS
+    users = users[is_kept[user_of_event]]
+    items = items[is_kept[user_of_event]]
+    user_ids = user_ids[is_kept]
+    n_train = len(user_ids) - 2 * n_held_out
+    if n_train < 1:
         raise UserError(
-            f"{name}: {len(found):,} users have {MIN_ITEMS} items or more, and 2 x {held_users:,} are to "
-            f"be held out; use --held-out {max(1, len(found) // 10)}"
+            f"{name}: {len(user_ids):,} users have {MIN_ITEMS} items or more, and 2 x {n_held_out:,} are to be held "
+            f"out; use --held-out {max(1, len(user_ids) // 10)}"
         )
-    row_of = np.empty(len(found), np.int64)
-    row_of[order] = np.arange(len(found))
-    rows = row_of[np.searchsorted(found, users)]
-    known, first, numbers = np.unique(items[rows < trained], return_index=True, return_inverse=True)
-    number_of = np.empty(len(known), np.int64)  # in the order in which they appear
-    number_of[np.argsort(first)] = np.arange(len(known))
-    item_ids = known[np.argsort(first)]
+    order = np.random.RandomState(seed).permutation(len(user_ids))  # the authors' generator; NumPy keeps its stream
+    row_of_user = np.empty(len(user_ids), np.int64)
+    row_of_user[order] = np.arange(len(user_ids))
+    rows = row_of_user[np.searchsorted(user_ids, users)]
+
+    is_train = rows < n_train
+    known_items, first = np.unique(items[is_train], return_index=True)
+    item_ids = known_items[np.argsort(first)]  # items are numbered in the order in which they appear
+    number_of_known = np.argsort(np.argsort(first))
+    places = np.minimum(np.searchsorted(known_items, items), len(known_items) - 1)
+    is_known = known_items[places] == items
+    numbers = number_of_known[places]  # of each event; meaningless where the item is not known
+    n_items = len(item_ids)
     attributes = {"item_ids": item_ids}
-    n_items = len(known)
-    train = csr(rows[rows < trained], number_of[numbers], trained)
-    parts = {"train": rows_of(name, {"items": train, "user": found[order[:trained]]}, n_items, attributes)}
-    place = np.minimum(np.searchsorted(known, items), len(known) - 1)
-    is_known = known[place] == items
-    for part, start in (("val", trained), ("test", trained + held_users)):
-        mine = np.flatnonzero(is_known & (rows >= start) & (rows < start + held_users))
-        mine = mine[np.argsort(users[mine], kind="stable")]  # users in the order of the source's numbers
-        held = hide(rows[mine], seed)
-        numbers_of = number_of[place[mine]]
-        columns: dict[str, Any] = {
-            field: csr(rows[mine][which] - start, numbers_of[which], held_users)
-            for field, which in (("items", ~held), ("held_out", held))
-        }
-        columns["user"] = found[order[start : start + held_users]]
-        parts[part] = rows_of(name, columns, n_items, attributes)
-    return Split(parts, len(users), len(found), len(np.unique(items)))
+
+    columns: Columns = {
+        "items": make_csr(rows[is_train], numbers[is_train], n_train),
+        "user": user_ids[order[:n_train]],
+    }
+    parts = {"train": make_arrays(name, columns, n_items, attributes)}
+    for part, start in (("val", n_train), ("test", n_train + n_held_out)):
+        stop = start + n_held_out
+        events = np.flatnonzero(is_known & (rows >= start) & (rows < stop))
+        events = events[np.argsort(users[events], kind="stable")]  # the authors draw in the order of the user numbers
+        part_rows = rows[events] - start
+        hidden = draw_hidden(part_rows, seed)
+        columns = split_hidden(part_rows, numbers[events], hidden, n_held_out)
+        columns["user"] = user_ids[order[start:stop]]
+        parts[part] = make_arrays(name, columns, n_items, attributes)
+    return HeldOutSplit(parts, len(users), len(user_ids), len(np.unique(items)))
 
 
-def hide(rows: np.ndarray, seed: int) -> np.ndarray:
-    """(events,) bool: a fifth of each row's events, of those rows that have enough. rows: equal ones lie together."""
-    rng, hidden = np.random.RandomState(seed), np.zeros(len(rows), bool)
+def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
+    """(events,) bool: a fifth of the events of each row that has enough. rows: (events,), equal ones side by side."""
+    rng = np.random.RandomState(seed)
+    hidden = np.zeros(len(rows), bool)
     borders = np.flatnonzero(np.diff(rows, prepend=-1, append=-1))
     for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-        if stop - start >= MIN_ITEMS:
-            chosen = rng.choice(stop - start, size=int(HELD_OUT_SHARE * (stop - start)), replace=False)
+        count = stop - start
+        if count >= MIN_ITEMS:
+            chosen = rng.choice(count, size=int(HIDDEN_SHARE * count), replace=False)
             hidden[start + chosen] = True
     return hidden
 
 
-def csr(rows: np.ndarray, items: np.ndarray, count: int) -> RaggedArray:
-    """Pairs (row, item) as `count` rows of items, ascending in each."""
+def split_hidden(rows: np.ndarray, items: np.ndarray, hidden: np.ndarray, n_rows: int) -> Columns:
+    """The visible events as `items` and the hidden ones as `held_out`. rows, items, hidden: (events,)."""
+    return {
+        "items": make_csr(rows[~hidden], items[~hidden], n_rows),
+        "held_out": make_csr(rows[hidden], items[hidden], n_rows),
+    }
+
+
+def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:
+    """Pairs (row, item) as `n_rows` rows of items, ascending in each row."""
     keys = np.sort(rows.astype(np.int64) << 32 | items.astype(np.int64))
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
     return RaggedArray((keys & 0xFFFFFFFF).astype(np.int32), offsets)
 
 
-def rows_of(name: str, columns: dict[str, Any], n_items: int, attributes: dict[str, Any]) -> Arrays:
-    """Rows whose ragged fields are of `n_items` items."""
+def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> Arrays:
+    """A source of these columns. The ragged ones hold item numbers in range(n_items)."""
     ragged = {field: n_items for field, column in columns.items() if isinstance(column, RaggedArray)}
     return Arrays(name, columns, attributes, n_items=ragged)
+
+
+def _drop_repeated(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _, first = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
+    if len(first) == len(users):
+        return users, items
+    events = np.sort(first)
+    return users[events], items[events]

@@ -1,7 +1,6 @@
-"""Rows made up, of any shape and number: to try a configuration or a machine before the data is there."""
+"""Made-up images of any shape and number, to try a configuration or a machine before the data is there."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -9,43 +8,47 @@ from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 
 BLOCK_ROWS = 64
-NOISE = 64  # standard deviation of a pixel; the pictures of the classes are 0..255
+GRID = 4
+"""The picture of a class is a grid of so many squares in each direction."""
+NOISE = 64
+"""Standard deviation of a pixel. The pictures of the classes have values from 0 to 255."""
 
 
 class SyntheticImages(Source):
-    """Noisy pictures, one smooth picture a class; a function of (seed, row) that takes no memory.
+    """Noise on pictures, one smooth picture for each class. A function of (seed, row) that takes no memory.
 
-    shape: (C, H, W). part: 0 to train, 1 to validate: other noise on the same pictures, which are plain enough for
-    a small network to learn, and the noise too strong for one pixel.
+    A small network can learn the pictures, but the noise is too strong for a single pixel to tell the class. shape:
+    (C, H, W). part: 0 for training, 1 for validation, which has other noise on the same pictures.
     """
 
-    def __init__(self, rows: int, shape: tuple[int, int, int], classes: int, seed: int, part: int = 0):
+    def __init__(self, n_rows: int, shape: tuple[int, int, int], n_classes: int, *, seed: int, part: int = 0):
+        channels, height, width = shape
         self.name = f"synthetic images, seed {seed}"
-        self._rows, self._shape, self._classes, self._stream = rows, shape, classes, (seed, 1 + part)
         self.fields = {"images": Field(np.dtype(np.uint8), shape), "labels": Field(np.dtype(np.int64), ())}
-        self.attributes: dict[str, Any] = {"class_names": [str(number) for number in range(classes)]}
-        self.block_rows = np.diff(np.arange(0, rows, BLOCK_ROWS), append=rows).astype(np.int32)
-        rng = np.random.default_rng(seed)
-        coarse = rng.random((classes, shape[0], 4, 4), np.float32)
-        height, width = np.arange(shape[1]) * 4 // shape[1], np.arange(shape[2]) * 4 // shape[2]
-        self._pictures = 255 * coarse[:, :, height[:, None], width]
+        self.attributes = {"class_names": [str(number) for number in range(n_classes)]}
+        self.block_rows = np.diff(np.arange(0, n_rows, BLOCK_ROWS), append=n_rows).astype(np.int32)
+        self._n_rows = n_rows
+        self._shape = shape
+        self._n_classes = n_classes
+        self._stream = (seed, 1 + part)
+        coarse = np.random.default_rng(seed).random((n_classes, channels, GRID, GRID), np.float32)
+        rows = np.arange(height) * GRID // height
+        columns = np.arange(width) * GRID // width
+        self._pictures = 255 * coarse[:, :, rows[:, None], columns]
 
     def __len__(self) -> int:
-        return self._rows
+        return self._n_rows
 
     def column(self, name: str) -> np.ndarray:
-        """The labels of all rows; raises KeyError for the images."""
-        return {"labels": np.arange(self._rows) % self._classes}[name]
+        """The labels of all rows. Raises KeyError for the images."""
+        return {"labels": np.arange(self._n_rows) % self._n_classes}[name]
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
-        """Rows first, first + 1, ... of each block -> out[field][places]. Thread-safe."""
+        """Make rows first, first + 1, ... of each block at their places. Thread-safe."""
         for block, first, places in reads:
             rng = np.random.default_rng((*self._stream, block))
             noise = rng.standard_normal((first + len(places), *self._shape), np.float32)[first:]
-            labels = (block * BLOCK_ROWS + first + np.arange(len(places))) % self._classes
+            labels = (block * BLOCK_ROWS + first + np.arange(len(places))) % self._n_classes
             pixels = self._pictures[labels] + NOISE * noise
             out["images"][places] = np.clip(pixels, 0, 255).astype(np.uint8)
             out["labels"][places] = labels
-
-
-# ---------------------------------------------------------------------------------------------- interactions

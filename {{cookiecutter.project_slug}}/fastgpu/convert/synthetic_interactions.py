@@ -1,105 +1,159 @@
-"""Users and items made up by a known law."""
+"""Made-up users and items, drawn from a known law that a model can learn and no model can beat.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+    p(item | user) = sum over topics of theta[user, topic] phi[topic, item]
+
+theta: Dirichlet draws. phi: one power law of popularity for all topics, times log-normal noise for each topic. The
+items of a user are drawn one after the other without repetition; their number is log-normal. This is the likelihood
+of Mult-VAE (Liang et al., arXiv:1802.05814) with few latent dimensions.
+
+Shapes: U users, T topics, I items, N draws.
+"""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from fastgpu.convert.interactions import csr, hide, rows_of
+from fastgpu.convert.interactions import Columns, draw_hidden, make_arrays, make_csr, split_hidden
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.storage.arrays import Arrays
 from fastgpu.training.ranking import rank
 
-TOPICS, TASTE = 12, 0.05  # of a user: a Dirichlet draw with so small a parameter is one or two topics
-POPULARITY, HEAD = 1.6, 110  # power law of the items: exponent, and the rank at which it sets in
-SPREAD = 2.0  # of an item's log-popularity between topics
-MIN_ITEMS, LENGTHS = 5, 1.15  # of a user; spread of the logarithm of their number
+N_TOPICS = 12
+TASTE = 0.05
+"""Parameter of the Dirichlet distribution. With so small a one, a user has one or two topics."""
+POPULARITY_EXPONENT = 1.6
+POPULARITY_HEAD = 110
+"""Rank at which the power law sets in."""
+TOPIC_SPREAD = 2.0
+"""Standard deviation of the logarithm of an item's popularity between topics."""
+MIN_ITEMS = 5
+"""Minimum number of items of a user."""
+LENGTH_SPREAD = 1.15
+"""Standard deviation of the logarithm of the number of items of a user."""
 CHUNK_USERS = 4096
+"""Users that are drawn at a time."""
+SCORED_USERS = 512
+"""Users that are scored at a time."""
+NDCG_AT = 100
+
+Score = Callable[[slice], np.ndarray]
+"""Scores of a slice of the users, (U, I)."""
 
 
-def interactions(users: int, items: int, mean_items: float, train_share: float, seed: int) -> dict[str, Arrays]:
-    """{"train", "val"}: users who like items, drawn from a known law that a model can learn, and no model can beat.
+def make_interactions(
+    n_users: int, n_items: int, mean_items: float, *, train_share: float, seed: int
+) -> dict[str, Arrays]:
+    """{"train": users with `items`, "val": users with `items` and `held_out`}.
 
-        p(item | user) = sum over topics of theta[user, topic] phi[topic, item]
-
-    theta: Dirichlet draws. phi: one power law of popularity for all, times log-normal noise a topic. A user's items are
-    drawn one after the other without repeats, their number log-normal around `mean_items`: the likelihood of Mult-VAE
-    with few latent dimensions. `val` has the attributes popularity_ndcg_at_100 and oracle_ndcg_at_100: what ranking by
-    the training users' counts comes to, and ranking by p itself.
+    mean_items: mean number of items of a user. `val` has the attributes popularity_ndcg_at_100 and oracle_ndcg_at_100:
+    the metric of ranking by the counts of the training users, and of ranking by p itself.
     """
     rng = np.random.default_rng(seed)
-    phi = (np.arange(items) + 1 + HEAD) ** -POPULARITY * np.exp(SPREAD * rng.standard_normal((TOPICS, items)))
-    phi = phi[:, rng.permutation(items)]
-    phi /= phi.sum(1, keepdims=True)
-    theta = rng.dirichlet(np.full(TOPICS, TASTE), users)
-    most = max(MIN_ITEMS, items // 4)
-    wanted = np.exp(LENGTHS * rng.standard_normal(users))
-    for _ in range(50):  # so that the mean is right although the ends are cut off
-        wanted *= mean_items / np.clip(wanted, MIN_ITEMS, most).mean()
-    wanted = np.clip(np.rint(wanted), MIN_ITEMS, most).astype(np.int64)
-    drawn = [
-        _draw(theta[start : start + CHUNK_USERS], phi, wanted[start : start + CHUNK_USERS], rng)
-        for start in range(0, users, CHUNK_USERS)
-    ]
-    rows = np.concatenate([some + number * CHUNK_USERS for number, (some, _) in enumerate(drawn)])
-    chosen = np.concatenate([some for _, some in drawn])
-    trained = round(train_share * users)
-    name, is_train = f"synthetic interactions, seed {seed}", rows < trained
-    train = csr(rows[is_train], chosen[is_train], trained)
-    rows, chosen = rows[~is_train] - trained, chosen[~is_train]
-    hidden = hide(rows, seed)
-    val = {
-        field: csr(rows[which], chosen[which], users - trained)
-        for field, which in (("items", ~hidden), ("held_out", hidden))
+    phi_TI = _draw_phi(n_items, rng)
+    theta_UT = rng.dirichlet(np.full(N_TOPICS, TASTE), n_users)
+    lengths_U = _draw_lengths(n_users, n_items, mean_items, rng)
+    row_chunks = []
+    item_chunks = []
+    for start in range(0, n_users, CHUNK_USERS):
+        chunk = slice(start, start + CHUNK_USERS)
+        chunk_rows, chunk_items = _draw_items(theta_UT[chunk], phi_TI, lengths_U[chunk], rng)
+        row_chunks.append(chunk_rows + start)
+        item_chunks.append(chunk_items)
+    rows = np.concatenate(row_chunks)
+    items = np.concatenate(item_chunks)
+
+    n_train = round(train_share * n_users)
+    is_train = rows < n_train
+    train = make_csr(rows[is_train], items[is_train], n_train)
+    val_rows = rows[~is_train] - n_train
+    val = split_hidden(val_rows, items[~is_train], draw_hidden(val_rows, seed), n_users - n_train)
+
+    val_theta_UT = theta_UT[n_train:]
+    counts_I = np.bincount(train.values, minlength=n_items)
+
+    def score_by_popularity(users: slice) -> np.ndarray:
+        return np.broadcast_to(counts_I, (len(val_theta_UT[users]), n_items))
+
+    def score_by_law(users: slice) -> np.ndarray:
+        return val_theta_UT[users] @ phi_TI
+
+    scores = {
+        f"popularity_ndcg_at_{NDCG_AT}": _mean_ndcg(val, score_by_popularity),
+        f"oracle_ndcg_at_{NDCG_AT}": _mean_ndcg(val, score_by_law),
     }
-    counts = np.bincount(train.values, minlength=items)
-    known = {
-        "popularity_ndcg_at_100": _ndcg(val, lambda some: np.broadcast_to(counts, (len(theta[trained:][some]), items))),
-        "oracle_ndcg_at_100": _ndcg(val, lambda some: theta[trained:][some] @ phi),
+    name = f"synthetic interactions, seed {seed}"
+    return {
+        "train": make_arrays(name, {"items": train}, n_items, {}),
+        "val": make_arrays(name, val, n_items, scores),
     }
-    return {"train": rows_of(name, {"items": train}, items, {}), "val": rows_of(name, val, items, known)}
 
 
-def _draw(theta: np.ndarray, phi: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """(users, items) of the draws, users ascending: `wanted` different items each, a few less for the greediest."""
-    users, items = len(theta), phi.shape[1]
-    topics, of_topic = theta.cumsum(1), phi.cumsum(1)
-    keys, missing = np.empty(0, np.int64), wanted.copy()
+def _draw_phi(n_items: int, rng: np.random.Generator) -> np.ndarray:
+    """(T, I): the probability of each item in each topic."""
+    popularity_I = (np.arange(n_items) + 1 + POPULARITY_HEAD) ** -POPULARITY_EXPONENT
+    phi_TI = popularity_I * np.exp(TOPIC_SPREAD * rng.standard_normal((N_TOPICS, n_items)))
+    phi_TI = phi_TI[:, rng.permutation(n_items)]
+    return phi_TI / phi_TI.sum(1, keepdims=True)
+
+
+def _draw_lengths(n_users: int, n_items: int, mean_items: float, rng: np.random.Generator) -> np.ndarray:
+    """(U,) int64: the number of items of each user."""
+    max_items = max(MIN_ITEMS, n_items // 4)
+    lengths_U = np.exp(LENGTH_SPREAD * rng.standard_normal(n_users))
+    for _ in range(50):  # so that the mean is right although both ends are cut off
+        lengths_U *= mean_items / np.clip(lengths_U, MIN_ITEMS, max_items).mean()
+    return np.clip(np.rint(lengths_U), MIN_ITEMS, max_items).astype(np.int64)
+
+
+def _draw_items(
+    theta_UT: np.ndarray, phi_TI: np.ndarray, lengths_U: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(users, items) of the draws, users ascending: lengths_U different items for each; for a few users with very many,
+    some less."""
+    n_users = len(theta_UT)
+    n_items = phi_TI.shape[1]
+    topic_ends_UT = theta_UT.cumsum(1)
+    item_ends_TI = phi_TI.cumsum(1)
+    keys = np.empty(0, np.int64)  # user * n_items + item
+    missing_U = lengths_U.copy()
     for _ in range(12):
-        rows = np.repeat(np.arange(users), np.where(missing, 2 * missing + 8, 0))
-        if not len(rows):
+        users_N = np.repeat(np.arange(n_users), np.where(missing_U, 2 * missing_U + 8, 0))
+        if not len(users_N):
             break
-        topic = (rng.random(len(rows))[:, None] > topics[rows, :-1]).sum(1)
-        chosen, points = np.empty(len(rows), np.int64), rng.random(len(rows))
-        for number in range(TOPICS):
-            mine = topic == number
-            chosen[mine] = np.searchsorted(of_topic[number], points[mine] * of_topic[number, -1], "right")
-        keys = np.concatenate([keys, rows * items + np.minimum(chosen, items - 1)])
+        topics_N = (rng.random(len(users_N))[:, None] > topic_ends_UT[users_N, :-1]).sum(1)
+        points_N = rng.random(len(users_N))
+        items_N = np.empty(len(users_N), np.int64)
+        for topic in range(N_TOPICS):
+            in_topic = topics_N == topic
+            ends_I = item_ends_TI[topic]
+            items_N[in_topic] = np.searchsorted(ends_I, points_N[in_topic] * ends_I[-1], "right")
+        keys = np.concatenate([keys, users_N * n_items + np.minimum(items_N, n_items - 1)])
         keys = keys[np.sort(np.unique(keys, return_index=True)[1])]  # each once, in the order of the draws
-        keys = keys[np.argsort(keys // items, kind="stable")]
-        owner = keys // items
-        place = np.arange(len(keys)) - np.searchsorted(owner, np.arange(users))[owner]
-        keys = keys[place < wanted[owner]]
-        missing = wanted - np.bincount(keys // items, minlength=users)
-    return keys // items, keys % items
+        keys = keys[np.argsort(keys // n_items, kind="stable")]
+        owners = keys // n_items
+        place_of_key = np.arange(len(keys)) - np.searchsorted(owners, np.arange(n_users))[owners]
+        keys = keys[place_of_key < lengths_U[owners]]
+        missing_U = lengths_U - np.bincount(keys // n_items, minlength=n_users)
+    return keys // n_items, keys % n_items
 
 
-def _ndcg(val: Mapping[str, RaggedArray], score: Any) -> float:
-    """Mean over the users that have something held out. score: slice of users -> (users, items)."""
-    total = users = 0.0
-    for some in _slices(len(val["items"]), 512):
-        seen, held_out = (_ragged(val[field])[some] for field in ("items", "held_out"))
-        found = rank(torch.tensor(score(some), dtype=torch.float32), seen, held_out, (), 100)
-        total += float((found.ndcg * found.counts).sum())
-        users += float(found.counts.sum())
-    return total / max(1.0, users)
+def _mean_ndcg(val: Columns, score: Score) -> float:
+    """Mean NDCG over the users that have held-out items."""
+    items = _as_ragged(val["items"])
+    held_out = _as_ragged(val["held_out"])
+    total = 0.0
+    n_users = 0.0
+    for start in range(0, len(items), SCORED_USERS):
+        users = slice(start, min(start + SCORED_USERS, len(items)))
+        scores_UI = torch.tensor(score(users), dtype=torch.float32)
+        ranking = rank(scores_UI, items[users], held_out[users], recall_at=(), ndcg_at=NDCG_AT)
+        total += float((ranking.ndcg * ranking.has_held_out).sum())
+        n_users += float(ranking.has_held_out.sum())
+    return total / max(1.0, n_users)
 
 
-def _slices(count: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def _ragged(rows: RaggedArray) -> Ragged:
+def _as_ragged(rows: np.ndarray | RaggedArray) -> Ragged:
+    assert isinstance(rows, RaggedArray)
     offsets = rows.offsets.astype(np.int32)
     return Ragged(torch.from_numpy(rows.values), torch.from_numpy(offsets), offsets)

@@ -1,10 +1,11 @@
-"""How well scores rank what a user held out: Recall@k and NDCG@k, on the device, without a host sync.
+"""How well scores rank the items that a user held out: Recall@k and NDCG@k, on the device, without a host sync.
 
-As Liang et al. (arXiv:1802.05814) define them, for a user with the held-out items h and the k best-scored others:
+Definitions of Liang et al. (arXiv:1802.05814), for a user with the held-out items h, and the k best of the items that
+the user has not seen:
     Recall@k = hits among the k / min(k, |h|)
     NDCG@k   = sum over hits of 1 / log2(1 + rank), divided by that of a ranking with all hits first
 
-Shapes: B users, I items.
+Shapes: B users, I items, K best-scored items.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,30 +18,33 @@ from fastgpu.rows.rows import Ragged
 
 
 class Ranking(NamedTuple):
-    """Metrics of each user; those without held-out items have none, and must not count."""
+    """The metrics of each user. They mean nothing for users without held-out items, who must not count."""
 
     recall: Mapping[int, Tensor]
     """{k: (B,)}"""
     ndcg: Tensor
     """(B,)"""
-    counts: Tensor
-    """(B,) bool: the user has something held out."""
+    has_held_out: Tensor
+    """(B,) bool: whether the user has held-out items."""
 
 
-def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
-    """Rank the items that a user has not seen. seen, held_out: item numbers, each user's all different.
+def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
+    """Rank the items that each user has not seen. If there are fewer than k of them, all are ranked.
 
-    Where there are fewer items than k, all of them are ranked. The scores of seen items are overwritten.
+    seen, held_out: B rows of item numbers, all different within a row. The scores of seen items are overwritten.
     """
-    users, items = scores_BI.shape
+    _, n_items = scores_BI.shape
     scores_BI[seen.rows, seen.values] = -torch.inf
-    is_held_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
-    is_held_BI[held_out.rows, held_out.values] = True
-    best = scores_BI.topk(min(items, max((ndcg_at, *recall_at))), dim=1).indices
-    hits = is_held_BI.gather(1, best).to(scores_BI.dtype)
-    held_B = held_out.offsets.diff()
-    recall = {k: hits[:, :k].sum(1) / held_B.clamp(1, k) for k in recall_at}
-    gain = 1 / torch.arange(2, ndcg_at + 2, dtype=scores_BI.dtype, device=scores_BI.device).log2()
-    ideal_B = gain.cumsum(0)[held_B.clamp(1, ndcg_at) - 1]
-    hits = hits[:, :ndcg_at]
-    return Ranking(recall, hits @ gain[: hits.shape[1]] / ideal_B, held_B > 0)
+    is_held_out_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
+    is_held_out_BI[held_out.rows, held_out.values] = True
+    n_best = min(n_items, max((ndcg_at, *recall_at)))
+    best_BK = scores_BI.topk(n_best, dim=1).indices
+    hits_BK = is_held_out_BI.gather(1, best_BK).to(scores_BI.dtype)
+    n_held_out_B = held_out.offsets.diff()
+    recall = {k: hits_BK[:, :k].sum(1) / n_held_out_B.clamp(1, k) for k in recall_at}
+    ranks = torch.arange(1, ndcg_at + 1, dtype=scores_BI.dtype, device=scores_BI.device)
+    gain_K = 1 / (1 + ranks).log2()
+    ideal_B = gain_K.cumsum(0)[n_held_out_B.clamp(1, ndcg_at) - 1]
+    hits_BK = hits_BK[:, :ndcg_at]
+    ndcg_B = hits_BK @ gain_K[: hits_BK.shape[1]] / ideal_B
+    return Ranking(recall, ndcg_B, n_held_out_B > 0)

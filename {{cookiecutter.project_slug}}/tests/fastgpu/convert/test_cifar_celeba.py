@@ -8,11 +8,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import convert
 from PIL import Image
 
-from fastgpu.convert import cifar_celeba as published
-from fastgpu.convert.cifar_celeba import CIFAR_TRAIN, cifar10
+from fastgpu.convert import cifar_celeba
+from fastgpu.convert.cifar_celeba import CIFAR_TRAIN, open_celeba, open_cifar10
 from fastgpu.convert.image_files import Shape
 from fastgpu.process.launch import UserError
 
@@ -62,7 +61,7 @@ def test_cifar10_as_published(tmp_path, kind, packed):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(data)
         source = (tmp_path / name).parent
-    parts = cifar10(source)
+    parts = open_cifar10(source)
     assert {name: len(rows) for name, rows in parts.items()} == {"train": 5 * ROWS, "test": ROWS}
     for name, start in (("train", 0), ("test", 5 * ROWS)):
         images = parts[name].column("images")
@@ -77,14 +76,14 @@ def test_python_2_pickles_of_numpy_1_are_read():
     text = pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2)
     old = text.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
     assert old != text
-    images, found = published._cifar_pickled(old)
+    images, found = cifar_celeba._parse_pickle(old)
     assert (images == data.reshape(-1, 3, 32, 32)).all()
     assert (found == labels).all()
 
 
-def test_cifar10_to_a_file_that_can_be_trained_on(tmp_path):
+def test_cifar10_to_a_file_that_can_be_trained_on(tmp_path, convert):
     tar_of(tmp_path / "cifar-10-python.tar.gz", cifar_files("python"))
-    result = convert("cifar10", "cifar-10-python.tar.gz", "cifar10.h5", cwd=tmp_path)
+    result = convert("cifar10", "cifar-10-python.tar.gz", "cifar10.h5")
     assert result.returncode == 0, result.stderr
     with h5py.File(tmp_path / "cifar10-train.h5") as file:
         numbers = file["images"][:, 0, 0, 0]
@@ -114,16 +113,16 @@ def test_a_bad_archive_is_refused(tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
     files = {name: data for name, data in (cifar_files("python") | change).items() if data is not None}
     with pytest.raises(UserError, match=message):
-        cifar10(tar_of(tmp_path / "x.tar.gz", files))
+        open_cifar10(tar_of(tmp_path / "x.tar.gz", files))
     assert not (tmp_path / "owned").exists()
 
 
 def test_an_archive_that_would_explode_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(published, "MEMBER_BYTES", 1 << 20)
+    monkeypatch.setattr(cifar_celeba, "MAX_MEMBER_BYTES", 1 << 20)
     source = tar_of(tmp_path / "x.tar.gz", {"cifar-10-batches-py/data_batch_1": bytes(2 << 20)})
     assert source.stat().st_size < 1 << 14
     with pytest.raises(UserError, match="member .* of 2,097,152 bytes"):
-        cifar10(source)
+        open_cifar10(source)
 
 
 def test_a_cut_archive_is_refused(tmp_path):
@@ -132,7 +131,7 @@ def test_a_cut_archive_is_refused(tmp_path):
     for damaged in (whole[:-300], whole[:1000], whole[:-6] + b"xx" + whole[-4:]):
         source.write_bytes(damaged)
         with pytest.raises(UserError, match="fetch it again"):
-            cifar10(source)
+            open_cifar10(source)
 
 
 # ---------------------------------------------------------------------------------------------- CelebA
@@ -164,9 +163,9 @@ def celeba_in(folder: Path, packed: bool, rows: int = 12) -> np.ndarray:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_celeba_as_published(tmp_path, packed):
+def test_celeba_as_published(tmp_path, packed, convert):
     expected = celeba_in(tmp_path / "celeba", packed)
-    result = convert("celeba", "celeba", "out.h5", cwd=tmp_path)
+    result = convert("celeba", "celeba", "out.h5")
     assert result.returncode == 0, result.stderr
     seen = {}
     for split, rows in (("train", 6), ("val", 3), ("test", 3)):
@@ -185,8 +184,13 @@ def test_celeba_as_published(tmp_path, packed):
     ("file", "old", "new", "message"),
     [
         ("list_attr_celeba.txt", " 1 ", " 2 ", r"list_attr_celeba.txt:3: a file and 40 times 1 or -1"),
-        ("list_attr_celeba.txt", "12\n", "13\n", r"has 12 files and says 13"),
-        ("list_attr_celeba.txt", "attribute_0 ", "", r"a line with their number and 40 names should come first"),
+        ("list_attr_celeba.txt", "12\n", "13\n", r"has 12 files, but its first line says 13"),
+        (
+            "list_attr_celeba.txt",
+            "attribute_0 ",
+            "",
+            r"should begin with a line with the number of files and a line with 40 names",
+        ),
         ("list_eval_partition.txt", "000002.jpg 0", "000002.jpg 3", r"list_eval_partition.txt:2: a file and 0, 1 or 2"),
         ("list_eval_partition.txt", "000002.jpg 0\n", "", r"has no line for 000002.jpg"),
     ],
@@ -196,17 +200,17 @@ def test_a_bad_list_is_named_with_its_line(tmp_path, file, old, new, message):
     path = tmp_path / "celeba" / file
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(UserError, match=message):
-        published.celeba(tmp_path / "celeba", Shape(), "stop")
+        open_celeba(tmp_path / "celeba", Shape(), "stop")
 
 
-def test_an_image_that_is_missing_from_the_zip_is_named(tmp_path):
+def test_an_image_that_is_missing_from_the_zip_is_named(tmp_path, convert):
     celeba_in(tmp_path / "celeba", packed=True)
     with zipfile.ZipFile(tmp_path / "celeba/img_align_celeba.zip") as old:
         kept = {name: old.read(name) for name in old.namelist() if "000003" not in name}
     with zipfile.ZipFile(tmp_path / "celeba/img_align_celeba.zip", "w") as archive:
         for name, data in kept.items():
             archive.writestr(name, data)
-    result = convert("celeba", "celeba", "out.h5", cwd=tmp_path)
+    result = convert("celeba", "celeba", "out.h5")
     assert result.returncode == 2
-    assert "000003.jpg is not there" in result.stderr
+    assert "000003.jpg does not exist" in result.stderr
     assert not list(tmp_path.glob("*out*"))

@@ -1,10 +1,13 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from harness import read_rows
 
-from fastgpu.convert.interactions import MIN_ITEMS, PUBLISHED_SEED, csr, hide, split
+from fastgpu.convert.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.store import open_store
 
 HELD = 15
 
@@ -54,7 +57,7 @@ def as_published(
 @pytest.mark.parametrize("seed", range(4))
 def test_the_split_is_that_of_the_published_protocol(seed):
     users, items = events(seed)
-    found, (train, parts, names) = split("x", users, items, HELD), as_published(users, items)
+    found, (train, parts, names) = hold_out_users("x", users, items, HELD), as_published(users, items)
     assert found.parts["train"].column("user").tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
     assert found.parts["train"].fields["items"].n_items == len(names)
@@ -66,14 +69,14 @@ def test_the_split_is_that_of_the_published_protocol(seed):
         for user, *mine in zip(found.parts[part].column("user").tolist(), seen, held, strict=True):
             assert tuple(mine) == parts[part][user]
     counts = np.unique(users, return_counts=True)[1]
-    assert (found.events, found.users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
+    assert (found.n_events, found.n_users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
 
 
 def test_a_pair_that_comes_again_does_not_count():
     users, items = events()
-    twice = split("x", np.concatenate([users, users[:300]]), np.concatenate([items, items[:300]]), HELD)
-    once = split("x", users, items, HELD)
-    assert twice.events == once.events
+    twice = hold_out_users("x", np.concatenate([users, users[:300]]), np.concatenate([items, items[:300]]), HELD)
+    once = hold_out_users("x", users, items, HELD)
+    assert twice.n_events == once.n_events
     for part in once.parts:
         for field in once.parts[part].lengths:
             assert rows_of(twice.parts[part], field) == rows_of(once.parts[part], field)
@@ -82,18 +85,49 @@ def test_a_pair_that_comes_again_does_not_count():
 def test_too_few_users_are_one_line():
     users, items = events(users=20)
     with pytest.raises(UserError, match="users have 5 items or more, and 2 x 15 are to be held out; use --held-out 1"):
-        split("x", users, items, HELD)
+        hold_out_users("x", users, items, HELD)
 
 
 def test_a_fifth_of_each_row_is_hidden():
     rows = np.repeat(np.arange(100), np.arange(100) % 23)
-    hidden = np.bincount(rows[hide(rows, 3)], minlength=100)
+    hidden = np.bincount(rows[draw_hidden(rows, 3)], minlength=100)
     counts = np.bincount(rows, minlength=100)
     assert (hidden == np.where(counts >= MIN_ITEMS, (0.2 * counts).astype(int), 0)).all()
-    assert not len(hide(rows[:0], 3))
+    assert not len(draw_hidden(rows[:0], 3))
 
 
 def test_pairs_become_rows():
-    found = csr(np.array([2, 0, 2, 0]), np.array([5, 9, 1, 3]), 4)
+    found = make_csr(np.array([2, 0, 2, 0]), np.array([5, 9, 1, 3]), 4)
     assert found.offsets.tolist() == [0, 2, 2, 4, 4]
     assert found.values.tolist() == [3, 9, 1, 5]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def save_csr(path: Path, dense: np.ndarray) -> None:
+    """The members that scipy.sparse.save_npz writes."""
+    rows, columns = np.nonzero(dense)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(dense)))])
+    np.savez(
+        path, format=np.array(b"csr"), shape=dense.shape, data=dense[rows, columns], indices=columns, indptr=indptr
+    )
+
+
+def test_rows_of_a_sparse_matrix_are_held_out(tmp_path, convert):
+    dense = (np.random.default_rng(0).random((40, 30)) < 0.4).astype(np.float32)
+    save_csr(tmp_path / "x.npz", dense)
+    save_csr(tmp_path / "counts.npz", 2 * dense)
+    result = convert("arrays", f"items={tmp_path}/x.npz", tmp_path / "y.h5", "--held-out", "8")
+    assert result.returncode == 0, result.stderr
+    assert f"{int(dense.sum())} events of 40 users" in result.stdout
+    fields = {"items": "items", "held_out": "held_out", "user": "user"}
+    val = open_store("data.val", str(tmp_path / "y-val.h5"), fields)
+    rows, numbers = read_rows(val), np.array(val.attributes["item_ids"])
+    assert len(val) == 8
+    for row, user in enumerate(rows["user"]):
+        mine = [numbers[field.values[field.offsets[row] : field.offsets[row + 1]]] for field in list(rows.values())[:2]]
+        assert sorted(np.concatenate(mine)) == np.flatnonzero(dense[user]).tolist()
+        assert len(mine[1]) == int(0.2 * dense[user].sum())
+    result = convert("arrays", f"items={tmp_path}/counts.npz", tmp_path / "z.h5", "--held-out", "8")
+    assert "--held-out is for one sparse matrix of ones" in result.stderr

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import convert
 
 from fastgpu.convert import movielens
 from fastgpu.convert.movielens import read_ratings
@@ -39,7 +38,7 @@ def test_ratings_above_the_threshold_in_the_files_order(tmp_path, monkeypatch, e
             archive.writestr("ml-20m/README.txt", "none")
             archive.write(path, "ml-20m/ratings.csv")
         path = tmp_path / "ml.zip"
-    found = read_ratings(path, tick=lambda rows, done: seen.append((rows, done)))
+    found = read_ratings(path, on_progress=lambda rows, done: seen.append((rows, done)))
     users, items, given = ratings()
     np.testing.assert_array_equal(found.users, users[given > 3.5])
     np.testing.assert_array_equal(found.items, items[given > 3.5])
@@ -50,7 +49,7 @@ def test_ratings_above_the_threshold_in_the_files_order(tmp_path, monkeypatch, e
 
 def test_columns_may_have_other_names_and_places(tmp_path):
     (tmp_path / "x.csv").write_text("when,stars,who,what\n1,5,7,70\n2,1,8,80\n3,4,9,90\n")
-    found = read_ratings(tmp_path / "x.csv", 3, ["who", "what", "stars"])
+    found = read_ratings(tmp_path / "x.csv", 3, columns=["who", "what", "stars"])
     assert (found.users.tolist(), found.items.tolist()) == ([7, 9], [70, 90])
 
 
@@ -60,7 +59,9 @@ BROKEN = ["a,2,3.0,4", "1,2", "1,2,nan,4", "-1,2,3.0,4", "1,2,,4", "1;2;3", "999
 @pytest.mark.parametrize("line", BROKEN)
 def test_a_broken_line_is_named_or_skipped(tmp_path, line):
     path = write(tmp_path / "ratings.csv", extra={42: line, 1001: ""})
-    with pytest.raises(UserError, match=r"ratings.csv:42: .* is no userId,movieId,rating; --on-error skip leaves such"):
+    with pytest.raises(
+        UserError, match=r"ratings.csv:42: .* is not userId,movieId,rating; --on-error skip leaves such"
+    ):
         read_ratings(path)
     found = read_ratings(path, on_error="skip")
     users, _, given = (np.delete(column, [40, 999]) for column in ratings())
@@ -70,7 +71,7 @@ def test_a_broken_line_is_named_or_skipped(tmp_path, line):
 
 def test_more_than_one_in_a_hundred_broken_lines_fail(tmp_path):
     path = write(tmp_path / "ratings.csv", extra=dict.fromkeys(range(2, 40), "x"))
-    with pytest.raises(UserError, match="38 of 3,000 lines are no ratings, more than 1 %; the first: .*ratings.csv:2"):
+    with pytest.raises(UserError, match="38 of 3,000 lines are not ratings, more than 1 %; the first: .*ratings.csv:2"):
         read_ratings(path, on_error="skip")
 
 
@@ -107,8 +108,8 @@ def _text(text: str | bytes):
     ("make", "message"),
     [
         (lambda folder: folder / "none.csv", "none.csv does not exist"),
-        (lambda folder: folder, "is a folder; name ratings.csv in it"),
-        (_bomb, "it is not what it should be"),
+        (lambda folder: folder, "is a folder; name the file ratings.csv in it"),
+        (_bomb, "this is not MovieLens"),
         (_cut, "cut.zip is not a whole zip archive"),
         (_empty_zip, "has 0 files ratings.csv"),
         (_text(""), "has the columns none, and not userId; --columns names those of user, item and rating"),
@@ -123,7 +124,7 @@ def test_what_is_no_file_of_ratings_is_one_line(tmp_path, make, message):
         read_ratings(make(tmp_path))
 
 
-def test_the_command_prints_the_counts_and_writes_three_files(tmp_path):
+def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert):
     source, target = write(tmp_path / "ratings.csv", extra={42: "x"}), tmp_path / "ml.h5"
     result = convert("movielens", source, target, "--held-out", "10")
     assert result.returncode == 2
@@ -136,7 +137,7 @@ def test_the_command_prints_the_counts_and_writes_three_files(tmp_path):
     counts = np.unique(pairs[0], return_counts=True)[1]
     assert f"{counts[counts >= 5].sum():,} events of {(counts >= 5).sum():,} users with 5 or more" in result.stdout
     assert "of 10 users have none" in result.stdout
-    assert (tmp_path / "ml.h5.skipped.txt").read_text().startswith(f"{source}:42: 'x' is no")
+    assert (tmp_path / "ml.h5.skipped.txt").read_text().startswith(f"{source}:42: 'x' is not")
     train = open_store("data.train", str(tmp_path / "ml-train.h5"), {"items": "items", "user": "user"}, verify=True)
     assert len(train) == (counts >= 5).sum() - 20
     assert len(train.attributes["item_ids"]) == train.fields["items"].n_items

@@ -10,8 +10,9 @@ from harness import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged, read_r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpu.convert import writer as writer_module
-from fastgpu.convert.writer import Writer, block_rows_of
+from fastgpu.convert import columns, statistics
+from fastgpu.convert.columns import choose_block_rows
+from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
@@ -43,25 +44,25 @@ def test_rows_come_back_in_order_whatever_the_parts_blocks_and_shards(
 ):
     folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
-        patch.setattr(writer_module, "LEAST_BLOCKS", 1)
-        with Writer(folder / "rows.h5", rows, IMAGES, shards=shards) as writer:
+        patch.setattr(columns, "BLOCK_BYTES", block_bytes)
+        patch.setattr(columns, "MIN_BLOCKS", 1)
+        with Writer(folder / "rows.h5", rows, IMAGES, options=WriteOptions(shards)) as writer:
             fill(writer, rows, part_rows)
-    assert sorted(folder.iterdir()) == sorted(writer.targets)
-    found = read_all([str(path) for path in writer.targets], verify=True)
+    assert sorted(folder.iterdir()) == sorted(writer.paths)
+    found = read_all([str(path) for path in writer.paths], verify=True)
     assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(rows))
 
 
 @pytest.mark.parametrize("came", [100, 95, 70, 67])
 @pytest.mark.parametrize("block_bytes", [8, 80, 600])
 def test_fewer_rows_than_announced_make_the_last_file_shorter(tmp_path, monkeypatch, came, block_bytes):
-    monkeypatch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(writer_module, "LEAST_BLOCKS", 1)
-    with Writer(tmp_path / "rows.h5", 100, IMAGES, shards=3, at_most=True) as writer:
+    monkeypatch.setattr(columns, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(columns, "MIN_BLOCKS", 1)
+    with Writer(tmp_path / "rows.h5", 100, IMAGES, options=WriteOptions(shards=3), may_be_fewer=True) as writer:
         fill(writer, came)
-    found = read_all([str(path) for path in writer.targets], verify=True)
+    found = read_all([str(path) for path in writer.paths], verify=True)
     assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(came))
-    with h5py.File(writer.targets[-1]) as file:
+    with h5py.File(writer.paths[-1]) as file:
         assert len(file["images"]) == came - 66
         assert len(file[f"{DIGESTS}/images"]) == -(-(came - 66) // file["images"].chunks[0])
 
@@ -69,7 +70,10 @@ def test_fewer_rows_than_announced_make_the_last_file_shorter(tmp_path, monkeypa
 @pytest.mark.parametrize("came", [66, 60, 0])
 def test_a_shard_without_rows_is_refused(tmp_path, came):
     refused = pytest.raises(UserError, match=f"{came} rows do not fill 3 shards; use fewer")
-    with refused, Writer(tmp_path / "rows.h5", 100, IMAGES, shards=3, at_most=True) as writer:
+    with (
+        refused,
+        Writer(tmp_path / "rows.h5", 100, IMAGES, options=WriteOptions(shards=3), may_be_fewer=True) as writer,
+    ):
         fill(writer, came)
     assert not list(tmp_path.iterdir())
 
@@ -79,7 +83,9 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
     path = tmp_path / "rows.h5"
     fields = IMAGES | {"weights": Field(np.dtype("f4"), (3,))}
     weights = np.random.default_rng(0).normal(size=(600, 3)).astype("f4")
-    with Writer(path, 600, fields, {"class_names": ["a", "b"]}, compression=compression) as writer:
+    with Writer(
+        path, 600, fields, {"class_names": ["a", "b"]}, options=WriteOptions(compression=compression)
+    ) as writer:
         writer.append({"images": numbered(600), "labels": np.arange(600), "weights": weights})
     with h5py.File(path) as file:
         assert numbers_of(file["images"][:]) == file["labels"][:].tolist() == list(range(600))
@@ -98,10 +104,12 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
 def test_blocks_are_whole_rows_of_two_mib_at_pages(tmp_path):
     shape = (3, 64, 64)
     fields = {"images": Field(np.dtype("u1"), shape), "labels": Field(np.dtype("i8"), ())}
-    assert block_rows_of(100_000, fields) == {"images": 170, "labels": 100_000}
-    assert block_rows_of(10**9, fields)["labels"] == 170  # too long to be held in memory: blocks as those of the images
-    assert block_rows_of(3, fields) == {"images": 1, "labels": 3}
-    assert block_rows_of(2560, {"images": Field(np.dtype("u1"), shape)}) == {"images": 10}  # still 256 blocks
+    assert choose_block_rows(100_000, fields) == {"images": 170, "labels": 100_000}
+    assert (
+        choose_block_rows(10**9, fields)["labels"] == 170
+    )  # too long to be held in memory: blocks as those of the images
+    assert choose_block_rows(3, fields) == {"images": 1, "labels": 3}
+    assert choose_block_rows(2560, {"images": Field(np.dtype("u1"), shape)}) == {"images": 10}  # still 256 blocks
     with Writer(tmp_path / "rows.h5", 2560, fields) as writer:
         writer.append({"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)})
     with h5py.File(tmp_path / "rows.h5") as file:
@@ -125,7 +133,7 @@ def test_mean_and_std_of_each_channel(tmp_path):
 
 
 def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
+    monkeypatch.setattr(statistics, "MAX_ROWS", 10)
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
     with Writer(tmp_path / "a.h5", 100, {"images": Field(np.dtype("u1"), (1, 1, 1))}) as writer:
         for start in range(0, 100, 7):
@@ -135,7 +143,7 @@ def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
 
 
 def write(target: Path, rows: int, error: type[BaseException] | None = None) -> None:
-    with Writer(target, 40, IMAGES, replace=True) as writer:
+    with Writer(target, 40, IMAGES, options=WriteOptions(replace=True)) as writer:
         fill(writer, rows)
         if error:
             raise error
@@ -150,7 +158,7 @@ def test_a_failure_leaves_nothing_and_what_was_there_before(tmp_path):
         with pytest.raises(error):
             write(target, 20, error)
     for rows in (20, 60):
-        with pytest.raises(ValueError, match="rows came where 40 were announced"):
+        with pytest.raises(ValueError, match="rows came, but 40 were announced"):
             write(target, rows)
     assert list(tmp_path.iterdir()) == [target]
     assert target.read_bytes() == before
@@ -161,16 +169,17 @@ def test_a_target_in_the_way_is_refused(tmp_path):
     with pytest.raises(UserError, match="train.h5 exists; choose another name, or --force"):
         Writer(tmp_path / "train.h5", 10, IMAGES)
     (tmp_path / "train-00003-of-00004.h5").touch()
-    with pytest.raises(UserError, match="train-00003-of-00004.h5 is a shard of another writing"):
-        Writer(tmp_path / "train.h5", 10, IMAGES, shards=2, replace=True)
-    with pytest.raises(UserError, match="11 shards of 10 rows: use 1 to 10"):
-        Writer(tmp_path / "x.h5", 10, IMAGES, shards=11)
+    with pytest.raises(UserError, match="train-00003-of-00004.h5 is a shard of another file"):
+        Writer(tmp_path / "train.h5", 10, IMAGES, options=WriteOptions(shards=2, replace=True))
+    with pytest.raises(UserError, match="--shards is 11, for 10 rows; use 1 to 10"):
+        Writer(tmp_path / "x.h5", 10, IMAGES, options=WriteOptions(shards=11))
     with pytest.raises(UserError, match="absent does not exist; make it first"):
         Writer(tmp_path / "absent" / "x.h5", 10, IMAGES)
     with pytest.raises(UserError, match="needs 16000000000000.00 GB, .* make room, or write it elsewhere"):
         Writer(tmp_path / "x.h5", 10**21, IMAGES)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     code = """
 import resource, signal, sys
@@ -211,16 +220,16 @@ SPARSE = {
 def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shards, block_bytes, compression):
     folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer_module, "RAGGED_BLOCK_BYTES", block_bytes)
-        patch.setattr(writer_module, "LEAST_CHUNK_BYTES", 4)
-        with Writer(folder / "rows.h5", rows, SPARSE, shards=shards, compression=compression) as writer:
+        patch.setattr(columns, "RAGGED_BLOCK_BYTES", block_bytes)
+        patch.setattr(columns, "MIN_CHUNK_BYTES", 4)
+        with Writer(folder / "rows.h5", rows, SPARSE, options=WriteOptions(shards, compression)) as writer:
             for start in range(0, rows, part_rows):
                 numbers = np.arange(start, min(start + part_rows, rows))
                 items = ragged(numbers)
                 words = RaggedArray(items.values.astype("u2"), items.offsets)
                 writer.append({"items": items, "words": words, "number": numbers})
                 items.values[:], items.offsets[:], words.values[:] = -1, -1, 0
-    paths = [str(path) for path in writer.targets]
+    paths = [str(path) for path in writer.paths]
     store = open_store("data.train", paths, {name: name for name in SPARSE}, verify=True)
     assert [field.n_items for field in store.fields.values()] == [ITEMS, None, None]
     out = read_rows(store)

@@ -29,23 +29,23 @@ def test_metrics_are_those_of_sorting_by_hand(seed, items, ks):
     seen = [user[: rng.integers(0, 12)] for user in users]
     held = [user[12 : 12 + rng.integers(0, 18)] for user in users]
     scores = torch.from_numpy(rng.standard_normal((40, items)))
-    found = rank(scores.clone(), ragged_of(seen), ragged_of(held), ks[:2], ks[2])
-    assert found.counts.tolist() == [bool(some) for some in held]
-    for user in np.flatnonzero([bool(some) for some in held]):
+    ranking = rank(scores.clone(), ragged_of(seen), ragged_of(held), recall_at=ks[:2], ndcg_at=ks[2])
+    assert ranking.has_held_out.tolist() == [bool(items) for items in held]
+    for user in np.flatnonzero([bool(items) for items in held]):
         arguments = scores[user].tolist(), seen[user], held[user]
         for k in ks[:2]:
-            assert found.recall[k][user] == pytest.approx(by_hand(*arguments, k)[0], abs=1e-12)
-        assert found.ndcg[user] == pytest.approx(by_hand(*arguments, ks[2])[1], abs=1e-12)
+            assert ranking.recall[k][user] == pytest.approx(by_hand(*arguments, k)[0], abs=1e-12)
+        assert ranking.ndcg[user] == pytest.approx(by_hand(*arguments, ks[2])[1], abs=1e-12)
 
 
 def test_the_best_and_the_worst_ranking():
     scores = torch.arange(10.0).repeat(2, 1)
-    found = rank(scores, ragged_of([[0], [0]]), ragged_of([[9, 8], [1, 2]]), (2,), 3)
-    assert found.ndcg.tolist() == [1, 0]
-    assert found.recall[2].tolist() == [1, 0]
+    ranking = rank(scores, ragged_of([[0], [0]]), ragged_of([[9, 8], [1, 2]]), recall_at=(2,), ndcg_at=3)
+    assert ranking.ndcg.tolist() == [1, 0]
+    assert ranking.recall[2].tolist() == [1, 0]
 
 
 def test_users_without_held_out_items_are_finite_and_marked():
-    found = rank(torch.rand(3, 8), ragged_of([[1], [], [2]]), ragged_of([[], [3], []]), (2,), 4)
-    assert found.counts.tolist() == [False, True, False]
-    assert torch.isfinite(found.ndcg).all()
+    ranking = rank(torch.rand(3, 8), ragged_of([[1], [], [2]]), ragged_of([[], [3], []]), recall_at=(2,), ndcg_at=4)
+    assert ranking.has_held_out.tolist() == [False, True, False]
+    assert torch.isfinite(ranking.ndcg).all()

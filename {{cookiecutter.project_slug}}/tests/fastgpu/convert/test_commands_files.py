@@ -1,21 +1,13 @@
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, convert, is_ragged, numbered, numbers_of
+from harness import is_ragged, numbered, numbers_of
 
-import convert as convert_script
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage import inspection as survey
+from fastgpu.storage.inspection import advise, columns_of
 from fastgpu.storage.layout import DIGESTS
-
-SCRIPT = str(ROOT / "convert.py")
 
 
 def rows_of(path: Path) -> tuple[list[int], list[int]]:
@@ -23,7 +15,7 @@ def rows_of(path: Path) -> tuple[list[int], list[int]]:
         return numbers_of(file["images"][:]), file["labels"][:].tolist()
 
 
-def test_repack_writes_every_row_once_in_an_order_that_the_seed_decides(write, tmp_path):
+def test_repack_writes_every_row_once_in_an_order_that_the_seed_decides(write, tmp_path, convert):
     source = write(500, classes=500)
     orders = []
     for number, seed in enumerate((1, 1, 2)):
@@ -42,7 +34,7 @@ def test_repack_writes_every_row_once_in_an_order_that_the_seed_decides(write, t
         assert file.attrs["fastgpu_format"] == 1
 
 
-def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(tmp_path):
+def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(tmp_path, convert):
     with h5py.File(tmp_path / "old.h5", "w") as file:
         group = file.create_group("photos")
         group["x"], group["y"] = numbered(40), np.arange(40)
@@ -73,7 +65,7 @@ def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(
         assert file["images"].compression == "gzip"
 
 
-def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path):
+def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path, convert):
     target = tmp_path / "new.h5"
     result = convert("repack", write_ragged(300), target, "--compression", "gzip")
     assert result.returncode == 0, result.stderr
@@ -94,7 +86,8 @@ def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path):
     assert "/items/indices: block 0 is damaged" in result.stdout
 
 
-def test_repack_reads_a_dataset_of_the_users_own(tmp_path):
+@pytest.mark.slow
+def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
         "from torch.utils.data import Dataset\n"
@@ -103,7 +96,7 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path):
         "    def __len__(self): return self.rows\n"
         "    def __getitem__(self, i): return np.full((3, 8, 8), i, np.uint8), i\n"
     )
-    result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5", cwd=tmp_path)
+    result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5")
     assert result.returncode == 0, result.stderr
     with h5py.File(tmp_path / "new.h5") as file:
         labels = file["labels"][:]
@@ -112,7 +105,7 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path):
         np.testing.assert_array_equal(file["images"][:, 0, 0, 0], labels)
 
 
-def test_what_was_repacked_is_verified_on_the_way(write, tmp_path):
+def test_what_was_repacked_is_verified_on_the_way(write, tmp_path, convert):
     assert convert("repack", write(100), tmp_path / "a.h5").returncode == 0
     assert convert("verify", tmp_path / "a.h5").stdout == f"{tmp_path / 'a.h5'}: whole\n"
     damage(tmp_path / "a.h5", rows=(3, 70))
@@ -139,7 +132,7 @@ def damage(path: Path, rows: tuple[int, ...]) -> None:
             raw.write(bytes([byte[0] ^ 1]))
 
 
-def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, tmp_path):
+def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, tmp_path, convert):
     path = Path(write(64, (1, 32, 32), 8, compression="gzip"))
     result = convert("verify", path)
     assert result.returncode == 0
@@ -154,7 +147,7 @@ def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_deco
     assert "rows 16 to 23: " in result.stdout
 
 
-def test_info_shows_the_layout_and_what_to_change(tmp_path):
+def test_info_shows_the_layout_and_what_to_change(tmp_path, convert):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("train/images", data=np.zeros((40, 3, 64, 64), "f4"), chunks=(8, 1, 64, 64), compression=4)
         file.create_dataset("val/images", (4000, 3, 64, 64), "u1", chunks=(1, 3, 64, 64))
@@ -174,22 +167,22 @@ def test_info_shows_the_layout_and_what_to_change(tmp_path):
         assert any(line.startswith(f"  advice: {part}") for line in lines), part
 
 
-def test_info_tells_of_a_file_sorted_by_class_and_of_one_that_cannot_be_trained_on(tmp_path):
+def test_info_tells_of_a_file_sorted_by_class_and_of_one_that_cannot_be_trained_on(tmp_path, convert):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["sorted/images"] = np.zeros((3000, 3, 200, 200), "u1")  # more than a pool holds
         file["sorted/labels"] = np.arange(3000) // 300
         file["odd/images"], file["odd/labels"] = np.zeros((5, 8, 8), "u1"), np.zeros(4, int)
     result = convert("info", tmp_path / "x.h5")
     assert result.returncode == 0, result.stderr
-    assert "/sorted is sorted by class: 100 % of neighbours share a label" in result.stdout
+    assert "/sorted is sorted by class: 100 % of neighbouring rows share a label" in result.stdout
     assert "has fields of unequal length {'images': 5, 'labels': 4}" in result.stdout
 
 
-def test_a_file_as_repack_writes_it_needs_no_advice(write, tmp_path):
+def test_a_file_as_repack_writes_it_needs_no_advice(write, tmp_path, convert):
     assert convert("repack", write(300), tmp_path / "new.h5").returncode == 0
-    columns = survey.columns_of(str(tmp_path / "new.h5"))
+    columns = columns_of(str(tmp_path / "new.h5"))
     assert [column.name for column in columns] == ["images", "labels"]  # and not those of the checksums
-    assert survey.advise(columns) == []
+    assert advise(columns) == []
     with h5py.File(tmp_path / "new.h5") as file:
         assert set(file[DIGESTS]) == {"images", "labels"}
 
@@ -206,54 +199,17 @@ VAL = "rows.h5::/val"
         (("repack", VAL, "text.h5"), "text.h5 exists; choose another name, or --force"),
         (("repack", VAL, "absent/x.h5"), "absent does not exist; make it first"),
         (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
-        (("synthetic", "x.h5", "--kind", "interactions", "--items", "40"), "a mean of at most a quarter of the items"),
         (("info", "text.h5"), "text.h5 cannot be read"),
         (("verify", "absent.h5"), "absent.h5 cannot be read"),
     ],
 )
-def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message):
+def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message, convert):
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         for group in ("train", "val"):
             file[f"{group}/images"], file[f"{group}/labels"] = numbered(10), np.arange(10)
     (tmp_path / "text.h5").write_text("text")
-    result = convert(*arguments, cwd=tmp_path)
+    result = convert(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "x.h5").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
-    with h5py.File(tmp_path / "old.h5", "w") as file:
-        file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
-        file["labels"] = np.zeros(100_000, int)
-    command = [sys.executable, SCRIPT, "repack", "old.h5", "new.h5", "--compression", "gzip"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / ".new.h5.partial").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid, number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode in (130, 143)
-    assert "Traceback" not in error
-    assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
-
-
-def test_a_signal_whose_exception_was_lost_ends_repack_all_the_same(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_script, "_stopped", [143])  # it came while Python ran a destructor
-    with pytest.raises(SystemExit, match="143"):
-        convert_script.repack(convert_script._parse(["repack", write(500), str(tmp_path / "new.h5")]))
-    assert not list(tmp_path.glob("*new*"))
-
-
-@pytest.mark.parametrize(("raised", "told"), [("SystemExit(130)", False), ("ValueError('a bug')", True)])
-def test_of_what_a_destructor_raises_only_the_stop_is_not_told(capsys, monkeypatch, raised, told):
-    monkeypatch.setattr(sys, "unraisablehook", convert_script._report_unraisable)
-
-    class Odd:
-        def __del__(self):
-            raise eval(raised)
-
-    Odd()
-    assert ("Traceback" in capsys.readouterr().err) == told

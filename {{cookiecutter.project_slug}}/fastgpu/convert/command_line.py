@@ -1,0 +1,137 @@
+"""The command line of convert.py: sub-commands, which the modules commands_*.py add, and the flags that they share."""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+from fastgpu.convert.columns import Compression
+from fastgpu.convert.skipping import OnError
+from fastgpu.convert.writer import WriteOptions
+from fastgpu.convert.writing import Target, write_files
+from fastgpu.process.machine import available_cpus
+from fastgpu.rows.contract import Source
+
+Run = Callable[[Namespace], int | None]
+"""A command. It returns the exit code of the process; None means 0."""
+MakeParts = Callable[[Namespace], Mapping[str, Source]]
+"""{name of a file, such as `train`: its rows}."""
+
+
+class CommandLine:
+    """The commands of convert.py. A module commands_*.py adds its own in the function `add_commands(command_line)`."""
+
+    def __init__(self, description: str):
+        self._parser = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._subparsers = self._parser.add_subparsers(required=True, metavar="COMMAND")
+        self._commands: dict[str, ArgumentParser] = {}
+        self._synthetic_kinds: dict[str, MakeParts] = {}
+
+    def parse(self, argv: list[str]) -> Namespace:
+        """The flags of a command, and the command itself as `run`. Exits if they are wrong."""
+        return self._parser.parse_args(argv)
+
+    def add(self, run: Run, source: str = "", *, many: bool = False) -> ArgumentParser:
+        """Add a command with the name and the docstring of the function `run`.
+
+        source: help text of its argument `source`; empty if it has none. many: it takes several of them.
+        """
+        name = run.__name__
+        text = run.__doc__ or ""
+        parser = self._subparsers.add_parser(name, help=text.partition("\n")[0], description=text)
+        parser.set_defaults(run=run)
+        if source:
+            parser.add_argument("source", help=source, nargs="+" if many else None)
+        parser.add_argument(
+            "--threads",
+            type=int,
+            default=available_cpus(),
+            help="threads that read, decode, hash and compress; default: the number of CPUs",
+        )
+        self._commands[name] = parser
+        return parser
+
+    def add_synthetic(self, kind: str, make_parts: MakeParts) -> ArgumentParser:
+        """Add a kind of made-up rows to the command `synthetic`. The kind that is added first is the default."""
+        if not self._synthetic_kinds:
+            parser = self.add(self.synthetic)
+            add_target_flags(parser)
+            add_split_flag(parser)
+            parser.add_argument(
+                "--kind", choices=self._synthetic_kinds, default=kind, help=f"kind of rows; default: {kind}"
+            )
+            parser.add_argument("--rows", type=int, help="number of rows; default: enough for a first try")
+        self._synthetic_kinds[kind] = make_parts
+        return self._commands["synthetic"]
+
+    def extend(self, name: str, run: Run) -> ArgumentParser:
+        """Have `run` carry out a command that another module has added; returns its parser, for further flags."""
+        parser = self._commands[name]
+        parser.set_defaults(run=run)
+        return parser
+
+    def synthetic(self, args: Namespace) -> None:
+        """Write made-up rows, to try a configuration or a machine before the data is there."""
+        make_parts = self._synthetic_kinds[args.kind]
+        write_files(make_parts(args), read_target(args))
+
+
+def make_command_line(description: str) -> CommandLine:
+    """All commands of the modules commands_*.py that this project has. Their docstrings follow the description."""
+    modules = _find_modules()
+    sections = [description.strip(), *((module.__doc__ or "").strip() for module in modules)]
+    command_line = CommandLine("\n\n".join(sections))
+    for module in modules:
+        module.add_commands(command_line)
+    return command_line
+
+
+def _find_modules() -> list[ModuleType]:
+    """A project for one kind of data has only the modules that belong to it."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("commands_*.py"))
+    return [import_module(f"fastgpu.convert.{name}") for name in names]
+
+
+# ---------------------------------------------------------------------------------------------- shared flags
+
+
+def add_target_flags(parser: ArgumentParser) -> None:
+    """TARGET, and how it is written. `read_target` reads them."""
+    parser.add_argument("target", type=Path, help="file to write; it has a temporary name until it is complete")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
+    parser.add_argument("--keep-order", action="store_true", help="write the rows in the order of the source")
+    parser.add_argument("--compression", choices=get_args(Compression), default="none", help="default: none")
+    parser.add_argument("--shards", type=int, default=1, help="number of files to write")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+
+
+def read_target(args: Namespace) -> Target:
+    """The flags of `add_target_flags`."""
+    seed = None if args.keep_order else args.seed
+    options = WriteOptions(args.shards, args.compression, args.threads, args.force)
+    return Target(args.target, seed, options)
+
+
+def add_split_flag(parser: ArgumentParser) -> None:
+    """--split."""
+    parser.add_argument("--split", type=_share, metavar="SHARE", help="share to train on; the rest is for validation")
+
+
+def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
+    """--on-error. item: what may be broken."""
+    parser.add_argument(
+        "--on-error",
+        choices=get_args(OnError),
+        default="stop",
+        help=f"at a broken {item}. skip: leave it out and list it beside TARGET; stop if more than 1 %% are broken",
+    )
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share

@@ -1,0 +1,135 @@
+"""Files and arrays:
+
+python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, sparse matrices of scipy
+python convert.py repack old-*.h5 train.h5 --shards 8               HDF5 files -> train-00000-of-00008.h5, ...
+python convert.py repack --dataset mine:Photos photos/ train.h5     a torch Dataset of your own, decoded once
+python convert.py info train.h5                                     how the rows lie, and what would be faster
+python convert.py verify train.h5                                   every block that is damaged
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from fastgpu.convert.array_files import open_arrays
+from fastgpu.convert.command_line import CommandLine, add_target_flags, read_target
+from fastgpu.convert.writing import progress_bar, write_files
+from fastgpu.feed.sizes import POOL_BYTES
+from fastgpu.process.config import Loader
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
+from fastgpu.storage.dataset import open_dataset
+from fastgpu.storage.file import split_group
+from fastgpu.storage.inspection import Column, advise, class_order_warning, columns_of, damaged, fields_of
+from fastgpu.storage.store import open_store
+
+DATASET_FIELDS = {"images": "images", "labels": "labels"}
+"""Fields of a Dataset, if --fields does not name them."""
+
+
+def add_commands(command_line: CommandLine) -> None:
+    parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
+    add_target_flags(parser)
+
+    parser = command_line.add(
+        repack, "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset", many=True
+    )
+    add_target_flags(parser)
+    parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
+    parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
+    parser.add_argument("--trust-links", action="store_true", help="follow links into other files")
+
+    command_line.add(info, "file.h5 or file.h5::/group", many=True)
+    command_line.add(verify, "file.h5 or file.h5::/group", many=True)
+
+
+def arrays(args: Namespace) -> None:
+    """Write arrays of equal length, one for each field of the rows.
+
+    A source is name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset.
+    """
+    write_files({"": open_arrays(args.source)}, read_target(args))
+
+
+def repack(args: Namespace) -> None:
+    """Write the rows of HDF5 files, or of a torch Dataset, anew."""
+    fields = _parse_fields(args.fields)
+    source: Source
+    if args.dataset:
+        source = open_dataset("SOURCE", args.source[0], fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
+    else:
+        source = _open_files(args.source, fields, args.trust_links)
+    write_files({"": source}, read_target(args))
+
+
+def info(args: Namespace) -> None:
+    """Show how the rows of files lie, and what would make reading faster."""
+    for path in args.source:
+        columns = columns_of(path)
+        print(path)
+        for column in columns:
+            print(f"  {column}")
+        for text in (*advise(columns), *_find_problems(path, columns)):
+            print(f"  advice: {text}")
+
+
+def verify(args: Namespace) -> int:
+    """Read files and list every damaged block. The exit code is 1 if there is one."""
+    exit_code = 0
+    for path in args.source:
+        columns = columns_of(path)
+        with progress_bar(sum(column.nbytes for column in columns), "B") as bar:
+            damages = damaged(path, args.threads, bar.update)
+        for damage in damages:
+            print(damage)
+        if damages:
+            exit_code = 1
+            print(f"{path}: {len(damages)} blocks are damaged")
+        else:
+            print(f"{path}: whole")
+        for column in columns:
+            if not column.has_digests:
+                print(f"  {column.path} was read, but has no checksums; `python convert.py repack` writes them")
+    return exit_code
+
+
+def _parse_fields(pairs: Sequence[str]) -> dict[str, str]:
+    """["images=x"] -> {"images": "x"}."""
+    fields = {}
+    for pair in pairs:
+        name, equals, dataset = pair.partition("=")
+        if not equals:
+            raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
+        fields[name] = dataset
+    return fields
+
+
+def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> Source:
+    """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
+    columns = columns_of(paths[0])
+    group = split_group(paths[0])[1].strip("/")
+    groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
+    if group not in groups and not fields:
+        names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
+        raise UserError(f"{paths[0]} has no rows in /{group}, but {names}; name one: file.h5::/group")
+    own_columns = [column for column in columns if _is_in_group(column, group)]
+    is_checked = all(column.has_digests for column in own_columns)
+    return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
+
+
+def _is_in_group(column: Column, group: str) -> bool:
+    """Ragged rows lie one group deeper than the others."""
+    own_group = column.group.strip("/")
+    return group in (own_group, own_group.rpartition("/")[0])
+
+
+def _find_problems(path: str, columns: list[Column]) -> Iterator[str]:
+    """Problems that opening each group reveals: it cannot be trained on, or it is sorted by class."""
+    file = split_group(path)[0]
+    for group, fields in sorted(fields_of(columns).items()):
+        try:
+            source = open_store("FILE", f"{file}::{group}", fields)
+            problem = class_order_warning(source, POOL_BYTES // source.row_bytes)
+        except UserError as error:
+            problem = str(error).removeprefix("FILE: ")
+        if problem:
+            yield problem

@@ -1,0 +1,105 @@
+"""Users and the items they like:
+
+python convert.py movielens ml-20m.zip ml-20m.h5                    -> ml-20m-train.h5, ml-20m-val.h5, ml-20m-test.h5
+python convert.py arrays items=matrix.npz x.h5 --held-out 1000      a sparse matrix, split in the same way
+python convert.py synthetic made-up.h5 --kind interactions          made-up users and items -> -train.h5, -val.h5
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fastgpu.convert import commands_files
+from fastgpu.convert.array_files import open_arrays
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_target_flags, read_target
+from fastgpu.convert.interactions import HeldOutSplit, hold_out_users
+from fastgpu.convert.movielens import COLUMNS, read_ratings
+from fastgpu.convert.synthetic_interactions import make_interactions
+from fastgpu.convert.writing import progress_bar, write_files
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
+
+SYNTHETIC_USERS = 6000
+SYNTHETIC_SPLIT = 0.9
+
+
+def add_commands(command_line: CommandLine) -> None:
+    columns = ",".join(COLUMNS)
+    parser = command_line.add(movielens, "ratings.csv, or the zip file that holds it")
+    add_target_flags(parser)
+    parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
+    parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
+    parser.add_argument("--columns", default=columns, help=f"columns of the CSV; default: {columns}")
+    add_on_error_flag(parser, "line")
+
+    parser = command_line.extend("arrays", arrays)
+    parser.add_argument(
+        "--held-out", type=int, help="for a sparse matrix: rows for validation, and as many for the test"
+    )
+
+    parser = command_line.add_synthetic("interactions", make_parts)
+    parser.add_argument("--items", type=int, default=1000, help="number of items of interactions; default: 1,000")
+    parser.add_argument("--mean-items", type=float, default=30, help="mean number of items of a user; default: 30")
+
+
+def movielens(args: Namespace) -> None:
+    """Convert MovieLens as published: ratings.csv, or the zip file that holds it.
+
+    Users are held out as Liang et al. (2018) do.
+    """
+    with progress_bar(0, "rows", "read") as bar:
+
+        def show(n_rows: int, share_done: float) -> None:
+            bar.total = round((bar.n + n_rows) / max(share_done, 1e-9))  # if the rest of the file has rows as long
+            bar.update(n_rows)
+
+        ratings = read_ratings(
+            Path(args.source), args.above, columns=args.columns.split(","), on_error=args.on_error, on_progress=show
+        )
+    print(f"{len(ratings.users):,} ratings are above {args.above:g}")
+    split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)
+    _write_split(split, args, ratings.skipped)
+
+
+def arrays(args: Namespace) -> None:
+    """The command `arrays`, with --held-out."""
+    if not args.held_out:
+        commands_files.arrays(args)
+        return
+    source = open_arrays(args.source)
+    first_field = next(iter(source.fields))
+    if list(source.lengths) != [first_field]:
+        raise UserError("--held-out is for one sparse matrix of ones: items=matrix.npz")
+    rows = source.ragged(first_field)
+    users = np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
+    _write_split(hold_out_users(source.name, users, rows.values, args.held_out), args)
+
+
+def make_parts(args: Namespace) -> Mapping[str, Source]:
+    """Made-up interactions: items that users like, drawn from a law that can be learned."""
+    n_users = args.rows or SYNTHETIC_USERS
+    if args.items < 20 or args.mean_items > args.items / 4 or n_users < 20:
+        raise UserError(
+            f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}: use 20 or more rows and items, "
+            "and a mean of at most a quarter of the items"
+        )
+    train_share = args.split or SYNTHETIC_SPLIT
+    parts = make_interactions(n_users, args.items, args.mean_items, train_share=train_share, seed=args.seed)
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
+    print(f"val: {scores}")
+    return parts
+
+
+def _write_split(split: HeldOutSplit, args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+    n_train_items = split.parts["train"].fields["items"].n_items
+    print(
+        f"{split.n_events:,} events of {split.n_users:,} users with 5 or more, {split.n_items:,} items; "
+        f"{n_train_items:,} of the training users"
+    )
+    for name in ("val", "test"):
+        n_hidden = split.parts[name].lengths["held_out"]
+        n_without = (n_hidden == 0).sum()
+        print(f"{name}: {n_hidden.sum():,} items to be found; {n_without:,} of {len(n_hidden):,} users have none")
+    write_files(split.parts, read_target(args), skipped_lines)

@@ -1,0 +1,136 @@
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from harness import numbered, numbers_of, read_rows
+
+from fastgpu.convert.array_files import open_arrays
+from fastgpu.process.launch import UserError
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.store import open_store
+
+
+def test_arrays_to_a_file(tmp_path, convert):
+    np.save(tmp_path / "x.npy", numbered(300))
+    np.savez(tmp_path / "y.npz", labels=np.arange(300, dtype=">i4"))
+    result = convert("arrays", "images=x.npy", "y.npz", "out.h5")
+    assert result.returncode == 0, result.stderr
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert numbers_of(file["images"][:]) == file["labels"][:].tolist()
+        assert sorted(file["labels"][:]) == list(range(300))
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (["x.npy"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
+        (["a=y.npz"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
+        (["a=none.npy"], "none.npy does not exist"),
+        (["a=text.npy"], "text.npy holds no NumPy arrays"),
+        (["a=objects.npy"], "objects.npy holds no NumPy arrays"),
+        (["a=words.npy"], "a is <U1"),
+        (["a=x.npy", "b=short.npy"], "unequal length"),
+        (["a=empty.npy"], "no rows"),
+    ],
+)
+def test_what_is_no_array_of_rows_is_refused(tmp_path, monkeypatch, sources, message):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.zeros((4, 2)))
+    np.save("short.npy", np.zeros(3))
+    np.save("empty.npy", np.zeros((0, 2)))
+    np.save("words.npy", np.array(["a"]))
+    np.save("objects.npy", np.array([{}]))
+    np.savez("y.npz", labels=np.zeros(4))
+    (tmp_path / "text.npy").write_text("text")
+    with pytest.raises(UserError, match=message):
+        open_arrays(sources)
+
+
+# ---------------------------------------------------------------------------------------------- sparse matrices
+
+
+def matrix(seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.random((30, 12)) < 0.3) * rng.integers(1, 4, (30, 12)).astype(np.float32)
+
+
+def save_npz(path: Path, dense: np.ndarray, kind: str) -> None:
+    """The members that scipy.sparse.save_npz writes."""
+    rows, columns = np.nonzero(dense if kind != "csc" else dense.T)
+    members = {"format": np.array(kind.encode()), "shape": np.array(dense.shape)}
+    members["data"] = (dense if kind != "csc" else dense.T)[rows, columns]
+    if kind == "coo":
+        members |= {"row": rows.astype(np.int32), "col": columns.astype(np.int32)}
+    else:
+        count = dense.shape[0 if kind == "csr" else 1]
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
+        members |= {"indptr": indptr.astype(np.int32), "indices": columns.astype(np.int32)}
+    np.savez(path, **members)
+
+
+def as_dense(rows: dict[str, RaggedArray], width: int = 12) -> np.ndarray:
+    items, found = rows["items"], np.zeros((len(rows["items"]), width), np.float32)
+    values = rows["items_values"].values if "items_values" in rows else np.ones(len(items.values))
+    found[np.repeat(np.arange(len(items)), np.diff(items.offsets)), items.values] = values
+    return found
+
+
+@pytest.mark.parametrize("kind", ["csr", "csc", "coo"])
+@pytest.mark.parametrize("ones", [True, False])
+def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, kind, ones):
+    dense = (matrix() > 0).astype(np.float32) if ones else matrix()
+    save_npz(tmp_path / "x.npz", dense, kind)
+    found = open_arrays([f"items={tmp_path}/x.npz"])
+    assert ("items_values" in found.fields) != ones
+    assert found.fields["items"].n_items == 12
+    np.testing.assert_array_equal(as_dense(read_rows(found)), dense)
+
+
+def test_values_that_stand_twice_are_summed_and_zeros_are_none(tmp_path):
+    members = {"row": [0, 0, 1, 2], "col": [3, 3, 1, 0], "data": np.array([1.0, 2.0, 0.0, 1.0])}
+    np.savez(tmp_path / "x.npz", format=np.array(b"coo"), shape=(4, 5), **members)
+    rows = read_rows(open_arrays([f"items={tmp_path}/x.npz"]))
+    assert (rows["items"].values.tolist(), rows["items"].offsets.tolist()) == ([3, 0], [0, 1, 1, 2, 2])
+    assert rows["items_values"].values.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("kind", ["csr", "csc"])
+def test_datasets_and_matrices_of_hdf5_files(tmp_path, kind):
+    save_npz(tmp_path / "x.npz", matrix(), kind)
+    with np.load(tmp_path / "x.npz") as members, h5py.File(tmp_path / "x.h5", "w") as file:
+        for name in ("indptr", "indices", "data"):
+            file[f"X/{name}"] = members[name]
+        file["X"].attrs.update({"encoding-type": f"{kind}_matrix", "shape": (30, 12)})
+        file["obs/number"] = np.arange(30)
+    found = open_arrays([f"items={tmp_path}/x.h5::X", f"number={tmp_path}/x.h5::obs/number"])
+    rows = read_rows(found)
+    np.testing.assert_array_equal(as_dense(rows), matrix())
+    assert rows["number"].tolist() == list(range(30))
+
+
+def test_what_is_no_sparse_matrix_is_one_line(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a/b"] = np.arange(3)
+    np.savez(tmp_path / "bsr.npz", format=np.array(b"bsr"), shape=(4, 5), data=np.ones(2))
+    shape = {"format": np.array(b"csr"), "shape": (2, 5), "data": np.ones(2), "indptr": np.array([0, 1, 2])}
+    np.savez(tmp_path / "far.npz", indices=np.array([0, 5]), **shape)
+    for source, message in {
+        f"x={tmp_path}/bsr.npz": "is a matrix in the format bsr; save it as csr",
+        f"x={tmp_path}/far.npz": "is not a whole matrix of 2 x 5; save it again",
+        f"{tmp_path}/far.npz": "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone",
+        f"x={tmp_path}/x.h5::a": "holds no NumPy arrays",
+        f"x={tmp_path}/x.h5::none": "holds no NumPy arrays",
+        f"x={tmp_path}/none.h5::a": "does not exist",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            open_arrays([source])
+
+
+def test_a_sparse_matrix_goes_through_the_command(tmp_path, convert):
+    save_npz(tmp_path / "x.npz", matrix(), "csr")
+    result = convert("arrays", f"items={tmp_path}/x.npz", tmp_path / "y.h5", "--keep-order", "--shards", "2")
+    assert result.returncode == 0, result.stderr
+    fields = {"items": "items", "items_values": "items_values"}
+    store = open_store("data.train", [f"{tmp_path}/y-0000{n}-of-00002.h5" for n in range(2)], fields)
+    np.testing.assert_array_equal(as_dense(read_rows(store)), matrix())

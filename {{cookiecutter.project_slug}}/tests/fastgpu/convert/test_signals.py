@@ -1,0 +1,48 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+from harness import ROOT
+
+from fastgpu.convert import signals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
+        file["labels"] = np.zeros(100_000, int)
+    command = [sys.executable, str(ROOT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".new.h5.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (130, 143)
+    assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
+
+
+def test_a_signal_whose_exception_was_lost_ends_repack_all_the_same(write, tmp_path, monkeypatch, convert):
+    monkeypatch.setattr(signals, "_received", [signal.SIGTERM])  # it came while Python ran a destructor
+    assert convert("repack", write(500), "new.h5").returncode == 143
+    assert not list(tmp_path.glob("*new*"))
+
+
+@pytest.mark.parametrize(("raised", "is_reported"), [("SystemExit(130)", False), ("ValueError('a bug')", True)])
+def test_exceptions_of_destructors_are_reported_except_the_exit(capsys, monkeypatch, raised, is_reported):
+    monkeypatch.setattr(sys, "unraisablehook", signals.report_unraisable)
+
+    class Odd:
+        def __del__(self):
+            raise eval(raised)
+
+    Odd()
+    assert ("Traceback" in capsys.readouterr().err) == is_reported
