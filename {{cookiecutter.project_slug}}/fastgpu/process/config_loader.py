@@ -224,6 +224,5 @@ def _help(argv: list[str], find_options: FindOptions | None) -> str:
         if "workload" in tree:
             described |= keys(find_options(str(tree["workload"])), "model.")
     for key, (default, description) in described.items():
-        lines.append(f"  {key}={default}
-      {' '.join(description.split())}")
+        lines.append(f"  {key}={default}\n      {' '.join(description.split())}")
     return "\n".join(lines)
