@@ -19,7 +19,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.file import split_group
-from fastgpu.storage.inspection import Column, advise, class_order_warning, columns_of, damaged, fields_of
+from fastgpu.storage.inspection import DatasetInfo, advise, class_order_warning, columns_of, damaged, fields_of
 from fastgpu.storage.store import open_store
 
 DATASET_FIELDS = {"images": "images", "labels": "labels"}
@@ -116,13 +116,13 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
     return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
 
 
-def _is_in_group(column: Column, group: str) -> bool:
+def _is_in_group(column: DatasetInfo, group: str) -> bool:
     """Ragged rows lie one group deeper than the others."""
     own_group = column.group.strip("/")
     return group in (own_group, own_group.rpartition("/")[0])
 
 
-def _find_problems(path: str, columns: list[Column]) -> Iterator[str]:
+def _find_problems(path: str, columns: list[DatasetInfo]) -> Iterator[str]:
     """Problems that opening each group reveals: it cannot be trained on, or it is sorted by class."""
     file = split_group(path)[0]
     for group, fields in sorted(fields_of(columns).items()):

@@ -37,7 +37,9 @@ def load(folder: Path, *texts: str, overrides: tuple[str, ...] = ()) -> Config:
     return load_config([*arguments, *overrides])
 
 
-def error_of(folder: Path, text: str = "", overrides: tuple[str, ...] = (), options: type[Section] | None = None) -> str:
+def error_of(
+    folder: Path, text: str = "", overrides: tuple[str, ...] = (), options: type[Section] | None = None
+) -> str:
     """The message about a wrong file or command line; with `options`, about the section `model`."""
     with pytest.raises(UserError) as error:
         config = load(folder, text, overrides=overrides)
@@ -187,7 +189,11 @@ def test_settings_of_the_workload_are_read_and_typed(tmp_path):
         ("", ("model.widht=3",), r"command line: unknown key model.widht \(did you mean model.width\?\)"),
         ("model: {lr: 1}", (), r"0\.yaml:1: unknown key model.lr \(did you mean optim.lr\?\)"),
         ("model: {batch_size: 1}", (), r"0\.yaml:1: unknown key model.batch_size \(did you mean data.batch_size\?\)"),
-        ("model:\n  latent_dim: 8", (), r"0\.yaml:2: unknown key model.latent_dim \(allowed are: model.width, model.flip"),
+        (
+            "model:\n  latent_dim: 8",
+            (),
+            r"0\.yaml:2: unknown key model.latent_dim \(allowed are: model.width, model.flip",
+        ),
         ("model:\n  width: wide", (), r'0\.yaml:2: model.width is "wide"; it should be a valid integer$'),
         ("", ("model.width=0",), r"command line: model.width is 0; it should be greater than or equal to 1$"),
         ("model: {flip: 1}", (), r"0\.yaml:1: model.flip is 1; it should be a valid boolean$"),
