@@ -159,7 +159,7 @@ def test_info_shows_the_layout_and_what_to_change(tmp_path, convert):
     assert "15 blocks (8, 1, 64, 64) of 0.12 MiB, gzip, no checksums" in result.stdout
     for part in (
         "/train/images: chunks split rows",
-        "/train/images: gzip: decoded in each epoch, 21 to 23x slower",
+        "/train/images: gzip: decoded anew in each epoch, 21 to 23x slower",
         "/train/images: images as float32",
         "/val/images: chunks of 1 rows",
         "/test/images: blocks of 35 MiB",
