@@ -159,12 +159,13 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
 def _rank(rank: int, size: int, port: int, function: Any, arguments: Any, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    from fastgpu.process.config import Dist
     from fastgpu.process.launch import Launch
     from fastgpu.process.world import join
 
     torch.set_num_threads(1)
     try:
-        with join(Launch(rank, size, rank, size), "cpu", 60) as world:
+        with join(Launch(rank, size, rank, size), Dist(device="cpu", timeout_s=60)) as world:
             value = function(world, *arguments)
         results.put((rank, value, None))
     except BaseException:
