@@ -66,7 +66,6 @@ from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import judge, settings_to_try
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
-from fastgpu.telemetry.ceiling import FILE
 
 
 def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, object]:
@@ -84,26 +83,18 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
         verdict = world.broadcast(judge(measured, facts, tried))
 
     # ------------------------------------------------------------ tell
-    title = f"{world}, {measured.batch_size} rows per step, {bench.sizes.tier} tier"
-    if measured.supply:
-        title += f", {facts.readers_key}={facts.n_readers}"
-    world.print_once(f"\n{result.table(title, measured, verdict)}")
-    machine = world.identity | {"row_bytes": bench.parts.source.row_bytes}
-    settings_used = bench.parts.config.flat() | {"data.echo": bench.loop.echo}
-    numbers = result.as_json(result.Subject(str(world), machine, settings_used), measured, verdict, findings)
+    world.print_once(f"\n{result.table(bench.title, measured, verdict)}")
+    numbers = result.as_json(bench.subject, measured, verdict, findings)
     folder = Path(cfg.run.folder)
     if args.trace:
         bench.trace(args.trace, folder / "trace.json")
         world.print_once(f"profile of {args.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
     with world.raise_on_every_rank():
         if world.is_main and args.plot:
-            page = bars_page(f"{verdict.cause}: {title}", result.bars(measured))
+            page = bars_page(f"{verdict.cause}: {bench.title}", result.bars(measured))
             result.save(Path(args.plot), lambda path: path.write_text(page, encoding="utf-8"))
     if world.is_main:
-        try:
-            result.save(folder / FILE, lambda path: path.write_text(json.dumps(numbers, indent=2)))
-        except UserError as error:
-            print(f"not kept for later runs: {error}", flush=True)
+        result.keep(folder, numbers)
 
     # ------------------------------------------------------------ tune
     if args.tune:

@@ -16,10 +16,11 @@ from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Pools
 from fastgpu.diagnose.device import TorchDevice
 from fastgpu.diagnose.feeds import Feeds, open_feeds, open_real_feed, read_batch
-from fastgpu.diagnose.result import save
+from fastgpu.diagnose.result import Subject, save
 from fastgpu.diagnose.settings import (
     CHANNELS_LAST,
     COMPILE,
+    ECHO,
     MODEL_SECTION,
     NUM_READERS,
     NUM_WORKERS,
@@ -162,6 +163,18 @@ class Bench:
             return self._time_copies(overrides).step_s
         timing = self.time_supply(overrides)
         return timing.step_s if timing else inf
+
+    @property
+    def subject(self) -> Subject:
+        """What was measured."""
+        machine = self.world.identity | {"row_bytes": self.parts.source.row_bytes}
+        return Subject(str(self.world), machine, self.parts.config.flat() | {ECHO: self.loop.echo})
+
+    @property
+    def title(self) -> str:
+        """What was measured, in a few words."""
+        batch_size = self.parts.config.data.batch_size
+        return f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
 
     def facts(self) -> Facts:
         """What can be changed about this training."""

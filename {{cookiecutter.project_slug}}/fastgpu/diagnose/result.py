@@ -1,5 +1,6 @@
 """What was found out: as a table, as bars, and as diagnosis.json, which later runs read."""
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any, NamedTuple
 from fastgpu.diagnose.plot import Bar
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import MEANING, Measured, Timing, Verdict
-from fastgpu.process.launch import UserError
-from fastgpu.telemetry.ceiling import feed_identity, step_identity
+from fastgpu.process.launch import UserError, warn
+from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 
 
 class Subject(NamedTuple):
@@ -107,6 +108,14 @@ def _summary(verdict: Verdict, date: str) -> str:
         f"diagnose.py, {date}: {verdict.cause}: {MEANING[verdict.cause]} ({verdict.why}); change: {verdict.change}, "
         f"{verdict.gain:.2f} x the speed predicted"
     )
+
+
+def keep(folder: Path, numbers: Mapping[str, Any]) -> None:
+    """Write diagnosis.json for later runs. It is no error if that fails."""
+    try:
+        save(folder / FILE, lambda path: path.write_text(json.dumps(numbers, indent=2)))
+    except UserError as error:
+        warn(f"later runs will not know this diagnosis: {error}")
 
 
 def save(path: Path, write: Callable[[Path], object]) -> None:

@@ -6,7 +6,7 @@ from fastgpu.diagnose import result
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import Facts, Measured, Timing, Verdict, judge
 from fastgpu.process.launch import UserError
-from fastgpu.telemetry.ceiling import FILE, read_ceiling, read_summary
+from fastgpu.telemetry.ceiling import read_ceiling, read_summary
 
 CONFIG = {"workload": "mine", "data.batch_size": 64, "loader.num_readers": 2, "model.shape": (3, 4)}
 MACHINE = {"device": "CPU process", "world_size": 1, "local_world_size": 1, "row_bytes": 72}
@@ -55,14 +55,14 @@ def test_numbers_survive_json():
 
 def test_later_runs_read_what_is_written(tmp_path):
     numbers = result.as_json(SUBJECT, SLOW, VERDICT, [])
-    result.save(tmp_path / "runs" / FILE, lambda path: path.write_text(json.dumps(numbers)))
+    result.keep(tmp_path / "runs", numbers)
     folder = tmp_path / "runs"
     assert read_ceiling(folder, MACHINE, CONFIG) == 6400
     assert "READ: the loop waits for bytes" in read_summary(folder, CONFIG)
     assert "change: data.echo=4, 4.00 x the speed" in read_summary(folder, CONFIG)
     noisy = VERDICT._replace(cause="INCONCLUSIVE")
     numbers = result.as_json(SUBJECT, SLOW, noisy, [])
-    result.save(tmp_path / "runs" / FILE, lambda path: path.write_text(json.dumps(numbers)))
+    result.keep(tmp_path / "runs", numbers)
     assert read_ceiling(folder, MACHINE, CONFIG) is None
     assert read_summary(folder, CONFIG) == ""
 
@@ -71,3 +71,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write .*file/x.json"):
         result.save(tmp_path / "file" / "x.json", lambda path: path.write_text(""))
+
+
+def test_a_diagnosis_that_cannot_be_kept_is_a_warning(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    result.keep(tmp_path / "file", {})
+    assert "warning: later runs will not know this diagnosis: cannot write" in capsys.readouterr().out
