@@ -167,17 +167,6 @@ def test_a_supply_that_is_not_the_bottleneck_is_not_tuned(folder):
     assert not list(folder.glob("tuned.*"))
 
 
-@pytest.mark.slow
-def test_a_larger_batch_is_tried_and_written_with_its_reason(folder):
-    done = diagnose("--tune", "--batch", "data.tier=device", "data.batch_size=8", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "data.batch_size=16: " in done.stdout
-    (path,) = folder.glob("tuned.*.yaml")
-    tuned = yaml.safe_load(path.read_text())
-    assert tuned["data"]["batch_size"] > 8
-    assert "a larger batch changes what is learned" in path.read_text()
-
-
 SLOW_DATASET = """
 import time
 import numpy as np
@@ -191,7 +180,7 @@ class Slow(Dataset):
         return 512
 
     def __getitem__(self, row):
-        time.sleep(0.002)
+        time.sleep(0.005)
         return self.x[row], np.float32(0)
 """
 
@@ -201,10 +190,10 @@ def test_a_slow_dataset_is_named_and_tuned(folder):
     (folder / "slow.py").write_text(SLOW_DATASET)
     np.save(folder / "x.npy", np.zeros((512, 8), np.float32))
     slow = ["data.dataset=slow:Slow", "data.train=x.npy", "data.val=x.npy", "data.batch_size=16"]
-    for _ in range(3):
+    for _ in range(4):
         done = diagnose(*slow, "loader.num_workers=1", "--tune", "--seconds", "0.2", cwd=folder)
         assert done.returncode == 0, done.stderr
-        if "too noisy" not in done.stdout:  # then it must be right
+        if "inconclusive" not in done.stdout.lower():  # other programs do not spoil it: it must be right
             break
     assert "DECODE" in done.stdout
     assert "decode once instead of in each epoch: python convert.py repack --dataset slow:Slow x.npy" in done.stdout
