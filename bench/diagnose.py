@@ -2,8 +2,8 @@
 
 python bench/diagnose.py          (--quick: one round; prints, and writes no page)
 
-    causes       planted in a real feed in front of a simulated device (tests/simulated.py): which one is named, what
-                 its cure is said to give, and what it gives
+    causes       planted in a real feed in front of a simulated device (tests/fastgpu/diagnose/simulated.py): which one
+                 is named, which gain is predicted for its cure, and which gain the cure gives
     feed ratio   measured there, against theory, over supply / demand 0.5 to 4
     watching     time that clock, log and monitor take of a training run: in its loop, and of a CPU beside it
 """
@@ -30,56 +30,78 @@ from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor
 
-sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}" / "tests"))
-from conftest import in_world, numbered
-from simulated import BLOCK, PLANTED, ROWS, seen, slow_second_rank, speed
+sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu"))
+sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu/diagnose"))
+from harness import in_world, numbered
+from simulated import (
+    BLOCK_ROWS,
+    N_ROWS,
+    PLANTED,
+    Planted,
+    Times,
+    measure_simulated,
+    measure_slow_second_rank,
+    speed,
+)
 
 ROUNDS = 3
-LOADS = (0.5, 0.7, 0.9, 1.1, 1.3, 2, 4)  # supply / demand
-STEP_S, EVERY_STEPS, WATCH_S = 0.01, 50, 20.0
+LOADS = (0.5, 0.7, 0.9, 1.1, 1.3, 2, 4)
+"""Supply / demand."""
+STEP_S = 0.01
+EVERY_STEPS = 50
+WATCH_S = 20.0
 
 
 def say(text: str) -> None:
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def causes(path: str, rounds: int) -> list[dict[str, Any]]:
-    """[{planted, named: [cause], said: [gain], given: [gain]}]"""
-    found = []
-    for planted in PLANTED:
-        row: dict[str, Any] = {"planted": planted.name, "cause": planted.cause, "named": [], "said": [], "given": []}
+def causes(path: str, planted: list[Planted], rounds: int) -> list[dict[str, Any]]:
+    """[{planted, cause, named: [cause], said: [gain], given: [gain]}]"""
+    rows = []
+    for plan in planted:
+        row: dict[str, Any] = {"planted": plan.name, "cause": plan.cause, "named": [], "said": [], "given": []}
         for number in range(rounds):
-            say(f"round {number + 1}: {planted.name}")
-            slow = seen(path, **planted.slow)
-            verdict = judge(slow, planted.facts, planted.tried)
+            say(f"round {number + 1}: {plan.name}")
+            slow = measure_simulated(path, plan.times)
+            verdict = judge(slow, plan.facts, plan.tried)
             row["named"].append(verdict.cause)
             row["said"].append(verdict.gain)
-            row["given"].append(speed(seen(path, **planted.cured)) / speed(slow))
-        found.append(row)
-    row = {"planted": "one slow rank of two", "cause": "STRAGGLER", "named": [], "said": [], "given": []}
+            row["given"].append(speed(measure_simulated(path, plan.cured)) / speed(slow))
+        rows.append(row)
+    return rows
+
+
+def stragglers(path: str, rounds: int) -> dict[str, Any]:
+    """The same for one slow rank of two."""
+    row: dict[str, Any] = {"planted": "one slow rank of two", "cause": "STRAGGLER"}
+    row |= {"named": [], "said": [], "given": []}
     for number in range(rounds):
         say(f"round {number + 1}: {row['planted']}")
-        slow, cured = (in_world(2, slow_second_rank, path, seconds)[0] for seconds in (0.03, 0.012))
+        slow = in_world(2, measure_slow_second_rank, path, 0.03)[0]
+        cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
         verdict = judge(slow, Facts())
         row["named"].append(verdict.cause)
         row["said"].append(verdict.gain)
         row["given"].append(speed(cured) / speed(slow))
-    return [*found, row]
+    return row
 
 
-def ratios(path: str, rounds: int) -> list[dict[str, Any]]:
-    """[{load, theory: [...], measured: [...]}], theory: what compute and supply alone allow."""
-    found: list[dict[str, Any]] = []
-    for load in LOADS:
+def ratios(path: str, loads: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
+    """[{load, theory: [ratio], measured: [ratio]}]. In theory compute and supply alone decide the ratio."""
+    rows: list[dict[str, Any]] = []
+    for load in loads:
         say(f"feed ratio at {load}")
-        of = [seen(path, 0.012, decode_s=0.012 / load - 0.0002) for _ in range(rounds)]
-        theory = [min(1.0, m.compute.step_s / m.supply.step_s) for m in of if m.supply]
-        found.append({"load": load, "theory": theory, "measured": [m.feed_ratio.step_s for m in of]})
-    return found
+        times = Times(step_s=0.012, decode_s=0.012 / load - 0.0002)
+        measured = [measure_simulated(path, times) for _ in range(rounds)]
+        theory = [min(1.0, m.compute.step_s / m.supply.step_s) for m in measured if m.supply]
+        rows.append({"load": load, "theory": theory, "measured": [m.feed_ratio.value for m in measured]})
+    return rows
 
 
-def watching(folder: Path) -> dict[str, float]:
-    """Shares of the time of a run of steps of 10 ms, with a point every 50 steps."""
+def watching(folder: Path, seconds: float) -> dict[str, float]:
+    """Shares of the time of a run of steps of 10 ms, with a point every 50 steps, for so many seconds."""
     spent = {"loop": 0.0, "thread": 0.0}
 
     def timed(where: str, clock: Callable[[], float], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,13 +116,16 @@ def watching(folder: Path) -> dict[str, float]:
     poll = monitor_module.Monitor._poll
     monitor_module.Monitor._poll = timed("thread", time.thread_time, poll)  # type: ignore[method-assign]
     watch, clock = Monitor([]), Clock(torch.device("cpu"))
-    log = Log(folder, 10**9)
+    log = Log(folder, planned_rows=10**9)
     spent["thread"] = 0.0
-    count, lap = timed("loop", time.perf_counter, clock.count), timed("loop", time.perf_counter, clock.lap)
+    count = timed("loop", time.perf_counter, clock.count)
+    take = timed("loop", time.perf_counter, clock.take)
     scalars = timed("loop", time.perf_counter, log.scalars)
     counters = timed("loop", time.perf_counter, watch.scalars)
-    pools, steps, t0 = clock.waits(iter(int, 1)), 0, time.perf_counter()
-    while time.perf_counter() - t0 < WATCH_S:
+    pools = clock.timed(iter(int, 1))  # zeros without end
+    steps = 0
+    t0 = time.perf_counter()
+    while time.perf_counter() - t0 < seconds:
         before = time.perf_counter()
         next(pools)
         spent["loop"] += time.perf_counter() - before
@@ -108,7 +133,7 @@ def watching(folder: Path) -> dict[str, float]:
         steps += 1
         count(64, 64)
         if steps % EVERY_STEPS == 0:
-            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | lap().scalars() | counters(1000.0))
+            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | take().scalars() | counters(1000.0))
     passed_s = time.perf_counter() - t0
     log.finish({}, {})
     watch.close()
@@ -125,16 +150,24 @@ def watching(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round; prints, and writes no page")
-    quick = parser.parse_args().quick
-    rounds = 1 if quick else ROUNDS
+    parser.add_argument("--tiny", action="store_true", help="the first cause, one load and a short watch: does it run?")
+    args = parser.parse_args()
+    is_quick = args.quick or args.tiny
+    rounds = 1 if is_quick else ROUNDS
+    planted = PLANTED[:1] if args.tiny else PLANTED
+    loads = LOADS[:1] if args.tiny else LOADS
     prefetch.JOB_BYTES = 1  # a block is a job, however small the rows
     with tempfile.TemporaryDirectory() as name:
         path = str(Path(name) / "rows.h5")
         with h5py.File(path, "w") as file:
-            file.create_dataset("images", data=numbered(ROWS, (1, 4, 2)), chunks=(BLOCK, 1, 4, 2))
-            file["labels"] = np.arange(ROWS) % 4
-        watched = [watching(Path(name) / str(number)) for number in range(rounds)]
-        named, ratio = causes(path, rounds), ratios(path, rounds)
+            file.create_dataset("images", data=numbered(N_ROWS, (1, 4, 2)), chunks=(BLOCK_ROWS, 1, 4, 2))
+            file["labels"] = np.arange(N_ROWS) % 4
+        watch_s = 2.0 if args.tiny else WATCH_S
+        watched = [watching(Path(name) / str(number), watch_s) for number in range(rounds)]
+        named = causes(path, planted, rounds)
+        if not args.tiny:
+            named.append(stragglers(path, rounds))
+        ratio = ratios(path, loads, rounds)
     off = [abs(given / said - 1) for row in named for said, given in zip(row["said"], row["given"], strict=True)]
     far = [abs(m / t - 1) for row in ratio for m, t in zip(row["measured"], row["theory"], strict=True)]
     right = sum(name == row["cause"] for row in named for name in row["named"])
@@ -189,7 +222,7 @@ def main() -> None:
             f"A point every {EVERY_STEPS} steps, host counters only: there is no GPU here.",
         ),
     ]
-    if quick:
+    if is_quick:
         print(*(table.markdown() for table in tables), sep="\n")
     else:
         report.write(

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastgpu.process.config import Section
@@ -31,6 +32,9 @@ class Workload(Protocol):
     Options: type[Section]
     """Your settings: a class of typed fields with defaults. They are read from the section `model` of config.yaml and
     checked like every other key; a docstring under a field is shown by `python train.py --help`."""
+
+    lighter: Mapping[str, Any] = MappingProxyType({})
+    """{option: the value with which `transform` does less}. diagnose.py tries them if the transform is slow."""
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -52,6 +53,17 @@ class Workload(workloads.Workload):
         """Blend each row with another one by a share drawn from Beta(mixup_alpha, mixup_alpha). 0: off."""
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
+
+    lighter = MappingProxyType(
+        {
+            "flip": False,
+            "crop_padding": 0,
+            "min_crop_scale": 1.0,
+            "color_jitter": 0.0,
+            "cutout_size": 0,
+            "mixup_alpha": 0.0,
+        }
+    )
 
     def __init__(self, options: Options, train: Source, val: Source):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""

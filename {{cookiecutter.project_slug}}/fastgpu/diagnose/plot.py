@@ -1,54 +1,42 @@
-"""A picture of bars: an HTML page that needs no network, or a PNG."""
+"""Horizontal bars as an HTML page that needs no network."""
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image, ImageDraw, ImageFont
-
-WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 900, 26, 12, 250, 150, 60
-INK = "#0f172a"
+WIDTH = 900
+BAR_HEIGHT = 26
+BAR_STEP = 38
+LEFT = 250
+RIGHT = 150
+TOP = 60
 
 
 class Bar(NamedTuple):
-    """One bar: its length, and what is written beside it."""
+    """One bar: its name on the left, its length, and the text on its right."""
 
     name: str
     value: float
     text: str
-    colour: str = "#2563eb"
+    color: str = "#2563eb"
 
 
-def write_bars(path: Path, title: str, bars: Sequence[Bar]) -> None:
-    """Draw them into `path`, *.png or *.html. Raises OSError."""
-    height = TOP + len(bars) * (BAR + GAP)
-    longest = max(bar.value for bar in bars)
-    places = [
-        (bar, TOP + number * (BAR + GAP), (WIDTH - LEFT - RIGHT) * bar.value / longest)
-        for number, bar in enumerate(bars)
-    ]
-    if path.suffix == ".png":
-        image = Image.new("RGB", (WIDTH, height), "white")
-        draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
-        draw.text((10, 16), title, INK, ImageFont.load_default(17))
-        for bar, y, length in places:
-            draw.text((LEFT - 10, y + BAR / 2), bar.name, INK, font, anchor="rm")
-            draw.rectangle((LEFT, y, LEFT + length, y + BAR), bar.colour)
-            draw.text((LEFT + length + 8, y + BAR / 2), bar.text, INK, font, anchor="lm")
-        image.save(path)
-        return
-    parts = [f'<text x="10" y="30" font-size="17" font-weight="600">{html.escape(title)}</text>']
-    for bar, y, length in places:
-        middle = y + BAR / 2 + 5
-        parts.append(
-            f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{html.escape(bar.name)}</text>'
-            f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{bar.colour}"/>'
-            f'<text x="{LEFT + length + 8:.1f}" y="{middle}">{html.escape(bar.text)}</text>'
+def bars_page(title: str, bars: Sequence[Bar]) -> str:
+    """The text of the page."""
+    px_per_unit = (WIDTH - LEFT - RIGHT) / max(bar.value for bar in bars)
+    shapes = [f'<text x="10" y="30" font-size="17" font-weight="600">{html.escape(title)}</text>']
+    for number, bar in enumerate(bars):
+        y = TOP + number * BAR_STEP
+        baseline = y + BAR_HEIGHT / 2 + 5
+        length = bar.value * px_per_unit
+        shapes.append(
+            f'<text x="{LEFT - 10}" y="{baseline}" text-anchor="end">{html.escape(bar.name)}</text>'
+            f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR_HEIGHT}" fill="{bar.color}"/>'
+            f'<text x="{LEFT + length + 8:.1f}" y="{baseline}">{html.escape(bar.text)}</text>'
         )
-    page = (
+    height = TOP + len(bars) * BAR_STEP
+    style = f"max-width: {WIDTH}px; width: 100%; font: 14px system-ui; fill: #0f172a"
+    return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-        f'<svg viewBox="0 0 {WIDTH} {height}" style="max-width: {WIDTH}px; width: 100%; font: 14px system-ui; '
-        f'fill: {INK}" role="img">{"".join(parts)}</svg></html>\n'
+        f'<svg viewBox="0 0 {WIDTH} {height}" style="{style}" role="img">{"".join(shapes)}</svg></html>\n'
     )
-    path.write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What can be known before anything is measured: versions, devices, room, and how the data lies."""
+"""What is known before anything is measured: versions, devices, free memory, and how the files are laid out."""
 
 import resource
 import shutil
@@ -11,109 +11,131 @@ import h5py
 import psutil
 import torch
 
+from fastgpu.process.config import Data, Run
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import available_cpus, free_host_bytes
+from fastgpu.process.machine import GIB, available_cpus, free_host_bytes
+from fastgpu.process.world import World
+from fastgpu.storage.file import split_group
 from fastgpu.storage.inspection import advise, columns_of
 from fastgpu.storage.store import expand
 from fastgpu.telemetry.monitor import clock_limits, gpu_handle, open_nvml
 from fastgpu.training import apex
 
-NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
-MIN_FILES, MIN_SHM, MIN_DISK = 1024, 1 << 30, 2 << 30
-GIB = 1 << 30
+NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "9p",
+    "fuse.",
+    "virtiofs",
+    "glusterfs",
+    "afs",
+)
+MIN_OPEN_FILES = 1024
+MIN_SHM_BYTES = 1 << 30
+MIN_DISK_BYTES = 2 << 30
+MAX_DATASETS_SHOWN = 2
 
 
 class Finding(NamedTuple):
     """One thing that was looked at."""
 
-    what: str
+    topic: str
     value: str
     advice: str = ""
-    """What to do about it; empty: it is fine."""
+    """What to do about it. Empty: it is fine."""
 
     def __str__(self) -> str:
-        return f"{'!' if self.advice else ' '} {self.what:<12} {self.value}" + (f": {self.advice}" * bool(self.advice))
+        if self.advice:
+            return f"! {self.topic:<12} {self.value}: {self.advice}"
+        return f"  {self.topic:<12} {self.value}"
 
 
-def look(
-    device: torch.device,
-    local_ranks: int,
-    gpus: Sequence[str],
-    data: str | Sequence[str],
-    datasets: Sequence[str],
-    in_workers: bool,
-    folder: str,
-    nvml: Any = None,
-) -> list[Finding]:
-    """Look at this machine.
+def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Finding]:
+    """Look at this machine and at the training files. Whatever cannot be seen is left out.
 
-    gpus: UUIDs of those in use. data: files, `file.h5` or `file.h5::/group`, or a glob; or what a Dataset is made of
-    (in_workers). datasets: names of those that are read. folder: where runs are kept. What cannot be seen is left out.
+    nvml: the driver's library; None: pynvml. Raises UserError if a training file cannot be read.
     """
-    found = [
-        Finding(
-            "versions",
-            f"python {sys.version.split()[0]}, torch {torch.__version__}, h5py {h5py.__version__} "
-            f"(HDF5 {h5py.version.hdf5_version})",
-        ),
-        _processes(device, local_ranks),
-        _room(local_ranks, in_workers),
-        _disk(folder),
+    uses_dataset = data.dataset != "none"
+    findings = [
+        _versions(),
+        _processes(world),
+        _memory(world.local_world_size, uses_dataset),
+        _run_folder(run.folder),
     ]
-    for uuid in gpus:
-        found += _seen(_gpu, nvml, uuid)
-    why = apex.reason_against("optimizers", "FusedAdam", "amp_C")
-    found.append(Finding("Apex", why or "NVIDIA Apex is there, with its kernels"))
-    paths = [data] if isinstance(data, str) else [*data]
-    if not in_workers:
-        found_files = (each for path in paths for each in expand("data.train", path))
-        paths = [file if group == "/" else f"{file}::{group}" for file, group in found_files]
-    for path in paths[:1]:
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        found += _seen(_data, path, datasets, more, in_workers)
-    return found
+    for uuid in world.gpus or []:
+        findings += _try(_gpu, nvml, uuid)
+    why_no_apex = apex.why_unusable("optimizers", "FusedAdam", "amp_C")
+    findings.append(Finding("Apex", why_no_apex or "NVIDIA Apex is installed, with its kernels"))
+    paths = _training_files(data)
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    if paths and uses_dataset:
+        findings += _try(_place, paths[0], more)
+    elif paths:
+        findings += _try(_place, paths[0], more)
+        findings += _try(_layout, paths[0], list(data.fields.values()))
+    return findings
 
 
-def _seen(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Finding]:
+def _try(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Finding]:
+    """The findings of one function. A driver or a system that does not answer is a finding, too."""
     try:
         return list(look_at(*arguments))
     except UserError:
         raise
-    except Exception as error:  # a driver or a system that does not tell
+    except Exception as error:
         return [Finding("not seen", str(error))]
 
 
-def _processes(device: torch.device, local_ranks: int) -> Finding:
-    each = available_cpus() / local_ranks
-    gpus = torch.cuda.device_count()
-    value = f"{local_ranks} here, {each:g} CPUs each" + (f", {gpus} GPUs visible" if gpus else "")
+def _versions() -> Finding:
+    python = sys.version.split()[0]
+    hdf5 = h5py.version.hdf5_version
+    return Finding("versions", f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {hdf5})")
+
+
+def _processes(world: World) -> Finding:
+    n_ranks = world.local_world_size
+    cpus_per_rank = available_cpus() / n_ranks
+    n_gpus = torch.cuda.device_count()
+    value = f"{n_ranks} here, {cpus_per_rank:g} CPUs each"
+    if n_gpus:
+        value += f", {n_gpus} GPUs visible"
     advice = ""
-    if device.type == "cuda" and local_ranks < gpus:
-        advice = f"{gpus - local_ranks} GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
-    elif device.type == "cpu" and gpus:
+    if world.device.type == "cuda" and n_ranks < n_gpus:
+        advice = f"{n_gpus - n_ranks} GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
+    elif world.device.type == "cpu" and n_gpus:
         advice = "the GPUs are not used (dist.device)"
-    elif device.type == "cuda" and each < 2:
-        advice = "readers and the loop share a CPU; give the job more of them"
+    elif world.device.type == "cuda" and cpus_per_rank < 2:
+        advice = "the readers and the loop share a CPU; give the job more CPUs"
     return Finding("processes", value, advice)
 
 
-def _room(local_ranks: int, in_workers: bool) -> Finding:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    value, advice = f"{free_host_bytes() / GIB:.1f} GiB of RAM free, {files:,} open files", ""
+def _memory(n_ranks: int, uses_workers: bool) -> Finding:
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    value = f"{free_host_bytes() / GIB:.1f} GiB of RAM free, {max_files:,} open files"
+    advice = ""
     if Path("/dev/shm").exists():
-        shm = shutil.disk_usage("/dev/shm").free
-        value += f", {shm / GIB:.1f} GiB of /dev/shm"
-        if in_workers and shm < MIN_SHM * local_ranks:
+        free_shm = shutil.disk_usage("/dev/shm").free
+        value += f", {free_shm / GIB:.1f} GiB of /dev/shm"
+        if uses_workers and free_shm < MIN_SHM_BYTES * n_ranks:
             advice = "worker processes hand over batches in /dev/shm; enlarge it (docker run --shm-size=16g)"
-    if files < MIN_FILES:
-        advice = f"shards, workers and sockets need files; ulimit -n {MIN_FILES * 4}"
-    return Finding("room", value, advice)
+    if max_files < MIN_OPEN_FILES:
+        advice = f"shards, workers and sockets need open files; ulimit -n {MIN_OPEN_FILES * 4}"
+    return Finding("memory", value, advice)
 
 
-def _disk(folder: str) -> Finding:
-    path = next(each for each in (Path(folder).absolute(), *Path(folder).absolute().parents) if each.exists())
+def _run_folder(folder: str) -> Finding:
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
     free = shutil.disk_usage(path).free
-    advice = "checkpoints and logs need room; another run.folder" if free < MIN_DISK else ""
+    advice = ""
+    if free < MIN_DISK_BYTES:
+        advice = "checkpoints and logs need room; use another run.folder"
     return Finding("runs", f"{free / GIB:.1f} GiB free at run.folder ({folder})", advice)
 
 
@@ -121,32 +143,57 @@ def _gpu(nvml: Any, uuid: str) -> Iterator[Finding]:
     nvml = nvml or open_nvml()
     handle = gpu_handle(nvml, uuid)
     driver = nvml.nvmlSystemGetDriverVersion()
-    width, widest = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    n_lanes = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
+    max_lanes = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     limits = clock_limits(nvml, handle)
-    advice = f"its slot has {width} of {widest} PCIe lanes; copies are slower by so much" if width < widest else ""
+    advice = ""
+    if n_lanes < max_lanes:
+        advice = f"its slot has {n_lanes} of {max_lanes} PCIe lanes; copies are slower by this factor"
     if limits:
         advice = f"its clocks are held down ({', '.join(limits)}); look at power and cooling"
-    yield Finding("GPU", f"{nvml.nvmlDeviceGetName(handle)}, driver {driver}, PCIe x{width}", advice)
+    yield Finding("GPU", f"{nvml.nvmlDeviceGetName(handle)}, driver {driver}, PCIe x{n_lanes}", advice)
 
 
-def _data(path: str, datasets: Sequence[str], more: str, in_workers: bool) -> Iterator[Finding]:
-    file, _, group = path.partition("::")
-    kind = file_system(file)
-    slow = f"{kind} is a network file system: the first epoch is as fast as it is" if kind.startswith(NETWORK) else ""
-    yield Finding("data", f"{path}{more} on {kind}", slow)
-    if in_workers or not Path(file).is_file():
+def _training_files(data: Data) -> list[str]:
+    """The files of data.train, as `file.h5` or `file.h5::/group`, or what a Dataset is called with."""
+    paths = [data.train] if isinstance(data.train, str) else list(data.train)
+    if data.dataset != "none":
+        return paths
+    files = []
+    for path in paths:
+        for file, group in expand("data.train", path):
+            files.append(file if group == "/" else f"{file}::{group}")
+    return files
+
+
+def _place(path: str, more: str) -> Iterator[Finding]:
+    """The file system that holds a file. more: text about the other files."""
+    kind = file_system(split_group(path)[0])
+    advice = ""
+    if kind.startswith(NETWORK_FILE_SYSTEMS):
+        advice = f"{kind} is a network file system: the first epoch is no faster than the network"
+    yield Finding("data", f"{path}{more} on {kind}", advice)
+
+
+def _layout(path: str, datasets: Sequence[str]) -> Iterator[Finding]:
+    """How the datasets lie in an HDF5 file, and what would make them faster."""
+    file, group = split_group(path)
+    if not Path(file).is_file():
         return
-    names = tuple(f"{group.rstrip('/')}/{name.lstrip('/')}" for name in datasets)
-    columns = [each for each in columns_of(path) if each.path in names or each.group in names]
-    for column in columns[:2]:
+    names = {f"{group.rstrip('/')}/{name.lstrip('/')}" for name in datasets}
+    columns = [column for column in columns_of(path) if column.path in names or column.group in names]
+    for column in columns[:MAX_DATASETS_SHOWN]:
         yield Finding("", str(column))
     for line in advise(columns):
-        if "checksums" not in line:  # whose absence costs no time
-            yield Finding("", *line.split(": ", 1))
+        name, advice = line.split(": ", 1)
+        if "checksums" not in advice:  # to have none costs no time
+            yield Finding("", name, advice)
 
 
 def file_system(path: str) -> str:
-    """Type of the file system that holds a path, such as ext4 or nfs4."""
-    real = Path(path).resolve()
-    found = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
-    return max(found, key=lambda each: len(each.mountpoint)).fstype if found else "a file system of unknown type"
+    """The type of the file system that holds a path, such as ext4 or nfs4."""
+    resolved = Path(path).resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    if not mounts:
+        return "a file system of unknown type"
+    return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype

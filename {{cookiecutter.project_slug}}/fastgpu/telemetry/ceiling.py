@@ -20,7 +20,8 @@ STEP_KEYS = (
     "dist.strategy",
 )
 """Keys that decide how long a step takes, besides the settings of the workload."""
-FEED_SECTIONS = ("data", "loader")
+FEED_SECTIONS = ("data", "loader", "hdf5")
+"""Sections that decide how fast rows are supplied."""
 
 
 def step_identity(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,103 +1,161 @@
-"""Causes planted in a real feed in front of a simulated device are named, and what their cure gives is foretold."""
+"""Causes planted in a real feed in front of a simulated device are named, and the gain of the cure is right."""
 
 import time
-from typing import Any
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from harness import in_world
-from simulated import BATCH, BLOCK, CPU, PLANTED, POOL_BATCHES, ROWS, seen, slow_second_rank, speed
+from simulated import (
+    BATCH_SIZE,
+    BLOCK_ROWS,
+    CPU,
+    FIELDS,
+    N_ROWS,
+    PLANTED,
+    POOL_BATCHES,
+    Times,
+    measure_simulated,
+    measure_slow_second_rank,
+    speed,
+)
 
-from fastgpu.diagnose.ceilings import Feeds, Parts, Pools, TorchDevice, make_feeds
-from fastgpu.diagnose.verdict import Facts, judge
+from fastgpu.diagnose.ceilings import Loop, Pools
+from fastgpu.diagnose.device import TorchDevice
+from fastgpu.diagnose.feeds import Head, open_feeds, read_batch
+from fastgpu.diagnose.verdict import Facts, Measured, judge
+from fastgpu.feed.tiers import Placement
+from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 
+MAX_TRIES = 3
+MAX_TRIES_UNDER_LOAD = 10
+LOADED_SPREAD = 0.1
+"""The times are sleeps: rounds that differ by more than this show that other programs use the machine."""
+
 
 @pytest.fixture
 def path(write, monkeypatch):
-    monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows
-    return write(ROWS, (1, 4, 2), chunk=BLOCK)
+    monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
+    return write(N_ROWS, (1, 4, 2), chunk=BLOCK_ROWS)
 
 
-def agrees(foretold: float, measured: float, rel: float, tries: list[float]) -> bool:
-    """Whether they do, in one of three tries: other programs on this machine may spoil one, but an error spoils all."""
-    tries.append(measured / foretold)
-    return tries[-1] == pytest.approx(1, rel=rel)
+class Tries:
+    """Repeats a measurement that another program may have spoiled. An error of ours spoils every try."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._n_quiet = 0
+
+    def again(self, *measured: Measured) -> bool:
+        """Whether another try is allowed after these measurements, which missed."""
+        spread = max(max(m.loop.spread, m.compute.spread, m.feed_ratio.spread) for m in measured)
+        self._n_quiet += spread < LOADED_SPREAD
+        return self._n_quiet < MAX_TRIES and len(self.notes) < MAX_TRIES_UNDER_LOAD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.cause)
-def test_a_planted_cause_is_named_and_its_cures_gain_foretold(path, planted):
-    tries = list[float]()
-    while len(tries) < 3:
-        slow = seen(path, **planted.slow)
+def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
+    tries = Tries()
+    while True:
+        slow = measure_simulated(path, planted.times)
         verdict = judge(slow, planted.facts, planted.tried)
-        is_close = agrees(verdict.gain, speed(seen(path, **planted.cured)) / speed(slow), 0.15, tries)
-        if is_close and verdict.cause == planted.cause:
-            assert verdict.change.startswith(planted.change)
+        cured = measure_simulated(path, planted.cured)
+        gain = speed(cured) / speed(slow)
+        is_named = verdict.cause == planted.cause and verdict.change.startswith(planted.change)
+        if is_named and gain == pytest.approx(verdict.gain, rel=0.15):
             return
-    pytest.fail(f"{verdict}; gain after the cure / foretold: {tries}")
+        tries.notes.append(f"{verdict}; gain after the cure {gain:.3f}")
+        assert tries.again(slow, cured), tries.notes
 
 
 @pytest.mark.slow
 def test_one_slow_rank_of_two(path):
-    tries = list[float]()
-    while len(tries) < 3:
-        slow, cured = (in_world(2, slow_second_rank, path, seconds) for seconds in (0.03, 0.012))
+    tries = Tries()
+    while True:
+        slow = in_world(2, measure_slow_second_rank, path, 0.03)
+        cured = in_world(2, measure_slow_second_rank, path, 0.012)
         verdicts = [judge(m, Facts()) for m in slow]
-        assert verdicts[0].cause == verdicts[1].cause == "STRAGGLER"
-        assert verdicts[0].change.startswith("look at the machine of rank 1")
-        if agrees(verdicts[0].gain, speed(cured[0]) / speed(slow[0]), 0.15, tries):
+        gain = speed(cured[0]) / speed(slow[0])
+        is_named = all(
+            verdict.cause == "STRAGGLER" and verdict.change.startswith("look at the machine of rank 1")
+            for verdict in verdicts
+        )
+        if is_named and gain == pytest.approx(verdicts[0].gain, rel=0.15):
             return
-    pytest.fail(f"gain after the cure / foretold: {tries}")
+        tries.notes.append(f"{verdicts}; gain after the cure {gain:.3f}")
+        assert tries.again(*slow, *cured), tries.notes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [0.5, 0.8, 1.25, 4])  # supply / demand
 def test_feed_ratio_is_that_of_theory(path, load):
-    tries = list[float]()
-    while len(tries) < 3:
-        m = seen(path, 0.012, decode_s=0.012 / load - 0.0002)
-        theory = min(1.0, m.compute.step_s / m.supply.step_s)  # as the sleeps really were
-        assert theory == pytest.approx(min(1.0, load), rel=0.2)
-        if agrees(theory, m.feed_ratio.step_s, 0.03, tries):
+    tries = Tries()
+    while True:
+        m = measure_simulated(path, Times(step_s=0.012, decode_s=0.012 / load - 0.0002))
+        theory = min(1.0, m.compute.step_s / m.supply.step_s)  # with the sleeps as long as they really were
+        is_planted = theory == pytest.approx(min(1.0, load), rel=0.2)
+        if is_planted and m.feed_ratio.value == pytest.approx(theory, rel=0.03):
             return
-    pytest.fail(f"measured / theory: {tries}")
+        tries.notes.append(f"{m.feed_ratio.value:.3f}, in theory {theory:.3f}")
+        assert tries.again(m), tries.notes
+
+
+def row_numbers(rows: Rows) -> list[int]:
+    return rows["images"].flatten(1)[:, :4].contiguous().view(torch.int32).flatten().tolist()
 
 
 def test_pools_are_those_of_the_feed(path):
-    """The parts see each row of an epoch once, echoed or not, and feeds of few blocks only those."""
-    rows = open_store("data.train", path, {"images": "images", "labels": "labels"})
-    order = BlockSampler(rows.block_rows, BATCH, pool_batches=POOL_BATCHES)
-    sizes: Any = type("Sizes", (), {"tier": "disk", "readers": 2})
-    feeds: Feeds = make_feeds(rows, order, sizes, CPU, 2, False)
-    batches = list[Rows]()
+    """The loop sees each row of an epoch once for each pass, and the feed of few blocks gives only their rows."""
+    source = open_store("data.train", path, FIELDS)
+    order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
+    feeds = open_feeds(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2))
+    trained: list[list[int]] = []
 
     def keep(batch: Rows) -> None:
-        batches.append(batch.take(torch.arange(BATCH)))
+        trained.append(row_numbers(batch))
 
-    for times in (1, 2):
-        batches.clear()
-        pools = Pools(feeds.real, Parts(lambda rows: rows, keep, keep, BATCH, times))
-        assert pools.train(order.pools_per_epoch) == len(batches) == times * ROWS // BATCH
-        numbers = torch.cat([batch["images"].flatten(1)[:, :4].contiguous().view(torch.int32) for batch in batches])
-        assert sorted(numbers.flatten().tolist()) == sorted([*range(ROWS)] * times)
+    for passes in (1, 2):
+        trained.clear()
+        loop = Loop(lambda rows: rows, keep, keep, read_batch(source, order, 1), BATCH_SIZE, echo=passes)
+        assert Pools(feeds.real, loop).train(order.pools_per_epoch) == len(trained) == passes * N_ROWS // BATCH_SIZE
+        assert sorted(chain(*trained)) == sorted([*range(N_ROWS)] * passes)
     assert feeds.cached
-    few = {
-        n
-        for pool in feeds.cached.pools(3)
-        for n in pool.rows["images"].flatten(1)[:, :4].contiguous().view(torch.int32).flatten().tolist()
-    }
+    few = {number for pool in feeds.cached.pools(3) for number in row_numbers(pool.rows)}
     assert few == set(range(len(few)))
-    assert len(few) <= 2 * POOL_BATCHES * BATCH + BLOCK
+    assert len(few) <= 2 * POOL_BATCHES * BATCH_SIZE + BLOCK_ROWS
     feeds.close()
+
+
+def test_draining_counts_the_steps_of_echoed_pools(path):
+    source = open_store("data.train", path, FIELDS)
+    order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
+    feeds = open_feeds(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2))
+    loop = Loop(lambda rows: rows, lambda _: None, lambda _: None, read_batch(source, order, 1), BATCH_SIZE, echo=2.5)
+    assert Pools(feeds.real, loop).drain(8) == 8 * 2.5 * POOL_BATCHES
+    feeds.close()
+
+
+def test_the_head_of_a_source_reads_the_same_rows(write_ragged):
+    source = open_store("data.train", write_ragged(100, chunks=(16,)), {"items": "items", "number": "number"})
+    head = Head(source, 1)
+    assert len(head) == source.block_rows[0] < len(source)
+    assert head.row_bytes == source.row_bytes
+    order = BlockSampler(head.block_rows, len(head), seed=None)
+    batch = read_batch(head, order, 1)
+    assert batch["number"].tolist() == list(range(len(head)))
+    np.testing.assert_array_equal(batch["items"].offsets.diff(), source.lengths["items"][: len(head)])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpus_syncs_and_work_are_seen():
-    device, x = TorchDevice(torch.device("cuda", 0)), torch.ones(2048, 2048, device="cuda")
+    device = TorchDevice(torch.device("cuda", 0))
+    x = torch.ones(2048, 2048, device="cuda")
 
     def work() -> None:
         for _ in range(20):

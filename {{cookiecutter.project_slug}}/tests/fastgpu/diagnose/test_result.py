@@ -1,109 +1,79 @@
 import json
 
 import pytest
-import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastgpu.diagnose import result as diagnosis
+from fastgpu.diagnose import result
+from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import Facts, Measured, Timing, Verdict, judge
-from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.report import read_metrics, verdicts, write_report
+from fastgpu.process.launch import UserError
+from fastgpu.telemetry.ceiling import read_ceiling, read_summary
 
-FLAT = {
-    "workload": "images",
-    "data.batch_size": 64,
-    "loader.num_readers": 2,
-    "model.width": 32,
-    "optim.lr": 0.1,
-    "train.precision": "fp32",
-    "train.epochs": 3,
-}
+CONFIG = {"workload": "mine", "data.batch_size": 64, "loader.num_readers": 2, "model.shape": (3, 4)}
+MACHINE = {"device": "CPU process", "world_size": 1, "local_world_size": 1, "row_bytes": 72}
+SUBJECT = result.Subject("1 CPU process", MACHINE, CONFIG)
 SLOW = Measured(64, Timing((0.01,) * 3), Timing((0.04,) * 3), supply=Timing((0.04,) * 3), cached=Timing((0.001,) * 3))
+VERDICT = judge(SLOW, Facts())
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run's folder beside a diagnosis of just such a run."""
-    numbers = diagnosis.as_json("1 CPU process", FLAT, SLOW, judge(SLOW, Facts()), [])
-    (tmp_path / diagnosis.FILE).write_text(json.dumps(numbers))
-    (tmp_path / "a").mkdir()
-    tree = {
-        "workload": "images",
-        "data": {"batch_rows": 64, "readers": 2},
-        "model": {"width": 32},
-        "train": {"precision": "fp32", "epochs": 3},
-    }
-    (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
-    return tmp_path / "a"
-
-
-def test_the_table_has_every_ceiling_and_one_verdict():
-    lines = diagnosis.table("head", SLOW, judge(SLOW, Facts())).splitlines()
+def test_the_table_has_every_part_and_one_verdict():
+    lines = result.table("title", SLOW, VERDICT).splitlines()
     assert len(lines) <= 15
-    assert lines[0] == "head"
-    assert [line.split("  ")[1] for line in lines[2:6]] == [
-        "compute",
-        "supply from the page cache",
-        "supply",
-        "the training loop",
-    ]
-    assert lines[2].split()[-5:] == ["10.000", "6,400", "1.00", "x", "+-0"] or "6,400" in lines[2]
+    assert lines[0] == "title"
+    parts = [line.split("  ")[1] for line in lines[2:6]]
+    assert parts == ["compute", "supply from the page cache", "supply", "the training loop"]
+    assert lines[2].split()[1:] == ["10.000", "6,400", "1.00", "x", "+-0", "%"]
     assert "feed ratio 0.250 [0.250 to 0.250]" in lines
     assert any(line.startswith("READ: the loop waits for bytes from storage (98 %") for line in lines)
-    assert "  change   data.echo=4" in lines
-    assert "  gives    4.00 x the speed, predicted; certainty: high" in lines
+    assert "  change    data.echo=4" in lines
+    assert "  gain      4.00 x the speed, predicted; confidence: high" in lines
 
 
-def test_json_round_trip():
-    verdict = judge(SLOW, Facts())
-    found = json.loads(json.dumps(diagnosis.as_json("w", FLAT, SLOW, verdict, [])))
-    assert found["feed_ratio"] == 0.25
-    assert found["compute_rows_per_s"] == 6400
-    assert found["ceilings"]["supply"]["rows_per_s"] == 1600
-    assert Verdict(**found["verdict"]) == verdict
+def test_the_table_of_a_fed_gpu_shows_its_work_and_no_change():
+    fed = Measured(64, Timing((0.01,) * 3), Timing((0.01,) * 3), busy_s=0.009)
+    text = result.table("title", fed, judge(fed, Facts()))
+    assert "device busy, part of compute" in text
+    assert "change" not in text
 
 
-def test_a_later_run_knows_its_ceiling(run):
-    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT | {"loader.num_readers": 9, "optim.lr": 1}) == 6400
-    assert diagnosis.ceiling(run.parent, "8 x GPU", FLAT) is None
-    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT | {"model.width": 64}) is None
-    assert diagnosis.ceiling(run, "1 CPU process", FLAT) is None  # there is no such file
-    noisy = json.loads((run.parent / diagnosis.FILE).read_text())
-    noisy["verdict"]["cause"] = "INCONCLUSIVE"
-    (run.parent / diagnosis.FILE).write_text(json.dumps(noisy))
-    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT) is None
-    assert diagnosis.of_run(run) == ""
-    (run.parent / diagnosis.FILE).write_text("{")
-    assert diagnosis.ceiling(run.parent, "1 CPU process", FLAT) is None
-    assert diagnosis.of_run(run) == ""
+def test_bars_are_the_parts_and_the_loop_stands_out():
+    bars = {bar.name: bar for bar in result.bars(SLOW)}
+    assert list(bars) == list(result.ceilings(SLOW))
+    assert (bars["compute"].value, bars["compute"].text) == (6400, "6,400 rows/s")
+    assert len({bar.color for bar in bars.values()}) == 2
 
 
-def test_a_run_logs_its_feed_ratio_and_shows_the_verdict(run):
-    log = Log(run, 100, 0, FLAT, "1 CPU process")
-    for step in range(3):
-        log.scalars(step, {"train/trained_rows_per_s": 1600.0, "data/wait_pct": 75.0})
-    text = log.finish(FLAT, {})
-    assert [point["data/feed_ratio"] for point in read_metrics(run)] == [0.25] * 3
-    assert "feed ratio" in text
-    events = EventAccumulator(str(run))
-    events.Reload()
-    shown = events.Tensors("verdict/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "run `python diagnose.py`" in shown
-    assert "READ: the loop waits" in shown
-    said = verdicts(run, read_metrics(run))
-    assert said[0] == "input-bound: 75 % of the time waits for data; run `python diagnose.py`"
-    assert "READ: the loop waits for bytes from storage" in said[1]
-    assert "READ: the loop waits" in (run / "report.html").read_text()
+def test_numbers_survive_json():
+    findings = [Finding("versions", "python 3")]
+    numbers = json.loads(json.dumps(result.as_json(SUBJECT, SLOW, VERDICT, findings)))
+    assert numbers["feed_ratio"] == 0.25
+    assert numbers["compute_rows_per_s"] == 6400
+    assert numbers["ceilings"]["supply"]["rows_per_s"] == 1600
+    assert numbers["verdict"]["overrides"] == {"data.echo": 4}
+    assert Verdict(**numbers["verdict"]) == VERDICT
+    assert Finding(**numbers["preflight"][0]) == findings[0]
 
 
-def test_a_verdict_on_another_data_path_is_not_shown(run):
-    tree = yaml.safe_load((run / "config.yaml").read_text())
-    tree["data"]["readers"] = 4
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert diagnosis.of_run(run) == ""
-    (run / "metrics.jsonl").write_text('{"step": 1, "time_s": 1, "data/wait_pct": 0.2, "gpu0/util_pct": 40}\n')
-    assert verdicts(run, read_metrics(run)) == [
-        "fed, but the GPU is idle 60 % of the time (LAUNCH, SYNC or COMM): `python diagnose.py`"
-    ]
-    write_report(run)
-    assert "the GPU is idle" in (run / "report.html").read_text()
+def test_later_runs_read_what_is_written(tmp_path):
+    numbers = result.as_json(SUBJECT, SLOW, VERDICT, [])
+    result.keep(tmp_path / "runs", numbers)
+    folder = tmp_path / "runs"
+    assert read_ceiling(folder, MACHINE, CONFIG) == 6400
+    assert "READ: the loop waits for bytes" in read_summary(folder, CONFIG)
+    assert "change: data.echo=4, 4.00 x the speed" in read_summary(folder, CONFIG)
+    noisy = VERDICT._replace(cause="INCONCLUSIVE")
+    numbers = result.as_json(SUBJECT, SLOW, noisy, [])
+    result.keep(tmp_path / "runs", numbers)
+    assert read_ceiling(folder, MACHINE, CONFIG) is None
+    assert read_summary(folder, CONFIG) == ""
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write .*file/x.json"):
+        result.save(tmp_path / "file" / "x.json", lambda path: path.write_text(""))
+
+
+def test_a_diagnosis_that_cannot_be_kept_is_a_warning(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    result.keep(tmp_path / "file", {})
+    assert "warning: later runs will not know this diagnosis: cannot write" in capsys.readouterr().out

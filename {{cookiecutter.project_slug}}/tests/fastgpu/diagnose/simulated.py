@@ -1,0 +1,281 @@
+"""A simulated device behind a real feed, for planting causes. Its times are sleeps, so they are known."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from queue import Queue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fastgpu.diagnose.ceilings import Loop, Meter, measure
+from fastgpu.diagnose.feeds import open_feeds, read_batch
+from fastgpu.diagnose.settings import NUM_READERS, Setting
+from fastgpu.diagnose.verdict import Cause, Facts, Measured
+from fastgpu.feed.prefetch import ReadTime
+from fastgpu.feed.tiers import Feed, Placement
+from fastgpu.process.config import Loader
+from fastgpu.process.world import World
+from fastgpu.rows.contract import BlockRead, Pool, Source
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import open_store
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 1, CPU)
+BATCH_SIZE = 16
+POOL_BATCHES = 4
+N_ROWS = 2048
+BLOCK_ROWS = 16
+FIELDS = {"images": "images", "labels": "labels"}
+
+
+class SimulatedDevice:
+    """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
+
+    def __init__(self) -> None:
+        self._end = 0.0
+        self._worked_s = 0.0
+        self._waited_at: list[str] = []
+
+    def run(self, seconds: float) -> None:
+        """Queue a kernel."""
+        now = time.perf_counter()
+        if self._end > now:
+            time.sleep(self._end - now)
+            now = self._end
+        self._end = now + seconds
+        self._worked_s += seconds
+
+    def item(self, place: str) -> None:
+        """Read a value, which waits for everything that is queued. place: the line of code."""
+        self._waited_at.append(place)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+    def busy_s(self, work: Callable[[], object]) -> float:
+        before_s = self._worked_s
+        work()
+        return self._worked_s - before_s
+
+    def syncs(self, work: Callable[[], object]) -> list[str]:
+        self._waited_at = []
+        work()
+        return list(dict.fromkeys(self._waited_at))
+
+
+class SlowSource(Source):
+    """A source on a slow disk with a page cache, or one that is slow to decode."""
+
+    def __init__(self, source: Source, *, disk_s: float = 0.0, decode_s: float = 0.0, cache_blocks: int = 24):
+        """disk_s, decode_s: for each block."""
+        self._source = source
+        self._disk_s = disk_s
+        self._decode_s = decode_s
+        self._cache_blocks = cache_blocks
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        self.name = source.name
+        self.fields = source.fields
+        self.attributes = source.attributes
+        self.block_rows = source.block_rows
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def column(self, name: str) -> np.ndarray:
+        return self._source.column(name)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        for read in reads:
+            if read.block not in self._cache:
+                time.sleep(self._disk_s)
+            self._cache[read.block] = None
+            while len(self._cache) > self._cache_blocks:
+                self._cache.popitem(last=False)
+            time.sleep(self._decode_s)
+            self._source.read([read], out)
+
+
+class SlowCopies:
+    """A feed behind a slow bus: each pool takes its time there, while the pool before is trained on."""
+
+    read_time = ReadTime()
+
+    def __init__(self, feed: Feed, bytes_per_s: float):
+        self.order = feed.order
+        self._feed = feed
+        self._bytes_per_s = bytes_per_s
+
+    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
+        ready: Queue[Pool | None] = Queue(1)
+
+        def copy() -> None:
+            for pool in self._feed.pools(epoch, consumed):
+                time.sleep(pool.rows.nbytes / self._bytes_per_s)
+                ready.put(pool)
+            ready.put(None)
+
+        threading.Thread(target=copy, daemon=True).start()
+        while pool := ready.get():
+            yield pool
+
+    def close(self) -> None:
+        self._feed.close()
+
+
+class ReadyFeed:
+    """A feed of one pool that is there already."""
+
+    read_time = ReadTime()
+
+    def __init__(self, pool: Pool, order: BlockSampler):
+        self.order = order
+        self._pool = pool
+
+    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
+        yield self._pool
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Times(NamedTuple):
+    """How long each part of the loop takes. A batch of twice the rows takes the device twice as long."""
+
+    step_s: float = 0.004
+    transform_s: float = 0.0
+    launch_s: float = 0.0
+    """For the host to queue the kernels of a step."""
+    reads_value: bool = False
+    """Each step reads a value from the device."""
+    disk_s: float = 0.0
+    """To read a block that is not in the page cache."""
+    decode_s: float = 0.0
+    """To decode a block."""
+    bus_bytes_per_s: float = 0.0
+    """Speed of the copies to the device. 0: they take no time."""
+    n_readers: int = 1
+    batch_size: int = BATCH_SIZE
+
+
+def measure_simulated(path: str, times: Times, world: World = ALONE) -> Measured:
+    """Every part of a loop that takes these times."""
+    device = SimulatedDevice()
+    factor = times.batch_size / BATCH_SIZE
+    source = SlowSource(open_store("data.train", path, FIELDS), disk_s=times.disk_s, decode_s=times.decode_s)
+    order = BlockSampler(
+        source.block_rows,
+        times.batch_size,
+        shard=Shard(world.rank, world.world_size),
+        pool_batches=max(1, int(POOL_BATCHES / factor)),
+    )
+
+    def transform(batch: Rows) -> Rows:
+        if times.transform_s:
+            device.run(times.transform_s * factor)
+        return batch
+
+    def local_step(_: Rows) -> None:
+        time.sleep(times.launch_s)
+        device.run(times.step_s * factor)
+        if times.reads_value:
+            device.item("mine.py:12")
+
+    def train_step(batch: Rows) -> None:
+        local_step(batch)
+        if world.world_size > 1:  # the gradients arrive when those of the slowest rank do
+            device.synchronize()
+            world.all_reduce_max(0.0)
+
+    batch = read_batch(source, order, 1)
+    feeds = open_feeds(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
+    if times.bus_bytes_per_s:
+        ready = ReadyFeed(Pool(next(order.pools(0)), batch), order)
+        feeds = feeds._replace(
+            real=SlowCopies(feeds.real, times.bus_bytes_per_s), staged=SlowCopies(ready, times.bus_bytes_per_s)
+        )
+    loop = Loop(transform, train_step, local_step, batch, times.batch_size)
+    measured = measure(Meter(world, device, 0.15), loop, feeds, n_rounds=3)
+    feeds.close()
+    return measured
+
+
+def speed(m: Measured) -> float:
+    """Rows per second of the loop."""
+    return m.batch_size / m.loop.step_s
+
+
+class Planted(NamedTuple):
+    """A cause and its cure."""
+
+    name: str
+    times: Times
+    cause: Cause
+    change: str
+    """The beginning of the advice."""
+    cured: Times
+    """The times after the change."""
+    facts: Facts = Facts()
+    tried: Mapping[Setting, float] = {}
+
+
+BUS_BYTES_PER_S = BATCH_SIZE * 16 / 0.024  # a row has 16 bytes, or 4 if its values were bytes
+NO_JITTER = Setting("model.color_jitter", 0.0)
+PLANTED = [
+    Planted(
+        "a slow disk",
+        Times(disk_s=0.012),
+        "READ",
+        "loader.num_readers=2",
+        Times(disk_s=0.012, n_readers=2),
+        tried={Setting(NUM_READERS, 2): 0.006},
+    ),
+    Planted("slow decoding", Times(decode_s=0.012), "DECODE", "data.tier=host", Times(), Facts(nearer_tier="host")),
+    Planted(
+        "a slow transform",
+        Times(transform_s=0.006),
+        "AUGMENT",
+        "model.color_jitter=0",
+        Times(),
+        Facts(lighter=(NO_JITTER,)),
+        {NO_JITTER: 0.004},
+    ),
+    Planted(
+        "rows of floats, four times the bytes",
+        Times(bus_bytes_per_s=BUS_BYTES_PER_S),
+        "COPY",
+        "store images as uint8: 4 x fewer bytes",
+        Times(bus_bytes_per_s=4 * BUS_BYTES_PER_S),
+        Facts(float_fields={"images": 4}),
+    ),
+    Planted(
+        "a value read in each step",
+        Times(launch_s=0.004, reads_value=True),
+        "SYNC",
+        "leave the value on the device at mine.py:12",
+        Times(launch_s=0.004),
+    ),
+    Planted(
+        "a model too small for its launches",
+        Times(step_s=0.002, launch_s=0.009),
+        "LAUNCH",
+        f"data.batch_size={4 * BATCH_SIZE}",
+        Times(step_s=0.002, launch_s=0.009, batch_size=4 * BATCH_SIZE),
+    ),
+    Planted(
+        "none: the device computes all the time",
+        Times(step_s=0.008, disk_s=0.002),
+        "COMPUTE",
+        "nothing",
+        Times(step_s=0.008, disk_s=0.002),
+    ),
+]
+
+
+def measure_slow_second_rank(world: World, path: str, slow_step_s: float) -> Measured:
+    """Two ranks of which the second takes that long for a step."""
+    return measure_simulated(path, Times(step_s=slow_step_s if world.rank else 0.012), world)
