@@ -167,7 +167,8 @@ def train(cfg: Config, world: World) -> None:
                         run.report(fresh_rows, lr)  # the only place where the host waits for the device
                 progress.consumed = pool.plan.consumed
                 run.save_if_due(parts.model)
-            run.report(fresh_rows, lr)
+            if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
+                run.report(fresh_rows, lr)
 
             pools = parts.val_feed.pools(progress.epoch)
             autocast = parts.precision.autocast
