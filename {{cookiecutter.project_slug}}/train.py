@@ -139,9 +139,7 @@ def train(cfg: Config, world: World) -> None:
                 passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
                 fresh_rows = float(at.epoch * epoch_rows + at.consumed)
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
-                for batch in echo(
-                    pool.rows, parts.sizes.batch_size, passes, rng
-                ):  # views of the pool in the first pass
+                for batch in echo(pool.rows, parts.sizes.batch_size, passes, rng):
                     share = (fresh_rows + step_rows / 2) / planned_rows
                     lr = cfg.optim.lr * lr_factor(share, cfg.optim.warmup_share)
                     loss = train_step(parts, workload.transform(batch, rng), lr)
@@ -151,7 +149,7 @@ def train(cfg: Config, world: World) -> None:
                         run.report(fresh_rows, lr)  # the only place where the host waits for the device
                 at.consumed = pool.plan.consumed
                 run.save_if_due(parts.model)
-            if run.clock.steps:
+            if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
             metrics = evaluate(

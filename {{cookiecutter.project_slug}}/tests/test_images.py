@@ -1,9 +1,16 @@
+"""The workload `images`: labelled images, one class of many or any number of attributes."""
+
+from typing import Any
+
 import h5py
 import numpy as np
 import pytest
 import torch
-from harness import numbered
+import yaml
+from harness import ALONE, check_workload, copy_project, metrics_of, numbered, run_train
 
+import train as script
+from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import Store, open_store
@@ -11,14 +18,20 @@ from workloads.images import Normalize, ResNet, Workload
 
 OFF = {
     "flip": False,
-    "crop_pad": 0,
-    "crop_share": 1.0,
-    "jitter": 0.0,
-    "cutout": 0,
-    "mixup": 0.0,
+    "crop_padding": 0,
+    "min_crop_scale": 1.0,
+    "color_jitter": 0.0,
+    "cutout_size": 0,
+    "mixup_alpha": 0.0,
     "label_smoothing": 0.0,
 }
-SETTINGS = {"width": 4, "blocks": 1} | OFF | {"flip": True, "crop_pad": 2}
+"""Settings without any augmentation."""
+FIELDS = {"images": "images", "labels": "labels"}
+
+
+def make_workload(train: Store, val: Store | None = None, **options: Any) -> Workload:
+    """A small network without augmentation, unless the options say otherwise."""
+    return Workload(Workload.Options(**({"width": 4, "blocks": 1} | OFF | options)), train, val or train)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -29,9 +42,13 @@ def images(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng())
 
 
+def labelled(n_rows: int = 8) -> Rows:
+    return Rows({"images": images((n_rows, 3, 8, 8)), "labels": torch.arange(n_rows) % 4})
+
+
 @pytest.fixture
 def store(write) -> Store:
-    return open_store("data.train", write(40, (3, 8, 8)), {"images": "images", "labels": "labels"})
+    return open_store("data.train", write(40, (3, 8, 8)), FIELDS)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (3, 218, 178), (1, 5, 90), (4, 1, 1), (3, 224, 224)])
@@ -47,11 +64,11 @@ def test_any_image_gives_logits_and_every_weight_a_gradient(shape, blocks):
 @pytest.mark.parametrize(("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45)])
 def test_small_images_keep_their_resolution_in_the_first_stage(shape, side):
     model = ResNet(shape, 7, 4, 1)
-    seen = []
+    widths = []
     first = next(layer for layer in model if type(layer).__name__ == "Block")
-    first.register_forward_hook(lambda _, __, out: seen.append(out.shape[-1]))
+    first.register_forward_hook(lambda _, __, out: widths.append(out.shape[-1]))
     model(torch.zeros(1, *shape))
-    assert seen == [side]
+    assert widths == [side]
 
 
 def test_normalize_is_mean_and_std_of_a_channel():
@@ -62,29 +79,48 @@ def test_normalize_is_mean_and_std_of_a_channel():
     torch.testing.assert_close(Normalize({}, 2)(x), x / 127.5 - 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"flip": True, "mixup_alpha": 0.2}], ids=["plain", "augmented"])
+def test_the_workload_fits_the_protocol(store, options):
+    check_workload(make_workload(store, **options), labelled(12), labelled(12))
+
+
 def test_augmentation_is_drawn_anew_each_time_and_repeats_with_the_seed(store):
-    workload = Workload(store, store, **SETTINGS)
-    batch = Rows({"images": images((8, 3, 8, 8)), "labels": torch.arange(8)})
+    workload = make_workload(store, flip=True, crop_padding=2)
+    batch = labelled()
     generator = rng(1)
-    first, second = workload.transform(batch, generator), workload.transform(batch, generator)
+    first = workload.transform(batch, generator)
+    second = workload.transform(batch, generator)
     assert not torch.equal(first["images"], second["images"])
     assert torch.equal(first["images"], workload.transform(batch, rng(1))["images"])
     assert first["images"].dtype == torch.uint8
     assert torch.equal(first["labels"], batch["labels"])
-    off = Workload(store, store, **SETTINGS | OFF).transform(batch, rng())
-    assert off["images"].data_ptr() == batch["images"].data_ptr()
+
+
+def test_without_augmentation_the_images_are_not_even_copied(store):
+    batch = labelled()
+    unchanged = make_workload(store).transform(batch, rng())
+    assert unchanged["images"].data_ptr() == batch["images"].data_ptr()
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("flip", True), ("crop_pad", 1), ("crop_share", 0.3), ("jitter", 0.3), ("cutout", 3), ("mixup", 0.4)],
+    [
+        ("flip", True),
+        ("crop_padding", 1),
+        ("min_crop_scale", 0.3),
+        ("color_jitter", 0.3),
+        ("cutout_size", 3),
+        ("mixup_alpha", 0.4),
+    ],
 )
-def test_each_augmentation_redraws_and_can_be_trained_on(store, key, value):
-    workload = Workload(store, store, **SETTINGS | OFF | {key: value})
+def test_each_augmentation_changes_the_rows_each_time_and_can_be_trained_on(store, key, value):
+    workload = make_workload(store, **{key: value})
     assert workload.is_random
-    assert not Workload(store, store, **SETTINGS | OFF).is_random
-    batch, generator = Rows({"images": images((8, 3, 8, 8)), "labels": torch.arange(8) % 4}), rng()
-    first, second = workload.transform(batch, generator), workload.transform(batch, generator)
+    assert not make_workload(store).is_random
+    batch = labelled()
+    generator = rng()
+    first = workload.transform(batch, generator)
+    second = workload.transform(batch, generator)
     assert not torch.equal(first["images"], second["images"])
     loss = workload.loss(workload.model(), first)
     loss.backward()
@@ -92,60 +128,69 @@ def test_each_augmentation_redraws_and_can_be_trained_on(store, key, value):
 
 
 def test_smoothed_and_mixed_labels_against_the_formula(store):
-    logits, labels = torch.randn(6, 4, generator=rng()), torch.tensor([0, 1, 2, 3, 0, 1])
-    workload = Workload(store, store, **SETTINGS | OFF | {"label_smoothing": 0.2})
-    shares = 0.8 * torch.eye(4)[labels] + 0.2 / 4
-    expected = -(shares * logits.log_softmax(1)).sum(1).mean()
+    logits = torch.randn(6, 4, generator=rng())
+    labels = torch.tensor([0, 1, 2, 3, 0, 1])
+    workload = make_workload(store, label_smoothing=0.2)
+    target = 0.8 * torch.eye(4)[labels] + 0.2 / 4
+    expected = -(target * logits.log_softmax(1)).sum(1).mean()
     for given in (labels, torch.eye(4)[labels]):
-        torch.testing.assert_close(workload.loss(lambda _: logits, Rows({"images": logits, "labels": given})), expected)
+        batch = Rows({"images": logits, "labels": given})
+        torch.testing.assert_close(workload.loss(lambda _: logits, batch), expected)
 
 
-def test_scores_are_sums_that_add_up_over_any_split(store):
-    workload = Workload(store, store, **SETTINGS)
-    workload.classes = 10
-    logits, labels = torch.randn(50, 10, generator=rng()), torch.arange(50) % 10
+def test_scores_are_sums_against_the_formula(store):
+    workload = make_workload(store)
+    workload.n_classes = 10
+    logits = torch.randn(50, 10, generator=rng())
+    labels = torch.arange(50) % 10
 
-    def scores(a: int, b: int) -> torch.Tensor:
-        batch = Rows({"images": images((b - a, 3, 8, 8)), "labels": labels[a:b]})
-        return torch.stack([s.double() for s in workload.score(lambda _: logits[a:b], batch)[1]])
+    def score(start: int, stop: int) -> dict[str, torch.Tensor]:
+        batch = Rows({"images": images((stop - start, 3, 8, 8)), "labels": labels[start:stop]})
+        sums = workload.score(lambda _: logits[start:stop], batch)
+        assert all(value.n == stop - start for value in sums.values())
+        return {name: value.total.double() for name, value in sums.items()}
 
-    rank = (-logits).argsort(1).argsort(1)[torch.arange(50), labels]
-    loss = -logits.log_softmax(1)[torch.arange(50), labels].sum()
-    expected = torch.stack([loss, 100 * (rank < 1).sum(), 100 * (rank < 5).sum()]).double()
-    torch.testing.assert_close(scores(0, 50), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(scores(0, 17) + scores(17, 49) + scores(49, 50), expected, rtol=1e-6, atol=0)
+    ranks = (-logits).argsort(1).argsort(1)[torch.arange(50), labels]
+    expected = {
+        "top1_pct": 100.0 * (ranks < 1).sum(),
+        "top5_pct": 100.0 * (ranks < 5).sum(),
+        "loss": -logits.log_softmax(1)[torch.arange(50), labels].sum(),
+    }
+    whole = score(0, 50)
+    parts = [score(0, 17), score(17, 49), score(49, 50)]
+    assert list(whole) == list(workload.metrics)
+    for name, value in expected.items():
+        torch.testing.assert_close(whole[name], value.double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(sum(part[name] for part in parts), value.double(), rtol=1e-6, atol=0)
 
 
 def test_fewer_than_five_classes(store):
-    workload = Workload(store, store, **SETTINGS)
-    assert workload.classes == 4
-    model = workload.model().eval()
+    workload = make_workload(store)
+    assert workload.n_classes == 4
     batch = Rows({"images": images((6, 3, 8, 8)), "labels": torch.zeros(6, dtype=torch.int64)})
-    assert workload.score(model, batch)[1][2] == 600
+    assert workload.score(workload.model().eval(), batch)["top5_pct"].total == 600
 
 
 def test_classes_come_from_the_names_if_there_are_any(write):
     path = write(40, (3, 8, 8))
     with h5py.File(path, "r+") as file:
         file.attrs["class_names"] = list("abcdefg")
-    store = open_store("data.train", path, {"images": "images", "labels": "labels"})
-    assert Workload(store, store, **SETTINGS).classes == 7
+    workload = make_workload(open_store("data.train", path, FIELDS))
+    assert workload.n_classes == 7
+    assert workload.card()["class_names"] == list("abcdefg")
 
 
-def _store(tmp_path, images, labels, name="x.h5") -> Store:
-    with h5py.File(tmp_path / name, "w") as file:
-        file["images"], file["labels"] = images, labels
-    return open_store("data.train", str(tmp_path / name), {"images": "images", "labels": "labels"})
+def open_rows(folder, pixels, labels, name="x.h5") -> Store:
+    with h5py.File(folder / name, "w") as file:
+        file["images"] = pixels
+        file["labels"] = labels
+    return open_store("data.train", str(folder / name), FIELDS)
 
 
 @pytest.mark.parametrize(
     ("pixels", "labels", "message"),
     [
-        (
-            numbered(5, (1, 8, 8)).astype("f4"),
-            np.arange(5),
-            r"images are float32 \('N', 1, 8, 8\); allowed is uint8 .N, C",
-        ),
+        (numbered(5, (1, 8, 8)).astype("f4"), np.arange(5), r"float32 \('N', 1, 8, 8\); allowed is uint8 \(N, C"),
         (numbered(5, (8, 8)), np.arange(5), r"images are uint8 \('N', 8, 8\); allowed is uint8 \(N, C, H, W\)"),
         (numbered(5, (1, 8, 8)), np.arange(5.0), r"labels are float64 \('N',\); allowed are integers \(N,\)"),
         (numbered(5, (1, 8, 8)), np.zeros((5, 2, 2), int), r"labels are int64 \('N', 2, 2\); allowed are integers"),
@@ -153,44 +198,124 @@ def _store(tmp_path, images, labels, name="x.h5") -> Store:
     ],
 )
 def test_rows_that_are_no_labelled_images(tmp_path, pixels, labels, message):
-    store = _store(tmp_path, pixels, labels)
+    store = open_rows(tmp_path, pixels, labels)
     with pytest.raises(UserError, match=message):
-        Workload(store, store, **SETTINGS)
+        make_workload(store)
 
 
 def test_validation_must_be_of_the_same_kind(tmp_path):
-    train = _store(tmp_path, numbered(5, (1, 8, 8)), np.arange(5), "train.h5")
+    train = open_rows(tmp_path, numbered(5, (1, 8, 8)), np.arange(5), "train.h5")
+    more_classes = open_rows(tmp_path, numbered(10, (1, 8, 8)), np.arange(10), "more.h5")
     with pytest.raises(UserError, match="labels run from 0 to 9; allowed are 0 to 4"):
-        Workload(train, _store(tmp_path, numbered(10, (1, 8, 8)), np.arange(10), "val.h5"), **SETTINGS)
-    with pytest.raises(UserError, match=r"images are \(1, 8, 4\), those of .* are \(1, 8, 8\)"):
-        Workload(train, _store(tmp_path, numbered(5, (1, 8, 4)), np.arange(5), "val.h5"), **SETTINGS)
+        make_workload(train, more_classes)
+    narrower = open_rows(tmp_path, numbered(5, (1, 8, 4)), np.arange(5), "narrower.h5")
+    with pytest.raises(UserError, match=r"images are \('N', 1, 8, 4\), those of .* are \('N', 1, 8, 8\)"):
+        make_workload(train, narrower)
 
 
-def test_needs_images_and_labels(write):
+def test_images_and_labels_are_needed(write):
     store = open_store("data.train", write(), {"pixels": "images"})
     with pytest.raises(UserError, match="data.fields has pixels; the images workload needs images and labels"):
-        Workload(store, store, **SETTINGS)
+        make_workload(store)
 
 
-def test_many_attributes_at_once(tmp_path):
-    labels = np.random.default_rng(0).integers(0, 2, (40, 5), dtype=np.uint8)
-    store = _store(tmp_path, numbered(40, (3, 8, 8)), labels)
-    workload = Workload(store, store, **SETTINGS | {"label_smoothing": 0.1, "mixup": 0.2})
-    assert (workload.classes, workload.metrics, workload.best) == (5, ("loss", "accuracy_pct"), "accuracy_pct")
-    logits, truth = torch.randn(40, 5, generator=rng()), torch.from_numpy(labels)
-    rows = Rows({"images": images((40, 3, 8, 8)), "labels": truth})
+# ---------------------------------------------------------------------------------------------- attributes
+
+
+@pytest.fixture
+def attributes() -> np.ndarray:
+    """(40, 5): five attributes of each image."""
+    return np.random.default_rng(0).integers(0, 2, (40, 5), dtype=np.uint8)
+
+
+def test_loss_and_scores_of_attributes_against_the_formula(tmp_path, attributes):
+    store = open_rows(tmp_path, numbered(40, (3, 8, 8)), attributes)
+    workload = make_workload(store, label_smoothing=0.1)
+    assert workload.n_classes == 5
+    assert list(workload.metrics) == ["accuracy_pct", "loss"]
+    logits = torch.randn(40, 5, generator=rng())
+    truth = torch.from_numpy(attributes)
+    batch = Rows({"images": images((40, 3, 8, 8)), "labels": truth})
     p = logits.sigmoid()
+    scores = workload.score(lambda _: logits, batch)
     loss = -(truth * p.log() + (1 - truth.float()) * (1 - p).log()).mean(1).sum()
+    torch.testing.assert_close(scores["loss"].total, loss)
     hits = 100 * ((p > 0.5) == (truth == 1)).float().mean(1).sum()
-    for found, expected in zip(workload.score(lambda _: logits, rows)[1], (loss, hits), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(scores["accuracy_pct"].total, hits)
     target = truth * 0.9 + 0.05
     expected = -(target * p.log() + (1 - target) * (1 - p).log()).mean()
-    torch.testing.assert_close(workload.loss(lambda _: logits, rows), expected)
-    mixed = workload.transform(rows, rng())["labels"]
-    assert mixed.shape == (40, 5)
-    assert torch.isfinite(workload.loss(workload.model(), rows))
+    torch.testing.assert_close(workload.loss(lambda _: logits, batch), expected)
+
+
+def test_attributes_can_be_mixed_and_fit_the_protocol(tmp_path, attributes):
+    workload = make_workload(open_rows(tmp_path, numbered(40, (3, 8, 8)), attributes), mixup_alpha=0.2)
+    batch = Rows({"images": images((40, 3, 8, 8)), "labels": torch.from_numpy(attributes)})
+    assert workload.transform(batch, rng())["labels"].shape == (40, 5)
+    check_workload(workload, batch, batch)
+
+
+def test_attributes_of_validation_must_be_of_the_same_kind(tmp_path, attributes):
+    pixels = numbered(40, (3, 8, 8))
+    train = open_rows(tmp_path, pixels, attributes)
     with pytest.raises(UserError, match="labels run from 0 to 2; allowed are 0 to 1"):
-        Workload(store, _store(tmp_path, numbered(40, (3, 8, 8)), labels * 2, "val.h5"), **SETTINGS)
+        make_workload(train, open_rows(tmp_path, pixels, attributes * 2, "twos.h5"))
     with pytest.raises(UserError, match=r"labels are \('N', 4\), those of .* are \('N', 5\)"):
-        Workload(store, _store(tmp_path, numbered(40, (3, 8, 8)), labels[:, :4], "val.h5"), **SETTINGS)
+        make_workload(train, open_rows(tmp_path, pixels, attributes[:, :4], "four.h5"))
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def image_folder(tmp_path, monkeypatch):
+    """The current folder, with config.yaml and easy images: the class of an image is its brightness."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(480) % 4
+    pixels = rng.integers(0, 60, (480, 1, 8, 8)) + 60 * labels[:, None, None, None]
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file.create_dataset("images", data=pixels.astype(np.uint8), chunks=(10, 1, 8, 8))
+        file["labels"] = labels
+    config = {
+        "workload": "images",
+        "run": {"name": "a"},
+        "data": {"train": "rows.h5", "val": "rows.h5", "fields": FIELDS, "batch_size": 32},
+        "model": {"width": 8, "flip": True},
+        "train": {"epochs": 3},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_easy_images_are_learned(image_folder):
+    script.train(load_config([]), ALONE)
+    last = metrics_of(image_folder / "runs/a")[-1]
+    assert last["val/top1_pct"] >= 90
+    assert last["val/top5_pct"] == 100
+
+
+def test_a_setting_of_another_workload_is_an_error(image_folder):
+    message = r"config.yaml:\d+: unknown key model.hidden_dim \(allowed are: model.width, .*model.label_smoothing\)"
+    text = (image_folder / "config.yaml").read_text()
+    (image_folder / "config.yaml").write_text(text.replace("  flip: true", "  flip: true\n  hidden_dim: 200"))
+    with pytest.raises(UserError, match=message):
+        script.train(load_config([]), ALONE)
+
+
+@pytest.mark.slow
+def test_a_new_setting_takes_two_lines_in_the_workload(image_folder):
+    path = copy_project(image_folder) / "workloads/images.py"
+    text = path.read_text()
+    field = "class Options(Section):\n"
+    use = "return F.cross_entropy(logits_BK, target,"
+    assert field in text
+    assert use in text
+    text = text.replace(field, field + "        loss_scale: float = 1.0\n", 1)
+    text = text.replace(use, use.replace("return ", "return self.options.loss_scale * "), 1)
+    path.write_text(text)
+    done = run_train("model.loss_scale=0.0", "train.epochs=1", cwd=image_folder, root=image_folder)
+    assert done.returncode == 0, done.stderr
+    losses = [point["train/loss"] for point in metrics_of(image_folder / "runs/a") if "train/loss" in point]
+    assert losses
+    assert not any(losses)
