@@ -1,0 +1,1 @@
+"""The commands of convert.py. No other program needs this room: it can be deleted with its script and tests."""

@@ -1,0 +1,1 @@
+"""Rows, blocks and pools: what they are, and which row comes when."""

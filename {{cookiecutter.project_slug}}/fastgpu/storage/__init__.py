@@ -1,0 +1,1 @@
+"""From bytes in files to rows, by many threads at once."""
