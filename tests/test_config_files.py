@@ -1,4 +1,4 @@
-"""The shipped config files, their schema for editors and the page of keys agree with the classes that declare the keys."""
+"""The config files, their schema for editors and the page of keys agree with the classes that declare the keys."""
 
 import copy
 import json
@@ -8,9 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-import workloads
 from template import ONLY_FOR, PROJECT, ROOT
 
+import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys, load_config, read_options
 

@@ -1,7 +1,7 @@
 """Write the file tree into the project's README.md, between its two `tree` marks. With --print, only print it.
 
-A Python file is described by the first sentence of its docstring, a folder of fastgpu/ by that of its __init__.py. Files
-that only some projects have stand between the Jinja conditions under which the hook keeps them.
+A Python file is described by the first sentence of its docstring, a folder of fastgpu/ by that of its __init__.py.
+Files that only some projects have stand between the Jinja conditions under which the hook keeps them.
 """
 
 import ast
