@@ -8,11 +8,12 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic.fields import FieldInfo
 from template import ONLY_FOR, PROJECT, ROOT
 
 import workloads
-from fastgpu.process.config import Config
-from fastgpu.process.config_loader import keys, load_config, read_options
+from fastgpu.process.config import Config, Section
+from fastgpu.process.config_loader import load_config, read_options
 
 SHIPPED = {
     "config.yaml": {"workload": "images", "required": {"data.train", "data.val", "data.fields"}, "changed": set()},
@@ -56,16 +57,28 @@ def flat(tree: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def declared_keys(root: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """{dotted key: its declaration}, without the section `model`, which the workload declares."""
+    declared = {}
+    for name, field in root.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            declared |= declared_keys(field.annotation, f"{name}.")
+        elif name != "model":
+            declared[prefix + name] = field
+    return declared
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_file_names_every_key_with_its_default(name):
     shipped = SHIPPED[name]
-    declared = keys() | keys(workloads.find_options(shipped["workload"]), "model.")
+    declared = declared_keys(Config) | declared_keys(workloads.find_options(shipped["workload"]), "model.")
     values = flat(tree_of(name))
     assert values.keys() == declared.keys()
     assert values["workload"] == shipped["workload"]
-    assert {key for key, (default, _) in declared.items() if default is None} == {"workload", *shipped["required"]}
-    changed = {key for key, value in values.items() if value != declared[key][0]}
-    assert changed == {"workload", *shipped["required"], *shipped["changed"]}
+    required = {key for key, field in declared.items() if field.is_required()}
+    assert required == {"workload", *shipped["required"]}
+    changed = {key for key, value in values.items() if value != declared[key].get_default(call_default_factory=True)}
+    assert changed == {*required, *shipped["changed"]}
 
 
 def test_both_files_have_the_same_layout():

@@ -92,12 +92,14 @@ def describe(path: str) -> str:
     file = PROJECT / path
     if path.endswith("/"):
         file /= "__init__.py"
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    if not docstring:
+        sys.exit(f"error: {file} has no docstring; write one whose first sentence says what the file is for")
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     sentence = re.match(r".*?[.?!](?= |$)", paragraph)
-    if not sentence:
-        sys.exit(f"error: {file} has no docstring whose first sentence says what it is; write one")
-    return sentence[0]
+    if sentence:
+        return sentence[0]
+    return docstring.splitlines()[0].rstrip(":")
 
 
 def make_tree() -> str:
