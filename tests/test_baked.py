@@ -97,6 +97,24 @@ def test_every_module_that_is_imported_is_there(baked, answer):
     assert missing == set()
 
 
+CONVERT_COMMANDS = {"images": {"images", "cifar10", "celeba", "synthetic"}, "recsys": {"movielens", "synthetic"}}
+SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_convert_has_the_commands_of_the_workload(baked, workload):
+    project = baked(workload)
+    code = "import sys, convert\ntry: convert.main(sys.argv[1:])\nfinally: print('with Pillow:', 'PIL' in sys.modules)"
+    shown = run_in(project, ["-c", code, "--help"]).stdout
+    named = set(re.findall(r"\b\w+\b", shown))
+    everything = set().union(SHARED_COMMANDS, *CONVERT_COMMANDS.values())
+    assert everything & named == SHARED_COMMANDS | CONVERT_COMMANDS[workload]
+    assert workload == "images" or "with Pillow: False" in shown
+    shown = run_in(project, ["-c", code, "arrays", "--help"]).stdout
+    assert ("--held-out" in shown) == (workload == "recsys")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_a_project_is_clean(baked, answer):
