@@ -62,7 +62,7 @@ def test_every_recipe_is_tried():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_names_its_data_its_command_and_its_result(path):
     head = path.read_text().split("workload:")[0]
-    assert re.findall(r"(?m)^# (\w+): ", head) == ["Data", "Train", "Result"]
+    assert all(f"# {word}: " in head for word in ("Data", "Train", "Result"))
     arguments = command_in(head, r"train\.py")
     assert arguments[arguments.index("--config") + 1] == f"configs/{path.name}"
 

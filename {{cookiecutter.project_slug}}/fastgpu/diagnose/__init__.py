@@ -1,1 +1,16 @@
-"""The parts of diagnose.py. No other program needs this room: it can be deleted with its script and tests."""
+"""Finds out which part of the training loop is the slowest, and which setting would help. Used by diagnose.py only.
+
+Nothing else imports this room: delete `fastgpu/diagnose`, `diagnose.py` and `tests/fastgpu/diagnose` if you do not need
+it. A training run reads its result, `diagnosis.json`, as plain numbers (fastgpu/telemetry/ceiling.py).
+
+    preflight.py   looks at versions, GPUs, memory and files before anything is measured
+    bench.py       builds the training of a config with the functions of train.py, to measure its parts
+    feeds.py       the feed of a run, and two feeds that leave a part of the work out
+    device.py      what is asked of a GPU: when it is busy, and where the host waits for it
+    ceilings.py    measures how fast each part of the loop is without the others
+    verdict.py     concludes from the measurements which part is the bottleneck, and what to change
+    settings.py    the keys of the config that can be advised or tried
+    tune.py        tries settings and writes those that help to a config file
+    result.py      the table, diagnosis.json and the bars of the plot
+    plot.py        bars as an HTML page
+"""

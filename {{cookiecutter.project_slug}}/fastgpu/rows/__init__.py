@@ -1,1 +1,7 @@
-"""Rows, blocks and pools: what they are, and which row comes when."""
+"""The words that all rooms share: rows of a fixed or any length, blocks, pools, and the order in which rows come.
+
+contract.py   Source, PoolPlan, BlockRead: what the rooms hand to each other
+order.py      BlockSampler: which row is trained on when
+field.py      the type of one field of a row
+rows.py       columns of equal length that are moved, sliced and gathered together
+"""

@@ -1,1 +1,13 @@
-"""From bytes in files to rows, by many threads at once."""
+"""Rows on a disk or in memory, read as blocks: each source here keeps the contract `Source` of rows/contract.py.
+
+sources.py      opens the source that the config names
+store.py        HDF5 files as one source
+csr.py          which datasets of a file belong to a field, plain or ragged
+hdf5.py         opens files, groups and datasets, and says what is wrong with them
+layout.py       where the rows of a dataset lie, and how they are read
+file.py         one open file: system calls, page cache, scratch memory
+codecs.py       compression, undone by each thread on its own
+arrays.py       NumPy arrays as a source
+dataset.py      a torch Dataset as a source, read by worker processes
+inspection.py   reports on files: layout, advice, damage
+"""

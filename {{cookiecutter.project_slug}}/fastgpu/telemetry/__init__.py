@@ -1,1 +1,12 @@
-"""What a run leaves behind: measurements, logs, reports and checkpoints."""
+"""Everything that a run measures, reports and leaves behind.
+
+run         one run as the training loop sees it: its folder, position, checkpoints and log
+checkpoint  saving and resuming: complete or absent, verified when read
+clock       rows per second, and the time that the device waits for rows
+monitor     GPUs, CPUs, memory and disks during the run, read by a thread
+tags        the table of all scalars: name, unit, title, chart
+log         where scalars go: TensorBoard, metrics.jsonl, the progress bar
+report      the summary of a run: a table, a verdict, report.html
+ceiling     the speed that diagnose.py measured, for data/feed_ratio
+describe    the lines that are printed when a run starts
+"""
