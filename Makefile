@@ -1,8 +1,10 @@
 # make demo     bake the template and train what comes out, on every GPU or on two CPU processes; WORKLOAD=recsys for
 #               users and items
-# make test     all tests: of the template, of the project in place, of a baked project
+# make test     all tests: of the project in place, of the template, of baked projects
+# make slow     those of them that are marked as slow
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the schema and docs/config.md again
+# make fix      format, mend what the linter can, make config.schema.json, docs/config.md and the tree in README.md again
+# make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
@@ -17,7 +19,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test check fix gpu bench bench-peers clean
+.PHONY: demo test slow check fix lines gpu bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -33,6 +35,10 @@ test: .venv/installed
 	$(IN_PLACE) pytest -p no:cacheprovider
 	"$(BIN)/python" -m pytest
 
+slow: .venv/installed
+	$(IN_PLACE) pytest -p no:cacheprovider -m slow
+	"$(BIN)/python" -m pytest -m slow
+
 check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
@@ -43,8 +49,15 @@ check: .venv/installed
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
 	"$(BIN)/ruff" format
-	cd "$(PROJECT)" && "$(BIN)/python" -m fastgpu.config > config.schema.json
-	"$(BIN)/python" tools/config_page.py > docs/config.md
+	mkdir -p .cache
+	"$(BIN)/python" tools/config_schema.py > .cache/config.schema.json
+	mv .cache/config.schema.json "$(PROJECT)/config.schema.json"
+	"$(BIN)/python" tools/config_page.py > .cache/config.md
+	mv .cache/config.md docs/config.md
+	"$(BIN)/python" tools/readme_tree.py
+
+lines: .venv/installed
+	"$(BIN)/python" tools/count_lines.py
 
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'

@@ -1,4 +1,7 @@
-"""Leave out what was not asked for and what an in-place run of the template left; say what to do next. Idempotent."""
+"""Delete the files that were not asked for and what a run in place has left, then say what to do next.
+
+Running this script twice does the same as running it once. It uses the standard library only.
+"""
 
 import json
 import re
@@ -8,29 +11,44 @@ from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-WORKLOADS = {
+# Files that belong to one workload alone.
+ONLY_FOR = {
     "images": [
         "workloads/images.py",
         "configs/celeba.yaml",
         "configs/cifar10.yaml",
         "configs/csv-images.yaml",
         "data/digits.h5",
+        "fastgpu/convert/cifar_celeba.py",
+        "fastgpu/convert/commands_images.py",
+        "fastgpu/convert/image_files.py",
+        "fastgpu/convert/synthetic_images.py",
+        "fastgpu/training/augment.py",
         "tests/test_images.py",
-        "tests/test_train.py",
+        "tests/fastgpu/convert/test_cifar_celeba.py",
+        "tests/fastgpu/convert/test_image_files.py",
+        "tests/fastgpu/convert/test_synthetic_images.py",
+        "tests/fastgpu/training/test_augment.py",
     ],
     "recsys": [
         "workloads/recsys.py",
         "configs/recsys.yaml",
         "data/interactions-train.h5",
         "data/interactions-val.h5",
+        "fastgpu/convert/commands_recsys.py",
+        "fastgpu/convert/interactions.py",
+        "fastgpu/convert/movielens.py",
+        "fastgpu/convert/synthetic_interactions.py",
+        "fastgpu/training/ranking.py",
         "tests/test_recsys.py",
+        "tests/fastgpu/convert/test_interactions.py",
+        "tests/fastgpu/convert/test_movielens.py",
+        "tests/fastgpu/convert/test_synthetic_interactions.py",
+        "tests/fastgpu/training/test_ranking.py",
     ],
 }
-UNWANTED = [
-    ("launch", answers["cluster_launch_files"]),
-    (".github", answers["ci_workflow"]),
-    *((name, answers["workload"] in (workload, "both")) for workload, names in WORKLOADS.items() for name in names),
-]
+# Folders that are kept if the answer to the question is yes.
+OPTIONAL_FOLDERS = {"launch": "cluster_launch_files", ".github": "ci_workflow"}
 LEFTOVERS = [
     ".venv",
     "runs",
@@ -46,14 +64,34 @@ LEFTOVERS = [
 
 
 def remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
-for name, wanted in UNWANTED:
-    if not wanted:
-        remove(Path(name))
-if answers["workload"] == "recsys":  # what `python train.py` then takes
-    shutil.copyfile("configs/recsys.yaml", "config.yaml")
+def forget_settings(workload: str) -> None:
+    """Take the settings of a workload out of the schema by which editors check config.yaml."""
+    path = Path("config.schema.json")
+    schema = json.loads(path.read_text(encoding="utf-8"))
+    schema["$defs"].pop(workload, None)
+    schema["allOf"] = [rule for rule in schema["allOf"] if rule["if"]["properties"]["workload"]["const"] != workload]
+    path.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8", newline="\n")
+
+
+for folder, question in OPTIONAL_FOLDERS.items():
+    if not answers[question]:
+        remove(Path(folder))
+for workload, names in ONLY_FOR.items():
+    if answers["workload"] not in (workload, "both"):
+        forget_settings(workload)
+        for name in names:
+            remove(Path(name))
+recsys_config = Path("config.recsys.yaml")
+if answers["workload"] == "recsys" and recsys_config.exists():
+    recsys_config.replace("config.yaml")
+remove(recsys_config)
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)

@@ -9,13 +9,12 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 # A folder of such a name would hide a script, a folder or a module, pip would take the project for one of its own
 # dependencies, or Windows for a device. The list is in cookiecutter.json because the default project_slug avoids it.
-TAKEN = {
-    *" ".join(answers["_taken"]).split(),
-    "con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
-}  # fmt: skip
+TAKEN = {*" ".join(answers["_taken"]).split(), "con", "prn", "aux", "nul"}
+TAKEN |= {f"{port}{number}" for port in ("com", "lpt") for number in range(10)}
 
 
 def mistakes() -> list[str]:
+    """One message for each answer that cannot be used."""
     found = []
     slug = answers["project_slug"]
     cure = 'use lower-case letters, digits and "_", such as "cat_finder"'

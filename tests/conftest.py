@@ -1,3 +1,6 @@
+"""Fixtures that bake projects from a clean copy of the template."""
+
+import functools
 import json
 import shutil
 import subprocess
@@ -9,16 +12,9 @@ import pytest
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.generate import generate_context
 from cookiecutter.prompt import render_variable
+from template import ROOT, tracked
 
-ROOT = Path(__file__).parents[1]
-FOLDER = "{{cookiecutter.project_slug}}"
-
-
-def tracked() -> list[str]:
-    """The files that a clone of this repository holds, those about to be added included."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return sorted(name for name in listed.split("\0") if name and (ROOT / name).exists())
+Done = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="session")
@@ -33,40 +29,61 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bake(template: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """bake(**answers) runs the cookiecutter command; what comes out lies in tmp_path/out.
+def bake(template: Path, tmp_path: Path) -> Callable[..., Done]:
+    """bake(**answers) runs the cookiecutter command. The project is made in tmp_path/out."""
+    return functools.partial(run_cookiecutter, tmp_path, template)
+
+
+@pytest.fixture(scope="session")
+def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """baked(workload) is the folder of a project that all tests share: they read it, or run tools that leave it as it
+    is. The project is baked at the first call."""
+
+    @functools.cache
+    def project(workload: str) -> Path:
+        folder = tmp_path_factory.mktemp(workload)
+        done = run_cookiecutter(folder, template, project_slug="cats", license="MIT", workload=workload)
+        assert done.returncode == 0, done.stderr
+        return folder / "out" / "cats"
+
+    return project
+
+
+def run_cookiecutter(
+    folder: Path, template: Path, *options: str, source: Path | None = None, **answers: object
+) -> Done:
+    """Run the cookiecutter command away from the settings of this user; the project is made in folder/out.
 
     Answers go in as a person types them: through a replay file, which cookiecutter does not render.
     """
-    (tmp_path / "config.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
-
-    def run(*options: str, source: Path = template, **answers: object) -> subprocess.CompletedProcess[str]:
-        out = tmp_path / "out"
-        out.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "cookiecutter", "--config-file", str(tmp_path / "config.yaml"), "-o", str(out)]
-        if answers:
-            (tmp_path / "answers.json").write_text(json.dumps({"cookiecutter": resolve(answers)}))
-            command += ["--replay-file", str(tmp_path / "answers.json")]
-        else:
-            command += ["--no-input"]
-        return subprocess.run([*command, *options, str(source)], capture_output=True, text=True, check=False)
-
-    return run
+    settings = folder / "cookiecutter.yaml"
+    settings.write_text(f"cookiecutters_dir: {folder}/c\nreplay_dir: {folder}/r\n")
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "cookiecutter", "--config-file", str(settings), "-o", str(out)]
+    if answers:
+        (folder / "answers.json").write_text(json.dumps({"cookiecutter": resolve(answers)}))
+        command += ["--replay-file", str(folder / "answers.json")]
+    else:
+        command += ["--no-input"]
+    command += [*options, str(source or template)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def resolve(answers: dict[str, object]) -> dict[str, object]:
-    """All variables as cookiecutter holds them once a person has answered so."""
+    """All variables as cookiecutter holds them once a person has given these answers."""
     context = generate_context(str(ROOT / "cookiecutter.json"))
     known = dict(context["cookiecutter"])
     environment = StrictEnvironment(context=context)
-    done: dict[str, object] = {}
+    resolved: dict[str, object] = {}
     for name, value in known.items():
         if name == "__prompts__":
             continue
         if name in answers:
-            done[name] = answers[name]
+            resolved[name] = answers[name]
         elif name.startswith("_") and not name.startswith("__"):
-            done[name] = value
+            resolved[name] = value
         else:
-            done[name] = render_variable(environment, value[0] if isinstance(value, list) else value, done)
-    return done
+            default = value[0] if isinstance(value, list) else value
+            resolved[name] = render_variable(environment, default, resolved)
+    return resolved

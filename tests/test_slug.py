@@ -7,10 +7,11 @@ from importlib.metadata import packages_distributions
 from typing import Any
 
 import pytest
-from conftest import FOLDER, ROOT, resolve, tracked
+from conftest import resolve
 from cookiecutter.environment import StrictEnvironment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template import FOLDER, ROOT, project_files
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
 ENVIRONMENT = StrictEnvironment(context={"cookiecutter": QUESTIONS})
@@ -90,7 +91,7 @@ def test_the_suggested_slug_is_accepted_for_any_name(parts, between):
 
 
 def test_the_hook_refuses_every_name_in_use():
-    beside = {name.split("/")[1] for name in tracked() if name.startswith(f"{FOLDER}/")}
+    beside = {name.split("/")[0] for name in project_files()}
     scripts = {name.removesuffix(".py") for name in beside if name.endswith(".py") or "." not in name}
     pins = re.findall(r"(?m)^([^#\s=]+)==", (ROOT / FOLDER / "constraints.txt").read_text())
     packages = {re.sub(r"[-.]", "_", name).lower() for name in pins}

@@ -5,34 +5,15 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import h5py
 import pytest
 import yaml
-from conftest import FOLDER, ROOT, tracked
+from template import FOLDER, ONLY_FOR, PROJECT, ROOT, hook_constant, project_files, removed_files, tracked
 
 DEFAULT = "my_training_project"
-OPTIONAL = {"launch/": "cluster_launch_files", ".github/": "ci_workflow"}
-OF_IMAGES = {
-    "workloads/images.py",
-    "configs/celeba.yaml",
-    "configs/cifar10.yaml",
-    "configs/csv-images.yaml",
-    "data/digits.h5",
-    "tests/test_images.py",
-    "tests/test_train.py",
-}
-OF_RECSYS = {
-    "workloads/recsys.py",
-    "configs/recsys.yaml",
-    "data/interactions-train.h5",
-    "data/interactions-val.h5",
-    "tests/test_recsys.py",
-}
 LICENSES = {
     "MIT": "MIT License",
     "BSD-3-Clause": "BSD 3-Clause License",
@@ -46,10 +27,9 @@ def files(folder: Path) -> set[str]:
 
 
 def expected(workload: str = "images", **wanted: bool) -> set[str]:
-    names = {name.removeprefix(f"{FOLDER}/") for name in tracked() if name.startswith(f"{FOLDER}/")}
-    names -= {"images": OF_RECSYS, "recsys": OF_IMAGES, "both": set()}[workload]
-    off = tuple(folder for folder, question in OPTIONAL.items() if not wanted[question])
-    return {name for name in names if not name.startswith(off)} if off else names
+    names = set(project_files()) - removed_files(workload)
+    unwanted = [f"{folder}/" for folder, question in hook_constant("OPTIONAL_FOLDERS").items() if not wanted[question]]
+    return {name for name in names if not name.startswith(tuple(unwanted))}
 
 
 def parses(project: Path) -> dict:
@@ -58,13 +38,13 @@ def parses(project: Path) -> dict:
         path = project / name
         if path.suffix == ".py":
             ast.parse(path.read_text())
-            assert path.read_bytes() == (ROOT / FOLDER / name).read_bytes(), f"{name} is not its source"
+            assert path.read_bytes() == (PROJECT / name).read_bytes(), f"{name} is not its source"
         elif path.suffix in (".yaml", ".yml"):
             assert list(yaml.safe_load_all(path.read_text()))
         elif path.suffix == ".json":
             json.loads(path.read_text())
         if name in ("README.md", "LICENSE", "pyproject.toml"):
-            assert "cookiecutter" not in path.read_text()
+            assert not re.search("cookiecutter|{[{%#]|[}%#]}", path.read_text())
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
@@ -92,43 +72,25 @@ def test_default_answers(bake, tmp_path, accept_hooks):
         assert "cd my_training_project" in done.stdout
         assert sum(line.startswith("  ") for line in done.stdout.splitlines()) == 3  # the next three commands
     else:
-        assert files(project) == expected("both", cluster_launch_files=True, ci_workflow=True)
+        assert files(project) == set(project_files())
 
 
-@pytest.mark.parametrize("workload", ["images", "recsys", "both"])
-def test_every_workload(bake, tmp_path, workload):
-    done = bake(project_slug="cats", workload=workload)
+OPTIONS = [
+    *({"license": "MIT", "launch": launch, "ci": ci} for launch, ci in itertools.product([True, False], [True, False])),
+    {"license": "BSD-3-Clause", "launch": True, "ci": False},
+    {"license": "Apache-2.0", "launch": False, "ci": True},
+    {"license": "proprietary", "launch": True, "ci": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option(bake, tmp_path, options):
+    license = options["license"]
+    optional = {"cluster_launch_files": options["launch"], "ci_workflow": options["ci"]}
+    done = bake(project_slug="cats", license=license, author="Ada Ω", **optional)
     assert done.returncode == 0, done.stderr
     project = tmp_path / "out" / "cats"
-    assert files(project) == expected(workload, cluster_launch_files=False, ci_workflow=True)
-    assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
-    parses(project)
-    shipped = yaml.safe_load((project / "config.yaml").read_text())
-    assert shipped["workload"] == ("recsys" if workload == "recsys" else "images")
-    text = (project / "README.md").read_text()
-    assert ("images.py" in text) == ("digits.h5" in text) == (workload != "recsys")
-    assert ("recsys.py" in text) == ("movielens ml-20m.zip" in text) == (workload != "images")
-    assert "\n\n\n" not in text
-    named = set(re.findall(r"(\w+\.py)", text.split("```")[3]))
-    assert named == {
-        path.name for folder in ("", "fastgpu", "workloads") for path in (project / folder).glob("[a-z]*.py")
-    }
-
-
-@pytest.mark.parametrize(
-    ("license", "launch", "ci"),
-    [
-        *itertools.product(["MIT"], [True, False], [True, False]),
-        ("BSD-3-Clause", True, False),
-        ("Apache-2.0", False, True),
-        ("proprietary", True, True),
-    ],
-)
-def test_every_option(bake, tmp_path, license, launch, ci):
-    done = bake(project_slug="cats", license=license, cluster_launch_files=launch, ci_workflow=ci, author="Ada Ω")
-    assert done.returncode == 0, done.stderr
-    project = tmp_path / "out" / "cats"
-    assert files(project) == expected(cluster_launch_files=launch, ci_workflow=ci)
+    assert files(project) == expected(**optional)
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())  # no empty folder is left
     spdx = parses(project)["project"]["license"]
     assert spdx == ("LicenseRef-Proprietary" if license == "proprietary" else license)
@@ -136,7 +98,7 @@ def test_every_option(bake, tmp_path, license, launch, ci):
     assert LICENSES[license] in text
     assert "Ada Ω" in text
     assert sum(name in text for name in LICENSES.values()) == 1
-    assert ("On a cluster" in (project / "README.md").read_text()) == launch
+    assert ("On a cluster" in (project / "README.md").read_text()) == options["launch"]
 
 
 def test_leftovers_of_a_run_in_place_are_not_baked(bake, template, tmp_path):
@@ -284,6 +246,17 @@ def test_only_line_feeds():
             assert b"\r" not in (ROOT / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_files_named_in_the_hook_exist_and_their_tests_go_with_them(workload):
+    named = ONLY_FOR[workload]
+    assert set(named) <= set(project_files())
+    modules = [name for name in named if name.endswith(".py") and not name.startswith("tests/")]
+    for module in modules:
+        folder, _, name = module.removeprefix("workloads/").rpartition("/")
+        test = (Path("tests") / folder / f"test_{name}").as_posix()
+        assert test in named or test not in project_files(), f"{test} tests {module}; delete it with that"
+
+
 def test_hooks_need_nothing_but_python():
     for name in ("pre_gen_project.py", "post_gen_project.py"):
         tree = ast.parse((ROOT / "hooks" / name).read_text())
@@ -292,30 +265,8 @@ def test_hooks_need_nothing_but_python():
         assert imported <= {"json", "keyword", "re", "sys", "shutil", "tempfile", "pathlib"}
 
 
-def test_the_tree_in_the_readme_is_that_of_the_project():
-    text = (ROOT / FOLDER / "README.md").read_text()
-    named = set(re.findall(r"(\w+\.py)", text.split("```")[3]))
-    folders = [ROOT / FOLDER, ROOT / FOLDER / "fastgpu", ROOT / FOLDER / "workloads"]
-    assert named == {path.name for folder in folders for path in folder.glob("[a-z]*.py")}
-
-
-def test_the_page_of_keys_is_that_of_the_models():
-    page = subprocess.run([sys.executable, ROOT / "tools/config_page.py"], capture_output=True, text=True, check=True)
-    assert page.stdout == (ROOT / "docs/config.md").read_text()
-
-
-def test_commands_of_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
-    targets = set(re.findall(r"(?m)(?:^|`)make ([a-z]+)", text))
-    assert {"demo", "test", "check", "fix"} <= targets
-    assert all(f"\n{target}:" in makefile for target in targets)
-    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
-        assert (ROOT / link).exists(), link
-
-
 def test_the_version_is_the_newest_in_the_changelog():
-    source = (ROOT / FOLDER / "fastgpu" / "__init__.py").read_text()
+    source = (PROJECT / "fastgpu" / "__init__.py").read_text()
     version = re.search(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
     sections = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())
     assert version
@@ -324,39 +275,7 @@ def test_the_version_is_the_newest_in_the_changelog():
 
 
 def test_the_digits_file_is_the_one_that_the_script_makes():
-    with h5py.File(ROOT / FOLDER / "data" / "digits.h5") as file:
+    with h5py.File(PROJECT / "data" / "digits.h5") as file:
         assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797
         assert all(file[split].attrs["fastgpu_format"] == 1 for split in ("train", "val"))
         assert "CC BY 4.0" in file.attrs["source"]
-
-
-# ---------------------------------------------------------------------------------------------- a baked project
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", "recsys"])
-def test_a_baked_project_is_clean_and_passes_its_own_tests(bake, tmp_path, workload):
-    """Those that know the project's files: its modules are byte for byte those that are tested in place."""
-    assert bake(project_slug="cats", license="MIT", workload=workload).returncode == 0
-    project = tmp_path / "out" / "cats"
-    of_workload = ("images", "train") if workload == "images" else ("recsys",)
-    tests = [f"tests/test_{name}.py" for name in (*of_workload, "recipes", "config", "structure")]
-    pytest_ = ["pytest", "-m", "not slow"]
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], [*pytest_, "--co"], [*pytest_, *tests]):
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=project, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", "recsys"])
-def test_a_baked_project_installs_and_trains(bake, tmp_path, workload):
-    """As its README says, but for the download: what is installed here already satisfies it."""
-    assert bake(project_slug="cats", license="MIT", workload=workload).returncode == 0
-    project = tmp_path / "out" / "cats"
-    install = ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev]"]
-    for command in (install, ["train.py", "train.epochs=2"]):
-        done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    assert "epoch 2/2" in done.stdout

@@ -1,0 +1,1 @@
+"""The process: its launch, its config, its process group, its machine, and how it ends."""

@@ -1,0 +1,212 @@
+"""Projects as users have them: pruned to one workload, changed by their owners, without a room that nobody needs."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+from template import ONLY_FOR, ROOT, WORKLOAD_ANSWERS
+from test_template import expected, files, parses
+
+OTHER = {"images": "recsys", "recsys": "images"}
+WORDS_OF = {
+    "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|commands_images|synthetic_images|mixup|cutout",
+    "recsys": r"recsys|movielens|mult-?(vae|dae)|autoencoder|\bndcg|commands_recsys|interactions",
+}
+"""What only the files of one workload speak of."""
+SPEAK_OF_BOTH = {"constraints.txt"}
+
+
+def run_in(project: Path, command: Iterable[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ...` or a script of the project; its output is shown if it fails."""
+    caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=project,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | caches | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the fast tests of a project."""
+    return run_in(project, ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments])
+
+
+@pytest.fixture
+def own_copy(baked, tmp_path):
+    """own_copy(workload) is a project that the test may change."""
+
+    def copy(workload: str) -> Path:
+        return shutil.copytree(baked(workload), tmp_path / workload)
+
+    return copy
+
+
+# ---------------------------------------------------------------------------------------------- pruned to a workload
+
+
+@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
+def test_a_project_has_the_files_of_its_workload(baked, answer):
+    project = baked(answer)
+    assert files(project) == expected(answer, cluster_launch_files=False, ci_workflow=True)
+    assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
+    meta = parses(project)
+    shipped = yaml.safe_load((project / "config.yaml").read_text())
+    assert shipped["workload"] == ("recsys" if answer == "recsys" else "images")
+    assert "\n\n\n" not in (project / "README.md").read_text()
+    assert any(name.startswith("pillow") for name in meta["project"]["dependencies"]) == (answer != "recsys")
+
+
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_a_project_does_not_speak_of_the_other_workload(baked, workload):
+    project = baked(workload)
+    pattern = re.compile(WORDS_OF[OTHER[workload]], re.IGNORECASE)
+    found = {}
+    for name in files(project) - SPEAK_OF_BOTH:
+        if Path(name).suffix not in (".h5", ".png"):
+            words = {match[0] for match in pattern.finditer((project / name).read_text())}
+            if words:
+                found[name] = words
+    assert found == {}
+
+
+@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
+def test_every_module_that_is_imported_is_there(baked, answer):
+    project = baked(answer)
+    missing = set()
+    for path in project.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fastgpu.", "workloads.")):
+                module = (node.module or "").replace(".", "/")
+                if not (project / f"{module}.py").exists() and not (project / module).is_dir():
+                    missing.add(f"{path.relative_to(project)}: {node.module}")
+                for alias in node.names:
+                    if (project / module).is_dir() and not (project / module / f"{alias.name}.py").exists():
+                        missing.add(f"{path.relative_to(project)}: {node.module}.{alias.name}")
+    assert missing == set()
+
+
+CONVERT_COMMANDS = {"images": {"images", "cifar10", "celeba", "synthetic"}, "recsys": {"movielens", "synthetic"}}
+SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_convert_has_the_commands_of_the_workload(baked, workload):
+    project = baked(workload)
+    code = "import sys, convert\ntry: convert.main(sys.argv[1:])\nfinally: print('with Pillow:', 'PIL' in sys.modules)"
+    shown = run_in(project, ["-c", code, "--help"]).stdout
+    named = set(re.findall(r"\b\w+\b", shown))
+    everything = set().union(SHARED_COMMANDS, *CONVERT_COMMANDS.values())
+    assert everything & named == SHARED_COMMANDS | CONVERT_COMMANDS[workload]
+    assert workload == "images" or "with Pillow: False" in shown
+    shown = run_in(project, ["-c", code, "arrays", "--help"]).stdout
+    assert ("--held-out" in shown) == (workload == "recsys")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
+def test_a_project_is_clean(baked, answer):
+    """Its tests pass, too: `make test` runs those of `both` in place, the next test those of the others."""
+    project = baked(answer)
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
+        run_in(project, ["-m", *command])
+    run_pytest(project, "--collect-only")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_a_project_installs_and_trains(baked, own_copy, workload):
+    """As its README says, but for the download: what is installed here already satisfies it."""
+    project = own_copy(workload)
+    run_in(project, ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev]"])
+    assert "epoch 2/2" in run_in(project, ["train.py", "train.epochs=2"]).stdout
+
+
+# ---------------------------------------------------------------------------------------------- changed by its owner
+
+
+def replace(path: Path, pattern: str, replacement: str) -> None:
+    """Replace the one place where a pattern matches."""
+    text, count = re.subn(pattern, replacement, path.read_text(), flags=re.MULTILINE)
+    assert count == 1, f"{path}: {pattern} occurs {count} times"
+    path.write_text(text)
+
+
+def change(project: Path, workload: str) -> None:
+    """Do what owners do: set other values, use other data, write a workload and a recipe, add a line to the program."""
+    config = project / "config.yaml"
+    values = {
+        "workload": "mine",
+        "seed": "7",
+        "train": "/nowhere/train.h5",
+        "val": "/nowhere/val.h5",
+        "fields": "{x: x, y: y}",
+        "val_fields": "{}",
+        "batch_size": "48",
+        "tier": "disk",
+        "echo": "2",
+        "num_readers": "2",
+        "lr": "1e-2",
+        "weight_decay": "0.5",
+        "epochs": "3",
+        "every_steps": "7",
+    }
+    for key, value in values.items():
+        replace(config, rf"^( *{key}:) (?=\S)(?:{{.*?}}|[^#\s]+)", rf"\1 {value}")
+    replace(config, r"(?s)^model:.*?(?=^optim:)", "model: {hidden_dim: 8}\n")
+    replace(project / "train.py", r"^import torch$", "import torch\n\nTHE_OWNERS_LINE = True")
+    options = r"\1        owners_setting: int = 3\n"
+    replace(project / "workloads" / f"{workload}.py", r"(    class Options\(Section\):\n.*\n\n)", options)
+    shutil.copy(config, project / "configs/mine.yaml")
+    minimal = (project / "workloads/minimal.py").read_text()
+    (project / "workloads/mine.py").write_text(workload_without_docstrings(minimal))
+
+
+def workload_without_docstrings(source: str) -> str:
+    """The minimal workload as a hasty person writes it: no docstrings, a setting from the environment."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [line for line in node.body if not is_text(line)] or [ast.Pass()]
+    return "import os\n\n" + ast.unparse(tree) + '\n\nDEBUG = os.environ.get("DEBUG")\n'
+
+
+def is_text(line: ast.stmt) -> bool:
+    """Whether a statement is only a string, such as a docstring."""
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, workload):
+    """The whole fast suite, in a project of one workload."""
+    project = own_copy(workload)
+    change(project, workload)
+    run_pytest(project)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "workload"), [("convert", "images"), ("diagnose", "recsys")])
+def test_a_leaf_room_can_be_deleted(own_copy, room, workload):
+    """The project trains, and its tests pass: its own, and those of the rooms that are nearest to the deleted one."""
+    project = own_copy(workload)
+    shutil.rmtree(project / "fastgpu" / room)
+    shutil.rmtree(project / "tests/fastgpu" / room)
+    (project / f"{room}.py").unlink()
+    assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "run.name=first"]).stdout
+    assert (project / "runs/first/report.html").exists()
+    run_pytest(project, "--collect-only")
+    own_tests = [path.relative_to(project).as_posix() for path in project.glob("tests/test_*.py")]
+    run_pytest(project, "tests/fastgpu/telemetry", "tests/fastgpu/feed", *own_tests)

@@ -1,0 +1,143 @@
+"""The config files, their schema for editors and the page of keys agree with the classes that declare the keys."""
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic.fields import FieldInfo
+from template import ONLY_FOR, PROJECT, ROOT
+
+import workloads
+from fastgpu.process.config import Config, Section
+from fastgpu.process.config_loader import load_config, read_options
+
+SHIPPED = {
+    "config.yaml": {"workload": "images", "required": {"data.train", "data.val", "data.fields"}, "changed": set()},
+    "config.recsys.yaml": {
+        "workload": "recsys",
+        "required": {"data.train", "data.val", "data.fields"},
+        "changed": {
+            "data.batch_size",
+            "data.val_fields",
+            "log.every_steps",
+            "model.hidden_dim",
+            "model.kl_anneal_steps",
+            "model.latent_dim",
+            "optim.lr",
+            "optim.weight_decay",
+            "train.epochs",
+        },
+    },
+}
+"""{file: its workload, the keys that have no default, the keys whose value is not the default}."""
+RECIPES = sorted(path.relative_to(PROJECT).as_posix() for path in (PROJECT / "configs").glob("*.yaml"))
+SCHEMA = json.loads((PROJECT / "config.schema.json").read_text())
+
+
+def load(name: str) -> Config:
+    """A config file of the project."""
+    return load_config(["--config", str(PROJECT / name)])
+
+
+def tree_of(name: str) -> dict[str, Any]:
+    """The keys that a config file names, as nested dicts."""
+    return load(name).model_dump(exclude_unset=True)
+
+
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """{dotted key: value}."""
+    values = {"workload": tree["workload"]}
+    for section, content in tree.items():
+        if isinstance(content, dict):
+            values |= {f"{section}.{key}": value for key, value in content.items()}
+    return values
+
+
+def declared_keys(root: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """{dotted key: its declaration}, without the section `model`, which the workload declares."""
+    declared = {}
+    for name, field in root.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            declared |= declared_keys(field.annotation, f"{name}.")
+        elif name != "model":
+            declared[prefix + name] = field
+    return declared
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_file_names_every_key_with_its_default(name):
+    shipped = SHIPPED[name]
+    declared = declared_keys(Config) | declared_keys(workloads.find_options(shipped["workload"]), "model.")
+    values = flat(tree_of(name))
+    assert values.keys() == declared.keys()
+    assert values["workload"] == shipped["workload"]
+    required = {key for key, field in declared.items() if field.is_required()}
+    assert required == {"workload", *shipped["required"]}
+    changed = {key for key, value in values.items() if value != declared[key].get_default(call_default_factory=True)}
+    assert changed == {*required, *shipped["changed"]}
+
+
+def test_both_files_have_the_same_layout():
+    texts = [(PROJECT / name).read_text() for name in SHIPPED]
+    layouts = [[key for key in flat(tree_of(name)) if not key.startswith("model.")] for name in SHIPPED]
+    assert layouts[0] == layouts[1]
+    assert all(text.startswith("# yaml-language-server: $schema=config.schema.json\n") for text in texts)
+    shared = [{line for line in text.splitlines() if "#" in line} for text in texts]
+    assert len(shared[0] & shared[1]) > len(shared[1] - shared[0])  # comments are the same unless the values are not
+
+
+def test_the_file_of_a_recsys_project_trains_as_its_recipe_does():
+    shipped, recipe = (load(name) for name in ("config.recsys.yaml", "configs/recsys.yaml"))
+    options = workloads.find_options("recsys")
+    assert read_options(shipped, options) == read_options(recipe, options)
+    assert shipped.model_dump(exclude={"model"}) == recipe.model_dump(exclude={"model"})
+
+
+# ---------------------------------------------------------------------------------------------- schema and page
+
+
+@pytest.mark.parametrize(
+    ("tool", "product"),
+    [("config_schema", PROJECT / "config.schema.json"), ("config_page", ROOT / "docs/config.md")],
+)
+def test_what_make_fix_generates_is_up_to_date(tool, product):
+    command = [sys.executable, ROOT / f"tools/{tool}.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == product.read_text()
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *RECIPES])
+def test_the_schema_accepts_the_shipped_files(name):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.Draft202012Validator(SCHEMA).validate(tree_of(name))
+
+
+@pytest.mark.parametrize(("workload", "key"), [("images", "widht"), ("images", "latent_dim"), ("recsys", "width")])
+def test_the_schema_refuses_a_setting_that_the_workload_does_not_have(workload, key):
+    tree = next(tree_of(name) for name, shipped in SHIPPED.items() if shipped["workload"] == workload)
+    tree["model"][key] = 1
+    with pytest.raises(jsonschema.ValidationError, match=f"'{key}' was unexpected"):
+        jsonschema.validate(tree, SCHEMA)
+    own = copy.deepcopy(tree) | {"workload": "mine"}
+    jsonschema.validate(own, SCHEMA)
+
+
+def test_the_schema_refuses_misspelt_and_missing_keys():
+    tree = tree_of("config.yaml")
+    with pytest.raises(jsonschema.ValidationError, match="'bach_size' was unexpected"):
+        jsonschema.validate(tree | {"data": tree["data"] | {"bach_size": 3}}, SCHEMA)
+    with pytest.raises(jsonschema.ValidationError, match="'data' is a required property"):
+        jsonschema.validate({"workload": "images"}, SCHEMA)
+
+
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_a_project_has_the_schema_of_its_workload_only(baked, workload):
+    schema = json.loads((baked(workload) / "config.schema.json").read_text())
+    (other,) = set(ONLY_FOR) - {workload}
+    assert schema["$defs"].keys() == SCHEMA["$defs"].keys() - {other}
+    assert [rule["then"]["properties"]["model"]["$ref"] for rule in schema["allOf"]] == [f"#/$defs/{workload}"]
+    assert schema["properties"] == SCHEMA["properties"]

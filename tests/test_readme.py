@@ -1,0 +1,114 @@
+"""What the documents show exists: the trees of files, the commands and the links."""
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from template import PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
+
+DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
+OF_A_PROJECT = [name for name in DOCUMENTS if name.startswith((PROJECT.name, "docs/"))]
+
+
+def fenced_blocks(text: str) -> list[str]:
+    """The contents of the ``` blocks of a page."""
+    return re.findall(r"(?ms)^```\w*\n(.*?)^```$", text)
+
+
+def paths_in_tree(tree: str) -> set[str]:
+    """The paths of a tree whose lines are indented by two spaces for each folder above the name."""
+    paths = set()
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders = [*folders[:depth], name]
+        paths.add("".join(folders))
+    return paths
+
+
+@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
+def test_the_tree_in_a_projects_readme_is_the_tree_on_disk(baked, answer):
+    project = baked(answer)
+    section = (project / "README.md").read_text().split("## What is where\n")[1]
+    shown = paths_in_tree(fenced_blocks(section)[0])
+    assert {path for path in shown if not (project / path).exists()} == set()
+    files = {path.relative_to(project).as_posix() for path in project.rglob("*.py")}
+    modules = {name for name in files if not name.startswith("tests/") and not name.endswith("__init__.py")}
+    folders = {f"{path.name}/" for path in project.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    rooms = {f"fastgpu/{path.parent.name}/" for path in project.glob("fastgpu/*/__init__.py")}
+    assert modules | folders | rooms <= shown
+
+
+def test_the_tree_is_the_one_that_make_fix_writes():
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/readme_tree.py", "--print"], capture_output=True, text=True, check=True
+    )
+    assert f"made by `make fix` #}}\n{done.stdout.rstrip()}\n{{#- tree:end" in (PROJECT / "README.md").read_text()
+
+
+def test_the_tree_in_the_templates_readme_names_every_folder():
+    section = (ROOT / "README.md").read_text().split("## What is here\n")[1]
+    shown = re.findall(r"(?m)^([^\s#]+?,?(?: \w+/)?)  ", fenced_blocks(section)[0])
+    named = {name for entry in shown for name in re.split(r",\s*", entry)}
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+    folders = {f"{name.split('/')[0]}/" for name in tracked() if "/" in name and not name.startswith(".")}
+    assert folders <= named
+
+
+# ---------------------------------------------------------------------------------------------- commands and links
+
+
+def commands_in(name: str) -> list[str]:
+    """The shell commands that a page shows, one for each line, without comments."""
+    blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", (ROOT / name).read_text())
+    joined = "\n".join(blocks).replace("\\\n", " ")
+    return [line.split(" #")[0].strip() for line in joined.splitlines() if line.strip()]
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    targets = set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", text))
+    assert {"demo", "test", "check", "fix"} <= targets
+    assert {target for target in targets if f"\n{target}:" not in makefile} == set()
+    described = set(re.findall(r"(?m)^# make ([a-z-]+)", makefile))
+    assert described == set(re.findall(r"(?m)^([a-z-]+):", makefile)) - {"clean"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    folder = (ROOT / name).parent
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", (ROOT / name).read_text())
+    assert [link for link in links if not (folder / link).exists()] == []
+
+
+@pytest.fixture(scope="session")
+def convert_commands() -> set[str]:
+    """The sub-commands of convert.py."""
+    done = subprocess.run(
+        [sys.executable, "convert.py", "--help"], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    listed = re.search(r"{([\w,-]+)}", done.stdout)
+    assert listed
+    return set(listed[1].split(","))
+
+
+@pytest.mark.parametrize("name", OF_A_PROJECT)
+def test_commands_for_users_name_scripts_recipes_and_sub_commands_that_exist(name, convert_commands):
+    for command in commands_in(name):
+        words = command.split()
+        scripts = [word for word in words if re.fullmatch(r"\w+\.py", word)]
+        assert set(scripts) <= set(project_files()), command
+        recipes = [after for word, after in itertools.pairwise(words) if word == "--config"]
+        shipped = [path for path in recipes if path.startswith("configs/")]
+        assert set(shipped) <= set(project_files()), command
+        if "convert.py" in scripts:
+            assert words[words.index("convert.py") + 1] in convert_commands, command
+
+
+def test_the_pages_show_commands():
+    assert {Path(name).name for name in OF_A_PROJECT if commands_in(name)} >= {"README.md"}

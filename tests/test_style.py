@@ -1,0 +1,222 @@
+"""Rules for the template's own code. They bind its authors, not its users, so a project does not carry them."""
+
+import ast
+import graphlib
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+from template import LEAF_ROOMS, ONLY_FOR, PROJECT, ROOT, project_files, tracked
+
+import workloads
+from fastgpu.process.config import SECTIONS
+from fastgpu.process.config_loader import keys
+
+SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
+"""The project's Python files without its tests, relative to its folder."""
+SCRIPTS = {name.removesuffix(".py") for name in SOURCES if "/" not in name}
+MAX_TYPE_IGNORES = 11
+"""Comments of the kind `type: ignore` in the project. Lower this number when one goes."""
+ONLY_A_SCRIPT_SEES_CONFIG = {"fastgpu/process/config.py", "fastgpu/process/config_loader.py"}
+READS_ENVIRONMENT = {"fastgpu/process/launch.py"}
+UNPICKLES = {"fastgpu/convert/cifar_celeba.py"}  # its unpickler knows arrays only
+WITHOUT_DOCSTRING = {"train.build", "train.train"}  # the story of the program: comments tell it, section by section
+
+
+def parse(name: str) -> ast.Module:
+    return ast.parse((PROJECT / name).read_text(), filename=name)
+
+
+# ---------------------------------------------------------------------------------------------- rooms
+
+
+def room_of(module: str) -> str:
+    """The room that a module of the project belongs to: a folder of fastgpu/, `workloads`, or a script."""
+    parts = module.split(".")
+    if parts[0] == "fastgpu" and len(parts) > 1:
+        return parts[1]
+    return parts[0]
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """The modules of the project that a file imports anywhere in its code."""
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: use an absolute import"
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module for module in modules if module.split(".")[0] in {"fastgpu", "workloads", *SCRIPTS}}
+
+
+def rooms() -> dict[str, set[str]]:
+    """{room: other rooms that it imports from}."""
+    graph: dict[str, set[str]] = {}
+    for name in SOURCES:
+        room = room_of(name.removesuffix(".py").replace("/", "."))
+        imported = {room_of(module) for module in imported_modules(parse(name))}
+        graph[room] = graph.get(room, set()) | imported - {room}
+    return graph
+
+
+def test_rooms_import_from_lower_rooms_only():
+    order = list(graphlib.TopologicalSorter(rooms()).static_order())  # raises CycleError, which names the circle
+    assert set(LEAF_ROOMS) < set(order)
+
+
+@pytest.mark.parametrize("leaf", LEAF_ROOMS)
+def test_a_leaf_room_is_imported_by_its_script_only(leaf):
+    importers = {name for name in SOURCES for module in imported_modules(parse(name)) if room_of(module) == leaf}
+    assert importers <= {f"{leaf}.py", *(name for name in SOURCES if name.startswith(f"fastgpu/{leaf}/"))}
+    assert f"{leaf}.py" in importers
+
+
+def test_the_config_is_read_without_torch():
+    code = (
+        "import sys, workloads, fastgpu.process.config_loader, fastgpu.process.launch; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------- what a module may do
+
+
+def uses(tree: ast.Module, names: set[str]) -> set[str]:
+    """Those of the names that the code imports, reads or calls, as a name or as an attribute."""
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            used |= {alias.name.split(".")[0] for alias in node.names}
+            used.add((getattr(node, "module", None) or "").split(".")[0])
+    return used & names
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_scripts_see_the_whole_config(name):
+    """A function of a room takes the sections that it needs."""
+    if "/" in name and name not in ONLY_A_SCRIPT_SEES_CONFIG:
+        assert not uses(parse(name), {"Config", "load_config"})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_environment_is_read_in_one_place(name):
+    if name not in READS_ENVIRONMENT:
+        assert not uses(parse(name), {"environ", "environb", "getenv"})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_nothing_is_unpickled(name):
+    tree = parse(name)
+    if name not in UNPICKLES:
+        assert not uses(tree, {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "weights_only":
+            assert ast.unparse(node.value) == "True"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert ast.unparse(node.value) == "False"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "yaml.load":
+            assert "_YamlLoader" in [ast.unparse(argument) for argument in node.args]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert "weights_only" in [keyword.arg for keyword in node.keywords]
+
+
+# ---------------------------------------------------------------------------------------------- how it reads
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_public_names_have_docstrings(name):
+    tree = parse(name)
+    module = Path(name).stem
+    assert ast.get_docstring(tree), name
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    public = [node for node in (*functions, *classes) if not node.name.startswith("_")]
+    missing = {f"{module}.{node.name}" for node in public if not ast.get_docstring(node)}
+    assert missing <= WITHOUT_DOCSTRING
+
+
+def test_code_is_formatted_and_typed_without_exceptions():
+    comments = {name: comments_of(name) for name in tracked() if name.endswith(".py")}
+    for name, texts in comments.items():
+        assert not [text for text in texts if re.search(r"fmt: *(skip|off)", text)], name
+    inside = [text for name in SOURCES for text in comments[f"{PROJECT.name}/{name}"]]
+    assert sum("type: ignore" in text for text in inside) <= MAX_TYPE_IGNORES
+
+
+def comments_of(name: str) -> list[str]:
+    """The comments of a Python file."""
+    tokens = tokenize.generate_tokens(io.StringIO((ROOT / name).read_text()).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+# ---------------------------------------------------------------------------------------------- keys named in text
+
+KNOWN_KEYS = {"workload", *keys()}
+KNOWN_KEYS |= {key for name in ONLY_FOR for key in keys(workloads.find_options(name), "model.")}
+FILE_SUFFIXES = {
+    "py",
+    "h5",
+    "hdf5",
+    "yaml",
+    "yml",
+    "json",
+    "jsonl",
+    "html",
+    "npy",
+    "npz",
+    "txt",
+    "md",
+    "pt",
+    "png",
+    "csv",
+}
+HISTORY = ("CHANGELOG.md", "bench/results/")  # these name the keys as they were then
+NOT_KEYS = {"train.build"}
+"""Words that look like a key and are none: functions and attributes that a sentence names."""
+
+
+def texts_of(name: str) -> list[str]:
+    """What a file says to people: a document or config file as a whole, of code the strings and comments."""
+    path = ROOT / name
+    if path.suffix in (".md", ".yaml", ".yml", ".sh"):
+        return [path.read_text()]
+    if path.suffix != ".py":
+        return []
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return [*strings, *comments_of(name)]
+
+
+def keys_named_in(text: str) -> set[str]:
+    """Words like `data.tier`. Tags (`data/tier`), file names, attributes (`cfg.data.tier`) and calls are none."""
+    words = re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][a-z0-9_]*)(?![\w(/-]|\.\w)", text)
+    return {word for word in words if word.partition(".")[2] not in FILE_SUFFIXES}
+
+
+def test_keys_named_in_text_exist():
+    unknown = {}
+    for name in tracked():
+        if name.startswith(HISTORY) or Path(name).name.startswith("test_"):  # tests set wrong keys on purpose
+            continue
+        named = {key for text in texts_of(name) for key in keys_named_in(text)}
+        wrong = named - KNOWN_KEYS - NOT_KEYS
+        if wrong:
+            unknown[name] = sorted(wrong)
+    assert unknown == {}
+
+
+def test_the_search_for_keys_finds_them():
+    assert keys_named_in("`data.tier`, data.bach_rows=3; optim.lr.") == {"data.tier", "data.bach_rows", "optim.lr"}
+    assert keys_named_in("data/h5.train, log.py, data.h5, cfg.data.x, log.close()") == set()
