@@ -18,11 +18,11 @@ class Nvml:
     NVML_GPM_METRIC_SM_UTIL = 2
     NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
     NVML_GPM_METRICS_GET_VERSION = 1
-    nvmlClocksEventReasonSwPowerCap = 4  # noqa: N815
-    nvmlClocksEventReasonHwSlowdown = 8  # noqa: N815
-    nvmlClocksEventReasonSwThermalSlowdown = 32  # noqa: N815
-    nvmlClocksEventReasonHwThermalSlowdown = 64  # noqa: N815
-    nvmlClocksEventReasonHwPowerBrakeSlowdown = 128  # noqa: N815
+    nvmlClocksEventReasonSwPowerCap = 4
+    nvmlClocksEventReasonHwSlowdown = 8
+    nvmlClocksEventReasonSwThermalSlowdown = 32
+    nvmlClocksEventReasonHwThermalSlowdown = 64
+    nvmlClocksEventReasonHwPowerBrakeSlowdown = 128
 
     def __init__(self, *missing: str, util: tuple[int, ...] = (90, 30, 60), reasons: int = 1):
         self.missing = missing
