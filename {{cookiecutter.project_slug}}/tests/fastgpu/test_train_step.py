@@ -190,5 +190,3 @@ def test_a_step_never_makes_the_host_wait(precision):
     train_step(parts, batch, 0.1)
     with no_host_sync():
         train_step(parts, batch, 0.1)
-
-

@@ -99,16 +99,16 @@ def test_canonical_ranks_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("pool_batches", "batch_size", "row_bytes", "n_rows", "chosen"),
+    ("pool_batches", "batch_size", "source", "chosen"),
     [
-        (7, 64, 3072, 50_000, 7),
-        ("auto", 64, 1 << 20, 50_000, 4),  # 256 MiB
-        ("auto", 64, 64, 1442, 22),  # all rows
-        ("auto", 512, 1 << 20, 50_000, 1),  # a batch at least
+        (7, 64, Shape(50_000, row_bytes=3072), 7),
+        ("auto", 64, Shape(50_000, row_bytes=1 << 20), 4),  # 256 MiB
+        ("auto", 64, Shape(1442, row_bytes=64), 22),  # all rows
+        ("auto", 512, Shape(50_000, row_bytes=1 << 20), 1),  # a batch at least
     ],
 )
-def test_a_pool_has_256_mib_all_rows_or_one_batch(pool_batches, batch_size, row_bytes, n_rows, chosen):
-    assert choose_pool_batches(pool_batches, batch_size, Shape(n_rows, row_bytes)) == chosen
+def test_a_pool_has_256_mib_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
+    assert choose_pool_batches(pool_batches, batch_size, source) == chosen
 
 
 @pytest.mark.parametrize(

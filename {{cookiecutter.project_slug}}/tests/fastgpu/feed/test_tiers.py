@@ -30,9 +30,7 @@ def order_of(source: Source, **options: Any) -> BlockSampler:
     return BlockSampler(source.block_rows, 8, **({"pool_batches": 3, "seed": 1} | options))
 
 
-def feed_of(
-    source: Source, tier: Tier = "disk", n_readers: int = 2, prefetch_pools: int = 2, **options: Any
-) -> Feed:
+def feed_of(source: Source, tier: Tier = "disk", n_readers: int = 2, prefetch_pools: int = 2, **options: Any) -> Feed:
     placement = Placement(tier, CPU, n_readers)
     return make_feed(source, order_of(source, **options), placement, Loader(prefetch_pools=prefetch_pools))
 
