@@ -223,7 +223,7 @@ def test_two_mistakes_in_the_settings_of_the_workload_are_two_lines(tmp_path):
 
 
 @pytest.fixture
-def help_of() -> Callable[..., str]:
+def help_of(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     """help_of(find_options) returns what --help prints with a config.yaml of the required keys."""
 
     def read(find_options: FindOptions | None = None, text: str = BASE) -> str:
