@@ -18,6 +18,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
         rows: int = 100,
         shape: tuple[int, ...] = (1, 4, 2),
         chunk: int | None = 8,
+        *,
         name: str = "rows.h5",
         start: int = 0,
         classes: int = 4,

@@ -1,47 +1,75 @@
+"""The workload `recsys`: autoencoders on sparse rows against the same on dense rows."""
+
 import re
 import shutil
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import convert, no_host_sync, run_train
-from test_ranking import ragged_of
-from torch import Tensor
+import yaml
+from harness import (
+    ALONE,
+    CPU,
+    check_workload,
+    convert,
+    metrics_of,
+    needs_gpu,
+    no_host_sync,
+    run_train,
+    same_weights,
+)
+from torch import Tensor, nn
 
-from fastgpu.feed.tiers import make_feed
+import train as script
+from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.process.config import Config, Data, Dist, Optim, Precision
+from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Rows
-from fastgpu.storage.store import open_store
+from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.storage.store import Store, open_store
 from fastgpu.training.optim import make_optimizer
-from fastgpu.training.parallel import wrap
-from fastgpu.training.step import Step
+from fastgpu.training.parallel import share_gradients
+from fastgpu.training.step import mixed_precision
+from train import Parts, train_step
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll
 
-ITEMS, USERS = 60, 40
-SETTINGS = {"hidden": 24, "latent": 8, "dropout": 0.5, "variational": True, "kl_weight": 0.2, "kl_anneal_steps": 20}
-CONFIG = ("--config", "configs/recsys.yaml", "model.hidden_dim=16", "model.latent_dim=8", "train.epochs=2")
+ITEMS = 60
+USERS = 40
+
+
+def make_options(**changes: Any) -> Workload.Options:
+    """A small variational model."""
+    return Workload.Options(**({"hidden_dim": 24, "latent_dim": 8, "kl_anneal_steps": 20} | changes))
+
+
+def ragged_of(rows: list[list[int]]) -> Ragged:
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    values = torch.tensor([item for row in rows for item in row], dtype=torch.int32)
+    return Ragged(values, torch.from_numpy(offsets), offsets)
 
 
 def rows_of(users: list[list[int]], **more: list[list[int]]) -> Rows:
     return Rows({"items": ragged_of(users)} | {name: ragged_of(rows) for name, rows in more.items()})
 
 
-def users(seed: int = 0, count: int = USERS) -> list[list[int]]:
+def draw_users(seed: int = 0, n_users: int = USERS) -> list[list[int]]:
+    """The items of each user, up to 19 different ones."""
     rng = np.random.default_rng(seed)
-    return [rng.permutation(ITEMS)[: rng.integers(0, 20)].tolist() for _ in range(count)]
+    return [rng.permutation(ITEMS)[: rng.integers(0, 20)].tolist() for _ in range(n_users)]
 
 
 def dense(rows: Rows, values: Tensor) -> Tensor:
     """(B, I): `values` (N,) where a user has an item, 0 elsewhere."""
     items = rows["items"]
-    x = torch.zeros(len(items), ITEMS, dtype=values.dtype)
-    x[items.rows.long(), items.values.long()] = values
-    return x
+    x_BI = torch.zeros(len(items), ITEMS, dtype=values.dtype)
+    x_BI[items.rows.long(), items.values.long()] = values
+    return x_BI
 
 
 def sparse_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -50,255 +78,372 @@ def sparse_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
     return multinomial_nll(logits, rows["items"]) + penalty, logits
 
 
-def dense_loss(m: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
+def dense_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
     """The same as it is usually written, on dense rows, with the random numbers of the sparse one."""
-    dtype = m.weight_IH.dtype
-    count = len(rows["items"].values)
-    x = dense(rows, torch.ones(count, dtype=dtype))
-    coins = (torch.rand(count, dtype=dtype) >= m.dropout) / (1 - m.dropout) if m.training and m.dropout else 1
-    h = F.linear(F.normalize(x) * dense(rows, coins * torch.ones(count, dtype=dtype)), m.weight_IH.T, m.bias_H)
-    code, penalty = m.encode(h), 0.0
-    if m.variational:
+    options = model.options
+    dtype = model.weight_IH.dtype
+    ones_N = torch.ones(len(rows["items"].values), dtype=dtype)
+    x_BI = dense(rows, ones_N)
+    keep_N = ones_N
+    if model.training and options.dropout:
+        keep_N = (torch.rand_like(ones_N) >= options.dropout) / (1 - options.dropout)
+    hidden = F.linear(F.normalize(x_BI) * dense(rows, keep_N), model.weight_IH.T, model.bias_H)
+    code = model.encode(hidden)
+    penalty = torch.zeros((), dtype=dtype)
+    if options.variational:
         mean, log_var = code.chunk(2, 1)
+        std = torch.exp(log_var / 2)
         code = mean
-        if m.training:
-            m.passes += 1
-            code = mean + torch.exp(log_var / 2) * torch.randn_like(mean)
-        prior, found = torch.distributions.Normal(0, 1), torch.distributions.Normal(mean, torch.exp(log_var / 2))
-        weight = m.kl_weight * min(1, m.passes.item() / m.kl_anneal_steps)
-        penalty = weight * torch.distributions.kl_divergence(found, prior).sum(1).mean()
+        if model.training:
+            model.passes += 1
+            code = mean + std * torch.randn_like(mean)
+        prior = torch.distributions.Normal(0, 1)
+        posterior = torch.distributions.Normal(mean, std)
+        weight = options.kl_weight * min(1, model.passes.item() / options.kl_anneal_steps)
+        penalty = weight * torch.distributions.kl_divergence(posterior, prior).sum(1).mean()
     else:
         code = torch.tanh(code)
-    logits = m.output(m.decode(code))
-    return -(F.log_softmax(logits, 1) * x).sum(1).mean() + penalty, logits
+    logits = model.output(model.decode(code))
+    return -(F.log_softmax(logits, 1) * x_BI).sum(1).mean() + penalty, logits
 
 
 LOSSES = {"sparse": sparse_loss, "dense": dense_loss}
 
 
 @pytest.fixture(params=[(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
-def exact(request) -> tuple[torch.dtype, float]:
+def numerics(request) -> tuple[torch.dtype, float]:
+    """A type and the error that it allows."""
     return request.param
 
 
 @pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
-@pytest.mark.parametrize("hidden", [24, 0])
-@pytest.mark.parametrize("training", [True, False])
-def test_forward_loss_and_gradients_are_those_of_dense_rows(exact, variational, hidden, training):
-    dtype, error = exact
-    model = AutoEncoder(ITEMS, **SETTINGS | {"variational": variational, "hidden": hidden}).to(dtype).train(training)
-    rows, found = rows_of(users()), []
-    for form in LOSSES:
+@pytest.mark.parametrize("hidden_dim", [24, 0])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_forward_loss_and_gradients_are_those_of_dense_rows(numerics, variational, hidden_dim, is_training):
+    dtype, error = numerics
+    model = AutoEncoder(ITEMS, make_options(variational=variational, hidden_dim=hidden_dim))
+    model = model.to(dtype).train(is_training)
+    rows = rows_of(draw_users())
+    results = []
+    for loss_of in LOSSES.values():
         torch.manual_seed(7)
         model.zero_grad()
         model.passes.fill_(4)
-        loss, logits = LOSSES[form](model, rows)
+        loss, logits = loss_of(model, rows)
         loss.backward()
-        found.append((logits.detach(), loss.detach(), *(p.grad.clone() for p in model.parameters())))
-    for sparse, full in zip(*found, strict=True):
+        results.append((logits.detach(), loss.detach(), *(p.grad.clone() for p in model.parameters())))
+    for sparse, full in zip(*results, strict=True):
         torch.testing.assert_close(sparse, full, rtol=error, atol=error)
-    assert found[0][1] > 1
+    assert results[0][1] > 1
 
 
 @pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
-def test_thirty_steps_of_training_are_those_of_dense_rows(exact, variational):
-    dtype, error = exact
-    models = []
-    for form in LOSSES:
+def test_thirty_steps_of_training_are_those_of_dense_rows(numerics, variational):
+    dtype, error = numerics
+    results = []
+    rows = rows_of(draw_users())
+    for loss_of in LOSSES.values():
         torch.manual_seed(1)
-        model = AutoEncoder(ITEMS, **SETTINGS | {"variational": variational}).to(dtype)
+        model = AutoEncoder(ITEMS, make_options(variational=variational)).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0, eps=1e-4)
-        losses, rows = [], rows_of(users())
+        losses = []
         for number in range(30):
             torch.manual_seed(number)
-            loss, _ = LOSSES[form](model, rows)
+            loss, _ = loss_of(model, rows)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        models.append((torch.stack(losses), *(p.detach() for p in model.parameters())))
-    for sparse, full in zip(*models, strict=True):
+        results.append((torch.stack(losses), *(p.detach() for p in model.parameters())))
+    for sparse, full in zip(*results, strict=True):
         torch.testing.assert_close(sparse, full, rtol=error, atol=error)
-    assert models[0][0][-5:].mean() < models[0][0][:5].mean()
+    losses = results[0][0]
+    assert losses[-5:].mean() < losses[:5].mean()
 
 
-def test_the_loss_has_the_gradient_that_differences_have():
+def test_the_gradient_of_the_loss_is_that_of_differences():
     rows = ragged_of([[1, 4], [], [0, 2, 3]])
     logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(0))
     assert torch.autograd.gradcheck(lambda z: multinomial_nll(z, rows), (logits,))
 
 
 def test_the_weight_of_the_divergence_rises_with_the_passes():
-    model, rows = AutoEncoder(ITEMS, **SETTINGS | {"dropout": 0.0}), rows_of(users())["items"]
-    found = []
+    model = AutoEncoder(ITEMS, make_options(dropout=0.0))
+    items = rows_of(draw_users())["items"]
+    penalties = []
     for passes in (0, 9, 19, 500):
         torch.manual_seed(0)
         model.passes.fill_(passes)
-        found.append(model(rows.values, rows.offsets)[1].item())
-    assert found[1] == pytest.approx(10 * found[0], rel=1e-5)
-    assert found[2] == pytest.approx(20 * found[0], rel=1e-5) == found[3]
+        penalties.append(model(items.values, items.offsets)[1].item())
+    assert penalties[1] == pytest.approx(10 * penalties[0], rel=1e-5)
+    assert penalties[2] == pytest.approx(20 * penalties[0], rel=1e-5) == penalties[3]
     assert "passes" in model.state_dict()
 
 
+class LossOnly:
+    """The loss of the workload without its data."""
+
+    loss = Workload.loss
+    score = Workload.score
+
+
+def make_parts(model: nn.Module, settings: Optim, precision: Precision) -> Parts:
+    """The parts that a step needs."""
+    data = Data(train="a.h5", val="b.h5", fields={"items": "items"})
+    device = next(model.parameters()).device
+    unused = dict.fromkeys(("source", "val_source", "sizes", "feed", "val_feed"))
+    return Parts(
+        **unused,
+        config=Config(workload="recsys", data=data, optim=settings),
+        workload=LossOnly(),
+        model=model,
+        ddp=model,
+        optimizer=make_optimizer(model, settings),
+        precision=mixed_precision(precision, device),
+    )
+
+
 def test_parts_of_a_batch_give_the_gradient_of_the_whole():
-    """Accumulation cuts ragged batches too; each part's mean counts by its rows."""
-    rows, found = rows_of(users(3)), []
-    for accumulation in (1, 4):
+    """Accumulation cuts ragged batches, too."""
+    rows = rows_of(draw_users(3))
+    results = []
+    for accumulation_steps in (1, 4):
         torch.manual_seed(0)
-        model = AutoEncoder(ITEMS, **SETTINGS | {"dropout": 0.0, "variational": False}).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = Step(model, partial(Workload.loss, None), optimizer, "fp32", torch.device("cpu"), accumulation)
-        found.append((step(rows, 0.1), *(p.detach() for p in model.parameters())))
-    for whole, parts in zip(*found, strict=True):
+        model = AutoEncoder(ITEMS, make_options(dropout=0.0, variational=False)).double()
+        settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, accumulation_steps=accumulation_steps)
+        loss = train_step(make_parts(model, settings, "fp32"), rows, 0.1)
+        results.append((loss, *(p.detach() for p in model.parameters())))
+    for whole, parts in zip(*results, strict=True):
         torch.testing.assert_close(whole, parts, rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """interactions-train.h5 and interactions-val.h5 of 600 users, and a folder `configs` beside `data`."""
-    folder = tmp_path_factory.mktemp("made")
-    (folder / "data").mkdir()
-    result = convert(
-        "synthetic",
-        folder / "data/interactions.h5",
-        "--kind",
-        "interactions",
-        "--rows",
-        "600",
-        "--items",
-        "200",
-        "--mean-items",
-        "20",
-        "--split",
-        "0.8",
-    )
-    assert result.returncode == 0, result.stderr
-    return folder
+# ---------------------------------------------------------------------------------------------- with files
 
 
-def paths(made: Path) -> list[str]:
-    return [f"data.{part}={made}/data/interactions-{part}.h5" for part in ("train", "val")]
+def write_csr(file: h5py.File, name: str, rows: list[list[int]], n_items: int) -> None:
+    group = file.create_group(name)
+    group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (len(rows), n_items)})
+    group["indptr"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    group["indices"] = np.concatenate([np.array(row, np.int32) for row in rows])
 
 
-def stores(made: Path, **fields: str) -> tuple:
-    names = {"items": "items"}, {"items": "items", "held_out": "held_out"} | fields
-    return tuple(
-        open_store(f"data.{part}", f"{made}/data/interactions-{part}.h5", chosen)
-        for part, chosen in zip(("train", "val"), names, strict=True)
-    )
+@pytest.fixture
+def write_users(tmp_path: Path) -> Callable[..., str]:
+    """write_users(name, n_users) writes a file with `items` and `held_out`, and returns its path.
+
+    There are two kinds of users: one likes the first half of the items, the other one the second half.
+    """
+
+    def write(name: str, n_users: int, *, n_items: int = 200, seed: int = 0, n_empty: int = 0) -> str:
+        rng = np.random.default_rng(seed)
+        items = []
+        held_out = []
+        for user in range(n_users):
+            liked = rng.permutation(n_items // 2)[:25] + n_items // 2 * (user % 2)
+            n_seen = int(rng.integers(5, 20))
+            items.append(sorted(liked[:n_seen].tolist()))
+            held_out.append([] if user < n_empty else sorted(liked[n_seen:].tolist()))
+        with h5py.File(tmp_path / name, "w") as file:
+            write_csr(file, "items", items, n_items)
+            write_csr(file, "held_out", held_out, n_items)
+        return str(tmp_path / name)
+
+    return write
 
 
-def test_scores_are_sums_over_the_users_that_count(made):
-    workload = Workload(*stores(made), **SETTINGS)
-    model = workload.model().eval()
-    order = BlockSampler(stores(made)[1].block_rows, 120, shuffle=False, drop_last=False)
-    feed = make_feed(stores(made)[1], order, "disk", torch.device("cpu"), 1)
+def open_train(path: str) -> Store:
+    return open_store("data.train", path, {"items": "items"})
+
+
+def open_val(path: str) -> Store:
+    return open_store("data.val", path, {"items": "items", "held_out": "held_out"})
+
+
+def all_rows(store: Store) -> Rows:
+    order = BlockSampler(store.block_rows, len(store), seed=None, drop_last=False)
+    feed = make_feed(store, order, Placement("device", CPU, 1))
     (pool,) = feed.pools(0)
-    count, sums = workload.score(model, pool.rows)
-    parts = [workload.score(model, batch) for batch in pool.rows.batches(7)]
-    assert count == sum(part[0] for part in parts) == (stores(made)[1].lengths["held_out"] > 0).sum()
-    for whole, *some in zip(sums, *(part[1] for part in parts), strict=True):
-        torch.testing.assert_close(whole, torch.stack(some).sum())
-        assert 0 < whole < count
     feed.close()
+    return pool.rows
 
 
-def test_rows_of_another_kind_are_one_line(made, tmp_path):
-    train, val = stores(made)
+@pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
+def test_the_workload_fits_the_protocol(write_users, variational):
+    train = open_train(write_users("train.h5", 60))
+    val = open_val(write_users("val.h5", 30, seed=1, n_empty=4))
+    options = make_options(variational=variational)
+    check_workload(Workload(options, train, val), all_rows(train), all_rows(val))
+
+
+def test_scores_count_the_users_that_have_something_held_out(write_users):
+    train = open_train(write_users("train.h5", 60))
+    val = open_val(write_users("val.h5", 50, seed=1, n_empty=9))
+    workload = Workload(make_options(), train, val)
+    assert list(workload.metrics) == ["ndcg_at_100", "recall_at_20", "recall_at_50"]
+    scores = workload.score(workload.model().eval(), all_rows(val))
+    for score in scores.values():
+        assert int(score.n) == 41
+        assert 0 < score.total < 41
+
+
+def test_rows_of_another_kind_are_one_line(write_users, capsys):
+    train = open_train(write_users("train.h5", 60))
+    val = open_val(write_users("val.h5", 30))
     with pytest.raises(UserError, match="data.val_fields has items; the recsys workload needs held_out of"):
-        Workload(train, train, **SETTINGS)
-    convert("synthetic", tmp_path / "other.h5", "--kind", "interactions", "--rows", "60", "--items", "150")
-    other = open_store("data.train", str(tmp_path / "other-train.h5"), {"items": "items"})
-    with pytest.raises(UserError, match="of 200 items, those of .*other-train.h5 of 150; convert them together"):
-        Workload(other, val, **SETTINGS)
-    val.lengths["held_out"][:3] = 0
-    assert "3 of 120 users of" in Workload(train, val, **SETTINGS).note
-    val.lengths["held_out"][:] = 0
+        Workload(make_options(), train, train)
+    other = open_train(write_users("other.h5", 60, n_items=150))
+    with pytest.raises(UserError, match=r"of 200 items, those of .*other.h5 of 150; convert them together"):
+        Workload(make_options(), other, val)
+    Workload(make_options(), train, val)
+    assert capsys.readouterr().out == ""
+    Workload(make_options(), train, open_val(write_users("few.h5", 30, n_empty=3)))
+    assert "warning: 3 of 30 users of" in capsys.readouterr().out
     with pytest.raises(UserError, match="no user has anything held out, so nothing can be scored"):
-        Workload(train, val, **SETTINGS)
-    model = AutoEncoder(ITEMS, **SETTINGS)
-    with pytest.raises(UserError, match="dp, which cuts a batch into equal parts, but its rows are ragged: use ddp"):
-        wrap(World(0, 1, 1, torch.device("cpu")), model, "dp", True)
+        Workload(make_options(), train, open_val(write_users("none.h5", 30, n_empty=30)))
 
 
-def weights_of(made: Path, run: str) -> dict[str, Tensor]:
-    newest = max((made / "runs" / run / "checkpoints").glob("last-*"))
-    return torch.load(newest / "model.pt", weights_only=True)
+def test_data_parallel_cannot_cut_ragged_rows():
+    model = AutoEncoder(ITEMS, make_options())
+    with pytest.raises(UserError, match="dp, which cuts a batch into equal parts; rows are ragged: use ddp"):
+        share_gradients(model, Dist(strategy="dp"), ALONE, has_ragged=True)
 
 
-def last_line(output: str) -> str:
-    return re.findall(r"epoch 2/2 (val/ndcg_at_100 [\d.]+, val/recall_at_20 [\d.]+, val/recall_at_50 [\d.]+)", output)[
-        -1
+# ---------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def users_folder(write_users, tmp_path, monkeypatch) -> Path:
+    """The current folder, with config.yaml and users to train on."""
+    config = {
+        "workload": "recsys",
+        "data": {
+            "train": write_users("train.h5", 480),
+            "val": write_users("val.h5", 120, seed=1, n_empty=5),
+            "fields": {"items": "items"},
+            "val_fields": {"items": "items", "held_out": "held_out"},
+            "batch_size": 48,
+            "pool_batches": 3,
+        },
+        "model": {"hidden_dim": 16, "latent_dim": 8, "kl_anneal_steps": 50},
+        "optim": {"weight_decay": 0.0},
+        "train": {"epochs": 2},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*overrides: str) -> None:
+    script.train(load_config(list(overrides)), ALONE)
+
+
+def last_scores(run: Path) -> dict[str, float]:
+    return {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("val/")}
+
+
+def test_users_of_two_kinds_are_told_apart(users_folder):
+    """A model that knows the half of a user finds about twice as much as one that ranks all items alike."""
+    train("run.name=a", "train.epochs=15", "optim.lr=0.01")
+    recalls = [
+        point["val/recall_at_20"] for point in metrics_of(users_folder / "runs/a") if "val/recall_at_20" in point
     ]
+    assert recalls[-1] > 1.5 * 20 / 200
 
 
-@pytest.mark.slow
-def test_every_tier_and_number_of_ranks_trains_the_same(made):
-    shown, base = [], [*CONFIG, *paths(made), f"run.folder={made}/runs", "data.batch_size=48", "data.echo=1.5"]
+def test_every_tier_trains_the_same(users_folder):
     for tier in ("device", "host", "disk"):
-        result = run_train(*base, f"data.tier={tier}", f"run.name={tier}", "data.pool_batches=3")
-        assert result.returncode == 0, result.stderr
-        shown.append(last_line(result.stdout))
-    assert shown[0] == shown[1] == shown[2]
-    for name, value in weights_of(made, "device").items():
-        assert torch.equal(value, weights_of(made, "host")[name])
-        assert torch.equal(value, weights_of(made, "disk")[name])
-    result = run_train(*base, "run.name=ranks", ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert last_line(result.stdout)
+        train(f"data.tier={tier}", f"run.name={tier}", "data.echo=1.5")
+    runs = users_folder / "runs"
+    for tier in ("host", "disk"):
+        assert same_weights(runs / "device", runs / tier)
+        assert last_scores(runs / "device") == last_scores(runs / tier)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(made):
-    base = [*CONFIG, *paths(made), f"run.folder={made}/runs", "data.batch_size=48", "data.tier=disk"]
-    base += ["data.pool_batches=3", "run.checkpoint_every_steps=1"]
-    assert run_train(*base, "run.name=whole").returncode == 0
-    shutil.copytree(made / "runs/whole", made / "runs/again")
-    *_, inside, last = sorted((made / "runs/again/checkpoints").glob("last-*"))
-    assert int(inside.name[-9:]) % 10  # not the end of an epoch
+def test_two_ranks_train(users_folder):
+    done = run_train("run.name=ranks", "data.echo=1.5", ranks=2, cwd=users_folder)
+    assert done.returncode == 0, done.stderr
+    assert set(last_scores(users_folder / "runs/ranks")) == {
+        "val/ndcg_at_100",
+        "val/recall_at_20",
+        "val/recall_at_50",
+    }
+
+
+def test_a_run_that_was_stopped_is_resumed_to_the_same_weights(users_folder):
+    options = ("data.tier=disk", "run.checkpoint_every_steps=1")
+    train("run.name=whole", *options)
+    runs = users_folder / "runs"
+    shutil.copytree(runs / "whole", runs / "again")
+    *_, inside, last = sorted((runs / "again/checkpoints").glob("last-*"))
+    assert int(inside.name.removeprefix("last-")) % 10  # not the end of an epoch
     shutil.rmtree(last)
-    result = run_train(*base, "run.name=again", "run.resume=auto")
-    assert result.returncode == 0, result.stderr
-    assert f"at step {int(inside.name[-9:])}" in result.stdout
-    for name, value in weights_of(made, "whole").items():
-        assert torch.equal(value, weights_of(made, "again")[name])
+    train("run.name=again", "run.resume=auto", *options)
+    assert same_weights(runs / "whole", runs / "again")
+
+
+def test_a_setting_of_another_workload_is_an_error(users_folder):
+    with pytest.raises(
+        UserError, match=r"command line: unknown key model.crop_padding \(allowed are: model.hidden_dim"
+    ):
+        train("model.crop_padding=2")
 
 
 @pytest.mark.slow
-def test_the_recipe_beats_popularity_and_not_the_law_that_made_the_data(made, tmp_path):
-    """The gate: NDCG@100 above 1.4 x that of popularity, and at most that of the known law."""
+def test_the_model_beats_popularity_and_not_the_law_that_made_the_data(tmp_path):
+    """NDCG@100 is above 1.4 x that of popularity, and at most that of the known law."""
     result = convert("synthetic", tmp_path / "x.h5", "--kind", "interactions")
-    popularity, oracle = map(float, re.findall(r"ndcg_at_100 ([\d.]+)", result.stdout))
-    data = [f"data.{part}={tmp_path}/x-{part}.h5" for part in ("train", "val")]
-    result = run_train("--config", "configs/recsys.yaml", *data, f"run.folder={tmp_path}/runs")
     assert result.returncode == 0, result.stderr
-    found = float(re.findall(r"epoch 30/30 val/ndcg_at_100 ([\d.]+)", result.stdout)[-1])
-    assert 1.4 * popularity < found <= oracle
+    popularity, oracle = map(float, re.findall(r"ndcg_at_100 ([\d.]+)", result.stdout))
+    config = {
+        "workload": "recsys",
+        "run": {"name": "a"},
+        "data": {
+            "train": "x-train.h5",
+            "val": "x-val.h5",
+            "fields": {"items": "items"},
+            "val_fields": {"items": "items", "held_out": "held_out"},
+            "batch_size": 200,
+        },
+        "model": {"hidden_dim": 200, "latent_dim": 32, "kl_anneal_steps": 500},
+        "optim": {"lr": 2e-3, "weight_decay": 0.0},
+        "train": {"epochs": 30},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = run_train(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_on_a_gpu_a_step_on_ragged_rows_never_makes_the_host_wait(precision):
-    gpu = torch.device("cuda", 0)
-    model, rows = AutoEncoder(ITEMS, **SETTINGS).to(gpu), rows_of(users()).to(gpu)
-    step = Step(
-        model, partial(Workload.loss, None), make_optimizer(model, "adamw", 0.1, 0.0, 0.9), precision, gpu, 2, 1.0
-    )
-    step(rows, 0.1)
+    device = torch.device("cuda", 0)
+    model = AutoEncoder(ITEMS, make_options()).to(device)
+    parts = make_parts(model, Optim(lr=0.1, accumulation_steps=2), precision)
+    rows = rows_of(draw_users()).to(device)
+    train_step(parts, rows, 0.1)
     with no_host_sync():
-        step(rows, 0.1)
+        train_step(parts, rows, 0.1)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_gpu_loss_and_scores_are_those_of_the_host():
-    model = AutoEncoder(ITEMS, **SETTINGS).double().eval()
-    rows = rows_of(users(1), held_out=users(2))
-    found = []
+    model = AutoEncoder(ITEMS, make_options()).double().eval()
+    rows = rows_of(draw_users(1), held_out=draw_users(2))
+    workload = LossOnly()
+    results = []
     for device in ("cpu", "cuda"):
-        model, here = model.to(device), rows.to(torch.device(device))
-        scores = Workload.score(None, model, here)
-        found.append([Workload.loss(None, model, here).detach(), scores[0], *scores[1]])
-    for host, device in zip(*found, strict=True):
-        torch.testing.assert_close(device.cpu(), host, rtol=1e-6, atol=1e-6)
+        model = model.to(device)
+        batch = rows.to(torch.device(device))
+        scores = workload.score(model, batch)
+        results.append([workload.loss(model, batch).detach(), *(value.total for value in scores.values())])
+    for host, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(gpu.cpu(), host, rtol=1e-6, atol=1e-6)

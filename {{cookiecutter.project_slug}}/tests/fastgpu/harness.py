@@ -273,7 +273,9 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     answers = context.Queue()
     processes = []
     for rank in range(size):
-        process = context.Process(target=_call, args=(rank, size, port, function, arguments, answers))
+        process = context.Process(
+            target=_call, args=(Launch(rank, size, rank, size), port, function, arguments), kwargs={"answers": answers}
+        )
         process.start()
         processes.append(process)
     results: dict[int, Any] = {}
@@ -291,11 +293,13 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return [results[rank] for rank in range(size)]
 
 
-def _call(rank: int, size: int, port: int, function: Any, arguments: Any, answers: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+def _call(launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, answers: Any) -> None:
+    rank = launch.rank
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": launch.world_size}
+    os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     try:
-        with join(Launch(rank, size, rank, size), Dist(device="cpu", timeout_s=TIMEOUT_S)) as world:
+        with join(launch, Dist(device="cpu", timeout_s=TIMEOUT_S)) as world:
             value = function(world, *arguments)
         answers.put((rank, value, None))
     except BaseException:

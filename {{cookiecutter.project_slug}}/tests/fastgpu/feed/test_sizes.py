@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.inspection import class_order_warning
+
+
+class Ranks(World):
+    """One of several ranks, without a process group."""
+
+    def raise_on_every_rank(self):
+        return nullcontext()
 
 
 class Shape(Source):
@@ -99,16 +107,16 @@ def test_canonical_ranks_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("pool_batches", "batch_size", "row_bytes", "n_rows", "chosen"),
+    ("pool_batches", "batch_size", "source", "chosen"),
     [
-        (7, 64, 3072, 50_000, 7),
-        ("auto", 64, 1 << 20, 50_000, 4),  # 256 MiB
-        ("auto", 64, 64, 1442, 22),  # all rows
-        ("auto", 512, 1 << 20, 50_000, 1),  # a batch at least
+        (7, 64, Shape(50_000, row_bytes=3072), 7),
+        ("auto", 64, Shape(50_000, row_bytes=1 << 20), 4),  # 256 MiB
+        ("auto", 64, Shape(1442, row_bytes=64), 22),  # all rows
+        ("auto", 512, Shape(50_000, row_bytes=1 << 20), 1),  # a batch at least
     ],
 )
-def test_a_pool_has_256_mib_all_rows_or_one_batch(pool_batches, batch_size, row_bytes, n_rows, chosen):
-    assert choose_pool_batches(pool_batches, batch_size, Shape(n_rows, row_bytes)) == chosen
+def test_a_pool_has_256_mib_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
+    assert choose_pool_batches(pool_batches, batch_size, source) == chosen
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_a_tier_without_room_is_refused():
 
 
 def test_all_sizes_together(memory):
-    world = World(1, 4, 2, torch.device("cuda", 0))
+    world = Ranks(1, 4, 2, torch.device("cuda", 0))
     source = Shape(2000, row_bytes=1 << 20)
     chosen = choose_sizes(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
     assert chosen == Sizes(
@@ -225,7 +233,7 @@ def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, cap
 def test_nothing_is_read_to_choose_the_sizes(memory):
     source = Shape(2000)
     source.read = lambda *_: pytest.fail("read")
-    choose_sizes(data(tier="disk"), Loader(), (source, source), World(0, 2, 2, CPU), accumulation=1)
+    choose_sizes(data(tier="disk"), Loader(), (source, source), Ranks(0, 2, 2, CPU), accumulation=1)
 
 
 @pytest.mark.parametrize(
