@@ -65,7 +65,7 @@ def layouts(spec: DataSpec) -> dict[str, dict[str, Any]]:
 
 
 def pictures(n_rows: int, shape: tuple[int, int, int]) -> np.ndarray:
-    """uint8 (n_rows, C, H, W): waves of random direction and phase, and noise of a few gray levels."""
+    """uint8 (n_rows, C, H, W): waves of random direction and phase, and noise of a few grey levels."""
     rng = np.random.default_rng(0)
     C, H, W = shape
     images = np.empty((min(n_rows, N_PICTURES), C, H, W), np.uint8)

@@ -12,16 +12,16 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import project  # noqa: F401
 import report
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -48,11 +48,18 @@ class Data(Source):
         self.n_rows = n_rows
         self.n_classes = n_classes
         self.fields = {"row": Field(np.dtype(np.uint8), (row_bytes,))}
+        self.attributes = {}
         starts = np.arange(0, n_rows, max(1, BLOCK_BYTES // row_bytes))  # as the writer of the project makes blocks
         self.block_rows = np.diff(starts, append=n_rows).astype(np.int32)
 
     def __len__(self) -> int:
         return self.n_rows
+
+    def column(self, name: str) -> np.ndarray:
+        raise KeyError(name)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        raise NotImplementedError("there are no bytes to read")
 
 
 CELEBA = Data("CelebA-like", 200_000, 3 * 218 * 178 + 8, 40)
@@ -261,17 +268,17 @@ def conclusions(results: list[Quality]) -> str:
     return f"""\
 chi2/df: mean over the batches of at least one epoch; 1 for a random sample. "again": how often two rows that shared a
 batch (a pool) share one in the next epoch, too, as a multiple of the same for a full shuffle, with pools as large as
-those of `auto`. Blocks have {BLOCK_BYTES >> 20} MiB. A pool has at least one batch, so the smallest pools have more
-than one block.
+those of `auto`. Blocks have {BLOCK_BYTES >> 20} MiB. A pool has at least one batch, so the smallest pools have
+several blocks.
 
-Conclusions, with numbers for {default.data} rows, batch size {default.batch_size}, {default.canonical_ranks} canonical
-ranks:
+Conclusions, with numbers for {default.data} rows, batch size {default.batch_size} and {default.canonical_ranks} \
+canonical ranks:
 
 - A file in random order gives batches like those of a full shuffle, whatever the size of the pools: chi2/df is
   {min(random):.2f} to {max(random):.2f} in the whole table. So write a file in random order, once.
 - If the file is sorted by class, chi2/df is about 1 + batch size / blocks of a pool: {biased}.
   The number of blocks counts, not their size. That is why blocks are small and pools have many of them.
-- Rows that are neighbors in the file stay near each other in every epoch. Batch mates meet again {again}
+- Rows that are neighbours in the file stay near each other in every epoch. Batch mates meet again {again}
   as often as in a full shuffle: about 1 + blocks of the file / (blocks of a pool)^2.
 - That is why a pool has 128 blocks, 256 MiB. Three pools are held at once, so more blocks would cost memory on the host
   and on the device, and would gain little unless the file is sorted, which the project warns about."""
