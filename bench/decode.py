@@ -1,9 +1,10 @@
-"""How fast JPEG files become an HDF5 file: `convert.py images` against Pillow in one thread, decoding and no more.
+"""How fast do JPEG files become an HDF5 file? Compares `convert.py images` with Pillow, which decodes in one thread.
 
 python bench/decode.py
 
-The pictures are made up: smooth waves with a little noise, 500 x 375 pixels, quality 90; one is about as large as a
-photograph of that size. Two lengths of the same command tell its rate without its start-up.
+The pictures are synthetic: smooth waves with a little noise, 500 x 375 pixels, quality 90. Their files are about as
+large as photographs of that size. Two runs of the same command, with few and with many files, give its rate without the
+time that it takes to start.
 """
 
 import subprocess
@@ -11,39 +12,43 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import layouts
 import numpy as np
-import project  # noqa: F401
+import project
 import report
-from fastgpu.process import machine
+from fastgpu.process.machine import available_cpus
 from PIL import Image, ImageOps
 
 ROUNDS = 3
 FOLDER = Path(__file__).parent / "data" / "jpegs"
-FEW, MANY = 500, 8_000
-HEIGHT, WIDTH, SIZE = 375, 500, 224
-SCRIPT = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}" / "convert.py"
+SCRIPT = project.FOLDER / "convert.py"
+FEW = 500
+MANY = 8_000
+N_DECODED = 1_000
+"""Number of files that Pillow decodes."""
+HEIGHT = 375
+WIDTH = 500
+SIZE = 224
 
 
-def make(count: int) -> Path:
-    """A folder with so many JPEG files of one class, of which 500 differ."""
-    folder = FOLDER / str(count)
+def make(n_files: int) -> Path:
+    """A folder with JPEG files of one class, of which 500 are different."""
+    folder = FOLDER / str(n_files)
     if not folder.exists():
-        images = layouts.pictures(layouts.Rows("jpegs", min(count, 500), (3, HEIGHT, WIDTH), 1)).transpose(0, 2, 3, 1)
+        images = layouts.pictures(min(n_files, layouts.N_PICTURES), (3, HEIGHT, WIDTH)).transpose(0, 2, 3, 1)
         (folder / "all").mkdir(parents=True)
         for number, image in enumerate(images):
             Image.fromarray(np.ascontiguousarray(image)).save(folder / f"all/{number:06d}.jpg", quality=90)
-        for number in range(len(images), count):
+        for number in range(len(images), n_files):
             data = (folder / f"all/{number % len(images):06d}.jpg").read_bytes()
             (folder / f"all/{number:06d}.jpg").write_bytes(data)
     return folder
 
 
-def decoded_per_s(folder: Path, count: int = 1_000) -> float:
-    """Images a second that Pillow alone decodes, resizes and gives to NumPy in this thread."""
-    paths = sorted(folder.glob("all/*.jpg"))[:count]
+def decoded_per_s(folder: Path) -> float:
+    """Images per second that Pillow alone decodes, resizes and passes to NumPy in this thread."""
+    paths = sorted(folder.glob("all/*.jpg"))[:N_DECODED]
     t0 = time.perf_counter()
     for path in paths:
         with Image.open(path) as image:
@@ -53,7 +58,7 @@ def decoded_per_s(folder: Path, count: int = 1_000) -> float:
 
 
 def command_s(folder: Path) -> float:
-    """Seconds of the whole command."""
+    """Seconds that the whole command takes."""
     target = FOLDER / "out.h5"
     command = [sys.executable, SCRIPT, "images", folder, target, "--size", str(SIZE), "--force"]
     t0 = time.perf_counter()
@@ -63,32 +68,48 @@ def command_s(folder: Path) -> float:
     return seconds
 
 
+def measure(few: Path, many: Path) -> dict[str, float]:
+    """One round. decoded, converted: images/s; start_s: seconds; ratio: converted / (cores x decoded)."""
+    decoded = decoded_per_s(many)
+    few_s = command_s(few)
+    many_s = command_s(many)
+    converted = (MANY - FEW) / (many_s - few_s)
+    return {
+        "decoded": decoded,
+        "start_s": few_s - FEW / converted,
+        "converted": converted,
+        "ratio": converted / decoded / available_cpus(),
+    }
+
+
 def main() -> None:
-    few, many, cores = make(FEW), make(MANY), machine.available_cpus()
-    rounds: list[dict[str, Any]] = []
+    few = make(FEW)
+    many = make(MANY)
+    rounds = []
     for number in range(ROUNDS):
         print(f"round {number + 1}", file=sys.stderr, flush=True)
-        one, short_s, long_s = decoded_per_s(many), command_s(few), command_s(many)
-        rate = (MANY - FEW) / (long_s - short_s)
-        rounds.append({"decoded": one, "start_s": short_s - FEW / rate, "converted": rate, "ratio": rate / one / cores})
+        rounds.append(measure(few, many))
 
-    def shown(key: str, form: str) -> str:
-        values = [each[key] for each in rounds]
+    def spread(key: str, form: str) -> str:
+        values = [result[key] for result in rounds]
         return f"{median(values):{form}} [{min(values):{form}}-{max(values):{form}}]"
 
     rows = [
-        ["decoded and resized by Pillow in one thread, images/s", shown("decoded", ",.0f")],
-        [f"converted by {cores} threads, images/s", shown("converted", ",.0f")],
-        ["start-up of the command, s", shown("start_s", ".1f")],
+        ["decoded and resized by Pillow in one thread, images/s", spread("decoded", ",.0f")],
+        [f"converted by {available_cpus()} threads, images/s", spread("converted", ",.0f")],
+        ["time to start the command, s", spread("start_s", ".1f")],
     ]
-    targets = [["JPEG files converted / cores x decoded by Pillow in one thread", shown("ratio", ".2f"), "0.9"]]
+    targets = [["JPEG files converted / cores x decoded by Pillow in one thread", spread("ratio", ".2f"), "0.9"]]
     note = (
-        "Median of three rounds, least and most in brackets. Converted: read, decoded, resized, put into random order, "
-        "hashed and written."
+        f"Median of {ROUNDS} rounds, minimum and maximum in brackets. Converted: read, decoded, resized, put into "
+        "random order, hashed and written."
     )
-    table = report.Table(f"{WIDTH} x {HEIGHT} JPEG files to {SIZE} x {SIZE} rows", ["what", "measured"], rows, note)
-    about = report.Table("targets", ["what", "measured", "must / aim"], targets)
-    report.write("decode", [about, table], {"rounds": rounds}, "python bench/decode.py")
+    title = f"{WIDTH} x {HEIGHT} JPEG files to {SIZE} x {SIZE} rows"
+    tables = [
+        report.Table("targets", report.TARGET_COLUMNS, targets),
+        report.Table(title, ["what", "measured"], rows, note),
+    ]
+    report.write("decode", tables, {"rounds": rounds}, "python bench/decode.py")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How random is the order, and what does it cost? No file is read: the order is a function of the blocks' sizes.
+"""How random is the order of the rows, and what does it cost? No file is read: the order depends on block sizes only.
 
 python bench/order.py
 
-Shuffle quality is judged on labels, since their shares are what a biased batch gets wrong: chi2/df of a batch's label
-counts against the file's shares, 1 in the mean for a random sample. The worst file there is, sorted by class, is
-compared with one written in random order, and pools of blocks with a full shuffle of all rows.
+Shuffle quality is judged by labels, because a biased batch has wrong shares of the classes. The measure is chi2/df of
+the label counts of a batch against the shares of the file; its mean is 1 for a random sample. The worst possible file,
+sorted by class, is compared with a file in random order, and pools of blocks with a full shuffle of all rows.
 """
 
 import argparse
@@ -12,41 +12,54 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import project  # noqa: F401
 import report
-from fastgpu.feed import sizes as auto
-from fastgpu.rows.order import BlockSampler
+from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
+from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.layout import BLOCK_BYTES
 from torch.utils.data import DistributedSampler
 
 POOL_BLOCKS = (1, 8, 32, 128, 512)
-MIN_BATCHES = 2000  # that chi2/df is the mean of: its standard error for 40 classes is then 0.005
-SCALE_ROWS, TORCH_ROWS = 10**9, 10**7
+MIN_BATCHES = 2000
+"""chi2/df is the mean over at least this many batches. Its standard error for 40 classes is then 0.005."""
+SCALE_ROWS = 10**9
+TORCH_ROWS = 10**7
 SCALE_RANKS = 1024
-SCALE_BATCH = 64  # rows a rank
-SCALE_POOL = 32  # batches
+SCALE_BATCH = 64
+"""Rows of a batch on one rank."""
+SCALE_POOL = 32
+"""Batches of a pool."""
 SCALE_RUNS = 3
 
 
-class Data(NamedTuple):
-    """A data set as far as the order goes."""
+class Data(Source):
+    """A data set without bytes: all that the order needs to know."""
 
-    name: str
-    rows: int
-    row_bytes: int
-    classes: int
+    def __init__(self, name: str, n_rows: int, row_bytes: int, n_classes: int):
+        self.name = name
+        self.n_rows = n_rows
+        self.n_classes = n_classes
+        self.fields = {"row": Field(np.dtype(np.uint8), (row_bytes,))}
+        self.attributes = {}
+        starts = np.arange(0, n_rows, max(1, BLOCK_BYTES // row_bytes))  # as the writer of the project makes blocks
+        self.block_rows = np.diff(starts, append=n_rows).astype(np.int32)
 
-    @property
-    def block_rows(self) -> np.ndarray:
-        """(blocks,) rows of each, as the project's writer makes them."""
-        starts = np.arange(0, self.rows, max(1, BLOCK_BYTES // self.row_bytes))
-        return np.diff(starts, append=self.rows)
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def column(self, name: str) -> np.ndarray:
+        raise KeyError(name)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        raise NotImplementedError("there are no bytes to read")
 
 
 CELEBA = Data("CelebA-like", 200_000, 3 * 218 * 178 + 8, 40)
@@ -54,7 +67,7 @@ IMAGENET = Data("ImageNet-like", 1_280_000, 3 * 224 * 224 + 8, 1000)
 
 
 class Quality(NamedTuple):
-    """Of one way to shuffle. The chances are relative to those of a full shuffle."""
+    """The quality of one way to shuffle. The chances are relative to those of a full shuffle."""
 
     data: str
     batch_size: int
@@ -63,12 +76,15 @@ class Quality(NamedTuple):
     pool_blocks: float
     canonical_ranks: int
     is_default: bool
+    """Whether `auto` chooses this pool and this number of canonical ranks."""
     chi2_sorted: float
+    """chi2/df of a file that is sorted by class."""
     chi2_random: float
+    """chi2/df of a file in random order."""
     batch_again: float
-    """That two rows of a batch share one in the next epoch too."""
+    """Chance that two rows of a batch share a batch in the next epoch, too."""
     pool_again: float
-    """That two rows of a pool share one in the next epoch too."""
+    """Chance that two rows of a pool share a pool in the next epoch, too."""
 
 
 # ---------------------------------------------------------------------------------------------- shuffle quality
@@ -79,111 +95,131 @@ def epoch_rows(order: BlockSampler, epoch: int) -> np.ndarray:
     return np.concatenate([order.row_ids(plan) for plan in order.pools(epoch)])
 
 
-def chi2_per_df(labels: np.ndarray, batch_size: int, classes: int) -> float:
-    """How far the label counts of a batch are from the file's shares; the mean over the batches.
+def chi2_per_df(labels: np.ndarray, batch_size: int, n_classes: int) -> float:
+    """How far the label counts of a batch are from the shares of the file: the mean over the batches.
 
-    sum over k of (n_k - e)^2 / e / (classes - 1), where n_k rows of the batch are of class k and e = batch_rows /
-    classes are expected: all classes are equally frequent. labels: (rows,) in training order; an incomplete last batch
-    is left out.
+    sum over k of (n_k - e)^2 / e / (n_classes - 1), where n_k rows of the batch are of class k and e = batch_size /
+    n_classes are expected: all classes are equally frequent. labels: (rows,) in training order. An incomplete last
+    batch is left out.
     """
-    batches, expected = len(labels) // batch_size, batch_size / classes
-    cells = np.arange(batches * batch_size) // batch_size * classes + labels[: batches * batch_size]
-    counts = np.bincount(cells, minlength=batches * classes)
-    return float(np.square(counts - expected).sum() / expected / batches / (classes - 1))
+    n_batches = len(labels) // batch_size
+    expected = batch_size / n_classes
+    n_rows = n_batches * batch_size
+    cells = np.arange(n_rows) // batch_size * n_classes + labels[:n_rows]
+    counts = np.bincount(cells, minlength=n_batches * n_classes)
+    return float(np.square(counts - expected).sum() / expected / n_batches / (n_classes - 1))
 
 
-def meet_again(first: np.ndarray, second: np.ndarray, group_rows: int, rows: int) -> float:
-    """Chance that two rows of one group share a group of the next epoch, over that of a full shuffle.
+def meet_again(first: np.ndarray, second: np.ndarray, group_rows: int, n_rows: int) -> float:
+    """Chance that two rows of a group share a group in the next epoch, relative to a full shuffle.
 
-    first, second: row numbers of the two epochs in training order, cut into groups of `group_rows`; rows: of the file.
+    first, second: row numbers of two epochs in training order, which are cut into groups of `group_rows`. n_rows: rows
+    of the file.
     """
-    groups = np.full((2, rows), -1)
-    for group, order in zip(groups, (first, second), strict=True):
-        group[order] = np.arange(len(order)) // group_rows
-    both = groups[:, (groups >= 0).all(0)]  # the end of a lane may be left out of an epoch
-    _, raise_on_every_rank = np.unique(both[0] * rows + both[1], return_counts=True)
-    before, after = _pairs(np.bincount(both[0])), _pairs(np.bincount(both[1]))
-    return _pairs(raise_on_every_rank) / before / (after / _pairs(np.array([both.shape[1]])))
+    groups = np.full((2, n_rows), -1)
+    groups[0, first] = np.arange(len(first)) // group_rows
+    groups[1, second] = np.arange(len(second)) // group_rows
+    in_both = groups[:, (groups >= 0).all(0)]  # an epoch may leave out the end of a canonical rank
+    _, shared_counts = np.unique(in_both[0] * n_rows + in_both[1], return_counts=True)
+    first_pairs = _count_pairs(np.bincount(in_both[0]))
+    second_pairs = _count_pairs(np.bincount(in_both[1]))
+    all_pairs = _count_pairs(np.array([in_both.shape[1]]))
+    return _count_pairs(shared_counts) / first_pairs / (second_pairs / all_pairs)
 
 
-def _pairs(counts: np.ndarray) -> float:
+def _count_pairs(counts: np.ndarray) -> float:
+    """Number of pairs of rows in groups of these sizes."""
     return float((counts.astype(np.float64) * (counts - 1)).sum() / 2)
 
 
 def qualities(data: Data, batch_size: int, pool_blocks: tuple[int, ...] = POOL_BLOCKS) -> Iterator[Quality]:
-    """Pools of each size with one lane and with as many as `auto` chooses, then a full shuffle."""
-    random = np.random.default_rng(0)
-    by_class = np.arange(data.rows) * data.classes // data.rows
-    in_random_order = random.permutation(by_class)
-    block_rows, rows_a_block = data.block_rows, int(data.block_rows[0])
-    default_lanes = auto.choose_lanes("auto", batch_size, 1, len(block_rows), data.name)
-    default = auto.choose_pool_batches("auto", batch_size, data.row_bytes, data.rows)
-    needed = max(2, -(-MIN_BATCHES * batch_size // data.rows))
+    """Pools of each size with one canonical rank and with as many as `auto` chooses, then a full shuffle."""
+    rng = np.random.default_rng(0)
+    by_class = np.arange(data.n_rows) * data.n_classes // data.n_rows
+    in_random_order = rng.permutation(by_class)
+    rows_per_block = int(data.block_rows[0])
+    default_ranks = choose_canonical_ranks("auto", batch_size, 1, data)
+    default_batches = choose_pool_batches("auto", batch_size, data)
+    n_epochs = max(2, -(-MIN_BATCHES * batch_size // data.n_rows))
 
     def chi2(labels: np.ndarray, epochs: list[np.ndarray]) -> float:
-        return fmean(chi2_per_df(labels[rows], batch_size, data.classes) for rows in epochs)
+        return fmean(chi2_per_df(labels[row_ids], batch_size, data.n_classes) for row_ids in epochs)
 
-    sizes = {max(1, round(blocks * rows_a_block / batch_size)) for blocks in pool_blocks} | {default}
+    sizes = {max(1, round(n_blocks * rows_per_block / batch_size)) for n_blocks in pool_blocks} | {default_batches}
     for pool_batches in sorted(sizes):
-        for canonical_ranks in sorted({1, default_lanes}):
-            order = BlockSampler(block_rows, batch_size, canonical_ranks=canonical_ranks, pool_batches=pool_batches)
-            epochs = [epoch_rows(order, epoch) for epoch in range(needed)]
+        for canonical_ranks in sorted({1, default_ranks}):
+            shard = Shard(canonical_ranks=canonical_ranks)
+            order = BlockSampler(data.block_rows, batch_size, shard=shard, pool_batches=pool_batches)
+            epochs = [epoch_rows(order, epoch) for epoch in range(n_epochs)]
             yield Quality(
-                data.name,
-                batch_size,
-                pool_batches,
-                pool_batches * batch_size / rows_a_block,
-                canonical_ranks,
-                (pool_batches, canonical_ranks) == (default, default_lanes),
-                chi2(by_class, epochs),
-                chi2(in_random_order, epochs),
-                meet_again(epochs[0], epochs[1], batch_size, data.rows),
-                meet_again(epochs[0], epochs[1], pool_batches * batch_size, data.rows),
+                data=data.name,
+                batch_size=batch_size,
+                pool_batches=pool_batches,
+                pool_blocks=pool_batches * batch_size / rows_per_block,
+                canonical_ranks=canonical_ranks,
+                is_default=(pool_batches, canonical_ranks) == (default_batches, default_ranks),
+                chi2_sorted=chi2(by_class, epochs),
+                chi2_random=chi2(in_random_order, epochs),
+                batch_again=meet_again(epochs[0], epochs[1], batch_size, data.n_rows),
+                pool_again=meet_again(epochs[0], epochs[1], pool_batches * batch_size, data.n_rows),
             )
-    epochs = [random.permutation(data.rows) for _ in range(needed)]
-    shuffled = (chi2(labels, epochs) for labels in (by_class, in_random_order))
-    again = (meet_again(epochs[0], epochs[1], rows, data.rows) for rows in (batch_size, default * batch_size))
-    yield Quality(data.name, batch_size, 0, len(block_rows), 1, False, *shuffled, *again)
+    epochs = [rng.permutation(data.n_rows) for _ in range(n_epochs)]
+    yield Quality(
+        data=data.name,
+        batch_size=batch_size,
+        pool_batches=0,
+        pool_blocks=len(data.block_rows),
+        canonical_ranks=1,
+        is_default=False,
+        chi2_sorted=chi2(by_class, epochs),
+        chi2_random=chi2(in_random_order, epochs),
+        batch_again=meet_again(epochs[0], epochs[1], batch_size, data.n_rows),
+        pool_again=meet_again(epochs[0], epochs[1], default_batches * batch_size, data.n_rows),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- scale
 
 
 class Start(NamedTuple):
-    """What the beginning of an epoch took on one rank."""
+    """The cost of beginning an epoch on one rank."""
 
     seconds: float
     peak_bytes: int
-    """Resident, beyond what the imports had taken."""
+    """Highest resident memory beyond that after the imports."""
 
 
-def start_blocks(rows: int) -> Start:
-    """Ours, 100 rows a block: the sampler, an epoch, its first pool plan and that pool's row numbers."""
-    before = _status_bytes("VmRSS")
-    block_rows = np.full(rows // 100, 100, np.int32)  # as Store has it
+def start_blocks(n_rows: int) -> Start:
+    """Our sampler with 100 rows in a block: its construction, the first plan of a pool, and its row numbers."""
+    bytes_before = _status_bytes("VmRSS")
+    block_rows = np.full(n_rows // 100, 100, np.int32)  # as a source has it
     t0 = time.perf_counter()
-    order = BlockSampler(block_rows, SCALE_BATCH, world_size=SCALE_RANKS, pool_batches=SCALE_POOL)
+    shard = Shard(world_size=SCALE_RANKS)
+    order = BlockSampler(block_rows, SCALE_BATCH, shard=shard, pool_batches=SCALE_POOL)
     order.row_ids(next(order.pools(0)))
-    return Start(time.perf_counter() - t0, _status_bytes("VmHWM") - before)
+    return Start(time.perf_counter() - t0, _status_bytes("VmHWM") - bytes_before)
 
 
-def start_torch(rows: int) -> Start:
-    """torch's DistributedSampler: an epoch and its first row number."""
-    before = _status_bytes("VmRSS")
+def start_torch(n_rows: int) -> Start:
+    """torch's DistributedSampler: its construction and the first row number."""
+    bytes_before = _status_bytes("VmRSS")
     t0 = time.perf_counter()
-    next(iter(DistributedSampler(range(rows), SCALE_RANKS, 0)))  # type: ignore[arg-type]
-    return Start(time.perf_counter() - t0, _status_bytes("VmHWM") - before)
+    next(iter(DistributedSampler(range(n_rows), SCALE_RANKS, 0)))  # type: ignore[arg-type]
+    return Start(time.perf_counter() - t0, _status_bytes("VmHWM") - bytes_before)
 
 
-def in_fresh_process(what: str, rows: int) -> Start:
-    """Medians of `start_<what>` in SCALE_RUNS processes, one after the other."""
-    command = [sys.executable, __file__, "--start", what, "--rows", str(rows)]
+STARTS = {"blocks": start_blocks, "torch": start_torch}
+
+
+def in_new_process(sampler: str, n_rows: int) -> Start:
+    """Medians over SCALE_RUNS processes, one after the other. sampler: a key of STARTS."""
+    command = [sys.executable, __file__, "--start", sampler, "--rows", str(n_rows)]
     runs = [Start(*json.loads(subprocess.check_output(command, text=True))) for _ in range(SCALE_RUNS)]
     return Start(median(run.seconds for run in runs), round(median(run.peak_bytes for run in runs)))
 
 
 def _status_bytes(name: str) -> int:
-    """VmRSS or VmHWM of this process. ru_maxrss would not do: a child inherits what its parent had reached."""
+    """VmRSS or VmHWM of this process. ru_maxrss is no alternative: a child inherits the maximum of its parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -191,75 +227,84 @@ def _status_bytes(name: str) -> int:
 # ---------------------------------------------------------------------------------------------- the page
 
 
-def quality_table(found: list[Quality]) -> report.Table:
+def quality_table(results: list[Quality]) -> report.Table:
     columns = [
         "rows",
-        "batch",
-        "lanes",
-        "batches a pool",
-        "blocks a pool",
+        "batch size",
+        "canonical ranks",
+        "batches in a pool",
+        "blocks in a pool",
         "sorted file: chi2/df",
         "random file: chi2/df",
         "batch mates again",
         "pool mates again",
     ]
     rows = []
-    for each in found:
-        pool = [f"{each.pool_batches}{' (auto)' if each.is_default else ''}", f"{each.pool_blocks:.0f}"]
-        how = [str(each.canonical_ranks), *pool] if each.pool_batches else ["-", "full shuffle", "all"]
-        numbers = [each.chi2_sorted, each.chi2_random, each.batch_again, each.pool_again]
-        rows.append([each.data, str(each.batch_size), *how, *(f"{number:.2f}" for number in numbers)])
-    return report.Table("shuffle quality", columns, rows, what_follows(found))
+    for quality in results:
+        if quality.pool_batches:
+            pool_batches = f"{quality.pool_batches}{' (auto)' if quality.is_default else ''}"
+            settings = [str(quality.canonical_ranks), pool_batches, f"{quality.pool_blocks:.0f}"]
+        else:
+            settings = ["-", "full shuffle", "all"]
+        numbers = [quality.chi2_sorted, quality.chi2_random, quality.batch_again, quality.pool_again]
+        rows.append([quality.data, str(quality.batch_size), *settings, *(f"{number:.2f}" for number in numbers)])
+    return report.Table("shuffle quality", columns, rows, conclusions(results))
 
 
-def what_follows(found: list[Quality]) -> str:
-    default = next(each for each in found if each.is_default)
-    like = [
-        each
-        for each in found
-        if each[:2] == default[:2] and each.pool_batches and each.canonical_ranks == default.canonical_ranks
+def conclusions(results: list[Quality]) -> str:
+    """The note of the table: how to read it, and what follows from it."""
+    default = next(quality for quality in results if quality.is_default)
+    same_settings = [
+        quality
+        for quality in results
+        if quality.pool_batches
+        and (quality.data, quality.batch_size) == (default.data, default.batch_size)
+        and quality.canonical_ranks == default.canonical_ranks
     ]
-    pools = (like[0], default, like[-1])
-    blocks = [f"{each.pool_blocks:.0f} blocks" for each in pools]
-    biased = ", ".join(f"{each.chi2_sorted:.1f} with {size}" for each, size in zip(pools, blocks, strict=True))
-    again = ", ".join(f"{each.batch_again:.2f} times with {size}" for each, size in zip(pools, blocks, strict=True))
-    random = [each.chi2_random for each in found if each.pool_batches]
+    pools = (same_settings[0], default, same_settings[-1])
+    biased = ", ".join(f"{pool.chi2_sorted:.1f} with {pool.pool_blocks:.0f} blocks" for pool in pools)
+    again = ", ".join(f"{pool.batch_again:.2f} times with {pool.pool_blocks:.0f} blocks" for pool in pools)
+    random = [quality.chi2_random for quality in results if quality.pool_batches]
     return f"""\
-chi2/df: mean over the batches of an epoch or more, 1 for a random sample. "again": how often two rows that shared a
-batch (a pool) share one in the next epoch too, as a multiple of a full shuffle's, whose pools are as large as `auto`'s.
-Blocks have {BLOCK_BYTES >> 20} MiB. A pool is at least one batch, so the smallest pools have more than one block.
+chi2/df: mean over the batches of at least one epoch; 1 for a random sample. "again": how often two rows that shared a
+batch (a pool) share one in the next epoch, too, as a multiple of the same for a full shuffle, with pools as large as
+those of `auto`. Blocks have {BLOCK_BYTES >> 20} MiB. A pool has at least one batch, so the smallest pools have
+several blocks.
 
-What follows, with numbers for {default.data} rows in batches of {default.batch_size} and {default.canonical_ranks} lanes:
+Conclusions, with numbers for {default.data} rows, batch size {default.batch_size} and {default.canonical_ranks} \
+canonical ranks:
 
-- A file in random order gives batches like a full shuffle's with pools of any size: chi2/df is {min(random):.2f} to
-  {max(random):.2f} in the whole table. So a file should be written in random order, once.
-- If it is sorted by class, chi2/df is about 1 + batch / blocks of a pool: {biased}.
-  It is the number of blocks that counts, not their size: hence small blocks, and many of them.
+- A file in random order gives batches like those of a full shuffle, whatever the size of the pools: chi2/df is
+  {min(random):.2f} to {max(random):.2f} in the whole table. So write a file in random order, once.
+- If the file is sorted by class, chi2/df is about 1 + batch size / blocks of a pool: {biased}.
+  The number of blocks counts, not their size. That is why blocks are small and pools have many of them.
 - Rows that are neighbours in the file stay near each other in every epoch. Batch mates meet again {again}
   as often as in a full shuffle: about 1 + blocks of the file / (blocks of a pool)^2.
-- Hence a pool of 128 blocks, 256 MiB. Three are held at once, so more blocks would cost memory on the host and on the
-  device, and gain little unless the file is sorted; the project warns of that."""
+- That is why a pool has 128 blocks, 256 MiB. Three pools are held at once, so more blocks would cost memory on the host
+  and on the device, and would gain little unless the file is sorted, which the project warns about."""
 
 
 def scale_table(ours: Start, torchs: Start) -> report.Table:
-    a_row = torchs.peak_bytes / TORCH_ROWS
+    bytes_per_row = torchs.peak_bytes / TORCH_ROWS
+    torch_mb = bytes_per_row * SCALE_ROWS / 1e6
     rows = [
         ["BlockSampler, 10^7 blocks", f"{SCALE_ROWS:.0e}", f"{ours.seconds:.2f}", f"{ours.peak_bytes / 1e6:,.0f}"],
         ["DistributedSampler", f"{TORCH_ROWS:.0e}", f"{torchs.seconds:.2f}", f"{torchs.peak_bytes / 1e6:,.0f}"],
-        ["DistributedSampler", f"{SCALE_ROWS:.0e}", "not measured", f"computed: {a_row * SCALE_ROWS / 1e6:,.0f}"],
+        ["DistributedSampler", f"{SCALE_ROWS:.0e}", "not measured", f"computed: {torch_mb:,.0f}"],
     ]
     note = (
-        f"On one of {SCALE_RANKS:,} ranks, {SCALE_BATCH} rows a batch and {SCALE_POOL} batches a pool: until the first "
-        f"pool's row numbers, or torch's first row number, are known. Medians of {SCALE_RUNS} fresh processes; memory "
-        "is the highest resident size less that after the imports, the table of block sizes included. torch's "
-        f"sampler took {a_row:.0f} bytes a row; the last line is that times the rows, not a measurement."
+        f"On one of {SCALE_RANKS:,} ranks, {SCALE_BATCH} rows in a batch and {SCALE_POOL} batches in a pool: time "
+        "until the row numbers of the first pool, or the first row number of torch, are known. Medians of "
+        f"{SCALE_RUNS} new processes. Memory is the highest resident size minus that after the imports, and includes "
+        f"the table of block sizes. torch's sampler took {bytes_per_row:.0f} bytes for each row; the last line is "
+        "that times the number of rows, not a measurement."
     )
     return report.Table("the start of an epoch", ["sampler", "rows", "s", "MB"], rows, note)
 
 
-def targets_table(found: list[Quality], ours: Start) -> report.Table:
-    default = [each.chi2_random for each in found if each.is_default]
-    full = [each.chi2_random for each in found if not each.pool_batches]
+def targets_table(results: list[Quality], ours: Start) -> report.Table:
+    default = [quality.chi2_random for quality in results if quality.is_default]
+    full = [quality.chi2_random for quality in results if not quality.pool_batches]
     rows = [
         [
             "chi2/df of a batch's labels, file in random order, pools by `auto`",
@@ -272,27 +317,32 @@ def targets_table(found: list[Quality], ours: Start) -> report.Table:
             "< 2 s, < 200 MB",
         ],
     ]
-    return report.Table("targets", ["what", "measured", "must / aim"], rows)
+    return report.Table("targets", report.TARGET_COLUMNS, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="shuffle quality and cost of the order")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the result")
-    parser.add_argument("--start", choices=["blocks", "torch"], help="only begin an epoch, and print what that took")
-    parser.add_argument("--rows", type=int, default=SCALE_ROWS, help="for --start")
-    arguments = parser.parse_args()
-    if arguments.start:
-        print(json.dumps({"blocks": start_blocks, "torch": start_torch}[arguments.start](arguments.rows)))
+    parser.add_argument("--start", choices=STARTS, help="only begin an epoch, and print its cost")
+    parser.add_argument("--rows", type=int, default=SCALE_ROWS, help="number of rows for --start")
+    args = parser.parse_args()
+    if args.start:
+        print(json.dumps(STARTS[args.start](args.rows)))
         return
-    ours, torchs = in_fresh_process("blocks", SCALE_ROWS), in_fresh_process("torch", TORCH_ROWS)
-    found: list[Quality] = []
+    ours = in_new_process("blocks", SCALE_ROWS)
+    torchs = in_new_process("torch", TORCH_ROWS)
+    results: list[Quality] = []
     for data in (CELEBA, IMAGENET):
         for batch_size in (256, 1024):
-            found += qualities(data, batch_size)
-            print(f"{data.name}, batch {batch_size}: done", file=sys.stderr, flush=True)
-    raw = {"qualities": [each._asdict() for each in found], "blocks": ours._asdict(), "torch": torchs._asdict()}
-    tables = [targets_table(found, ours), quality_table(found), scale_table(ours, torchs)]
-    report.write("order", tables, raw, "python bench/order.py", arguments.out)
+            results += qualities(data, batch_size)
+            print(f"{data.name}, batch size {batch_size}: done", file=sys.stderr, flush=True)
+    raw = {
+        "qualities": [quality._asdict() for quality in results],
+        "blocks": ours._asdict(),
+        "torch": torchs._asdict(),
+    }
+    tables = [targets_table(results, ours), quality_table(results), scale_table(ours, torchs)]
+    report.write("order", tables, raw, "python bench/order.py", folder=args.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The peers that the loader benchmark compares with, each in the setting that its own documentation calls fastest.
+"""The peers that the loader benchmark compares with, each with the settings that its own documentation calls fastest.
 
-Each class converts the h5 file once to the format that its peer reads (`folder`), and then yields shuffled epochs of
-uint8 batches in host memory. A batch of a class with a ring of buffers (FFCV, DALI, SPDL, Grain) holds until the
-next batch is asked for. A peer that batches inside worker processes drops the last partial batch of every worker, and
-not of the epoch alone; count the rows that come, not the rows that the file has.
+Each class converts the HDF5 file once to the format that its peer reads, and then yields shuffled epochs of uint8
+batches in host memory. A batch of a class with a ring of buffers (FFCV, DALI, SPDL, Grain) is valid until the next
+batch is asked for. A peer that makes batches in worker processes drops the last partial batch of every worker, not only
+that of the epoch: count the rows that come, not the rows of the file.
 """
 
 from __future__ import annotations
@@ -19,45 +19,64 @@ import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 Batch = tuple[Any, Any]
+"""Images, uint8 (B, C, H, W), and labels (B,): arrays or tensors."""
 
-SHARD_BYTES = 1 << 26  # 64 MB: what litdata and MDS recommend for a chunk; tar shards take the same
-BLOCK_BYTES = 1 << 26  # read from h5 at a time while converting
-LARGE_ROW_BYTES = 1 << 14  # from here on DALI and litdata are faster with a setting that costs more per row
+SHARD_BYTES = 1 << 26
+"""Size of a shard: litdata and MDS recommend 64 MB, and tar shards have the same size."""
+BLOCK_BYTES = 1 << 26
+"""Bytes that a conversion reads from the HDF5 file at a time."""
+LARGE_ROW_BYTES = 1 << 14
+"""From this size on, DALI and litdata are faster with a setting that costs more for each row."""
+
+
+class Task(NamedTuple):
+    """What a contender has to read."""
+
+    h5: Path
+    """The HDF5 file, with the datasets `images` and `labels`."""
+    folder: Path
+    """Where a contender keeps its own format of the rows."""
+    batch_size: int
+    n_workers: int
+    """Worker processes, or threads of a peer that has no worker processes."""
+    seed: int
 
 
 def _convert(target: Path, write: Callable[[Path], None]) -> Path:
-    """`target`, written by `write` under a temporary name first: an interrupted conversion is never reused."""
+    """Create `target` by calling `write` with a temporary name, so that an interrupted conversion is never reused."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        write(partial)
-        partial.rename(target)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        write(unfinished)
+        unfinished.rename(target)
     return target
 
 
 def _blocks(h5: Path) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """The file in order, in blocks of about `BLOCK_BYTES`."""
+    """Images and labels in the order of the file, in blocks of about `BLOCK_BYTES`."""
     with h5py.File(h5) as file:
-        images, labels = file["images"], file["labels"]
-        rows = max(1, BLOCK_BYTES // math.prod(images.shape[1:]))
-        for start in range(0, len(images), rows):
-            yield images[start : start + rows], labels[start : start + rows].astype(np.int64)
+        images = file["images"]
+        labels = file["labels"]
+        n_rows = max(1, BLOCK_BYTES // math.prod(images.shape[1:]))
+        for start in range(0, len(images), n_rows):
+            yield images[start : start + n_rows], labels[start : start + n_rows].astype(np.int64)
 
 
 def shape_of(h5: Path) -> tuple[int, ...]:
-    """(rows, C, H, W)"""
+    """(N, C, H, W) of the images of a file."""
     with h5py.File(h5) as file:
         return tuple(map(int, file["images"].shape))
 
@@ -67,60 +86,71 @@ def _files(folder: Path) -> list[Path]:
 
 
 def npy_arrays(h5: Path, folder: Path) -> Path:
-    """A folder with images.npy and labels.npy, for the peers that have no file format of their own."""
+    """A folder with images.npy and labels.npy, for peers without a file format of their own."""
 
     def write(target: Path) -> None:
         target.mkdir()
         shape = shape_of(h5)
         images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
         labels = np.lib.format.open_memmap(target / "labels.npy", "w+", np.int64, shape[:1])
-        done = 0
-        for block, numbers in _blocks(h5):
-            images[done : done + len(block)], labels[done : done + len(block)] = block, numbers
-            done += len(block)
+        start = 0
+        for image_block, label_block in _blocks(h5):
+            stop = start + len(image_block)
+            images[start:stop] = image_block
+            labels[start:stop] = label_block
+            start = stop
         images.flush()
         labels.flush()
 
     return _convert(folder / "arrays", write)
 
 
-def permutation(rows: int, batch_size: int, seed: int, number: int) -> npt.NDArray[np.int64]:
-    """The row numbers of one epoch, fully shuffled: one row of the result is a batch."""
-    order = np.random.default_rng((seed, number)).permutation(rows)
-    return order[: rows // batch_size * batch_size].reshape(-1, batch_size)
+def permutation(n_rows: int, batch_size: int, seed: int, number: int) -> npt.NDArray[np.int64]:
+    """(batches, batch_size): row numbers of epoch `number`, fully shuffled. Rows that fill no batch are left out."""
+    order = np.random.default_rng((seed, number)).permutation(n_rows)
+    return order[: n_rows // batch_size * batch_size].reshape(-1, batch_size)
 
 
 def _quiet_about_read_only_arrays() -> None:
-    """Rows that are views of a file are read-only; torch warns of that in every worker, though they are only copied."""
+    """Silence torch, which warns in every worker that rows of a file are read-only, although it only copies them."""
     warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
 
 
 class _H5Rows:
-    """(image, label) by row number for FFCV's writer: opened in each of its processes, read in blocks."""
+    """(image, label) by row number for the writer of FFCV. Each of its processes opens the file and reads blocks."""
+
+    BLOCK_ROWS = 100
+    """The writer asks for 100 neighbouring rows at a time."""
 
     def __init__(self, h5: Path) -> None:
-        self.h5, self.rows, self.start, self.block = h5, shape_of(h5)[0], -1, (np.empty(0), np.empty(0))
+        self.h5 = h5
+        self.n_rows = shape_of(h5)[0]
+        self.start = -1
+        self.images = np.empty(0)
+        self.labels = np.empty(0)
 
     def __len__(self) -> int:
-        return self.rows
+        return self.n_rows
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], int]:
-        start = index // 100 * 100  # the writer hands out 100 rows at a time
+        start = index // self.BLOCK_ROWS * self.BLOCK_ROWS
         if start != self.start:
+            stop = start + self.BLOCK_ROWS
             with h5py.File(self.h5) as file:
-                self.block = file["images"][start : start + 100], file["labels"][start : start + 100]
+                self.images = file["images"][start:stop]
+                self.labels = file["labels"][start:stop]
             self.start = start
-        return self.block[0][index - start], int(self.block[1][index - start])
+        return self.images[index - start], int(self.labels[index - start])
 
 
 class Ffcv:
     """FFCV: raw NDArrayField rows (no image codec), OrderOption.RANDOM (a full shuffle), os_cache=True, compiled.
 
-    `os_cache=True` maps the file, which the performance guide advises where the dataset fits in memory. The kernels
-    are compiled, and a first batch is read, before the first epoch.
+    `os_cache=True` maps the file, as the performance guide advises if the dataset fits in memory. Before the first
+    epoch, the kernels are compiled and one batch is read.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, task: Task) -> None:
         from ffcv.fields import IntField, NDArrayField
         from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
         from ffcv.loader import Loader, OrderOption
@@ -128,28 +158,28 @@ class Ffcv:
         from ffcv.writer import DatasetWriter
 
         def write(target: Path) -> None:
-            image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(h5)[1:])
-            writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=workers)
-            writer.from_indexed_dataset(_H5Rows(h5))
+            image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(task.h5)[1:])
+            writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=task.n_workers)
+            writer.from_indexed_dataset(_H5Rows(task.h5))
 
-        self.path = _convert(folder / "rows.beton", write)
+        self.path = _convert(task.folder / "rows.beton", write)
         self.loader = Loader(
             str(self.path),
-            batch_size=batch_size,
-            num_workers=workers,
+            batch_size=task.batch_size,
+            num_workers=task.n_workers,
             os_cache=True,
             order=OrderOption.RANDOM,
-            seed=seed,
+            seed=task.seed,
             drop_last=True,
             pipelines={"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]},
         )
-        warm = iter(self.loader)
-        next(warm, None)
-        warm.close()
-        warm.join()
-        # FFCV maps the file for good; mapped pages cannot be evicted. The first epoch maps it anew.
+        batches = iter(self.loader)
+        next(batches, None)
+        batches.close()
+        batches.join()
+        # FFCV keeps the file mapped, and mapped pages cannot be evicted. The first epoch maps the file anew.
         self.loader.memory_manager.context.mmap = None
-        del warm  # in a cycle that holds the mapping
+        del batches  # it is part of a reference cycle that holds the mapping
         gc.collect()
 
     def files(self) -> list[Path]:
@@ -166,56 +196,59 @@ class Ffcv:
 
 
 class _DaliSource:
-    """One batch per call for DALI's external source: row views for its threads to copy, or a gathered batch.
+    """Gives DALI's external source one batch per call: views of rows that its threads copy, or a gathered batch.
 
-    DALI reads a batch after the call (`no_copy`), so a gathered one stays in a ring that outlasts the prefetch queue.
+    DALI reads a batch after the call (`no_copy`). So a gathered batch lies in a ring that is longer than its queue.
     """
 
     def __init__(self, arrays: Path, batch_size: int, seed: int, ring: int) -> None:
         self.images = np.asarray(np.load(arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(arrays / "labels.npy")
-        self.views = self.images[0].nbytes >= LARGE_ROW_BYTES
-        self.batch_size, self.seed = batch_size, seed
-        self.ring = [np.zeros((0 if self.views else batch_size, *self.images.shape[1:]), np.uint8) for _ in range(ring)]
-        self.kept: list[Any] = [None] * ring  # labels and views of the batches in flight
-        self.calls = 0
+        self.gives_views = self.images[0].nbytes >= LARGE_ROW_BYTES
+        self.batch_size = batch_size
+        self.seed = seed
+        n_rows = 0 if self.gives_views else batch_size
+        self.ring = [np.zeros((n_rows, *self.images.shape[1:]), np.uint8) for _ in range(ring)]
+        self.in_flight: list[Any] = [None] * ring  # keeps the views and labels that DALI has not read yet
+        self.n_calls = 0
         self.order: Iterator[npt.NDArray[np.int64]] = iter(())
 
     def start(self, number: int) -> None:
         self.order = iter(permutation(len(self.images), self.batch_size, self.seed, number))
 
     def __call__(self) -> tuple[Any, Any]:
-        rows = next(self.order)  # its StopIteration is how DALI learns of the end of the epoch
-        slot = self.calls % len(self.ring)
-        self.calls += 1
-        labels = self.labels[rows]
-        if self.views:
-            batch: Any = [self.images[row] for row in rows.tolist()]
+        row_ids = next(self.order)  # its StopIteration tells DALI that the epoch has ended
+        slot = self.n_calls % len(self.ring)
+        self.n_calls += 1
+        labels = self.labels[row_ids]
+        batch: Any
+        if self.gives_views:
+            batch = [self.images[row] for row in row_ids.tolist()]
         else:
-            batch = np.take(self.images, rows, axis=0, out=self.ring[slot], mode="clip")
-        self.kept[slot] = (batch, labels)
+            batch = np.take(self.images, row_ids, axis=0, out=self.ring[slot], mode="clip")
+        self.in_flight[slot] = (batch, labels)
         return batch, labels
 
 
 class Dali:
     """DALI, CPU pipeline: an external source in batch mode without copies, over memory-mapped arrays; a full shuffle.
 
-    The fastest of those tried: `parallel=True` (worker processes) and the native webdataset reader (a shuffle buffer)
-    gave less than half of it for both row sizes, `exec_dynamic=True` less as well. Rows of 16 KiB and more go in as
-    views, and DALI's own threads gather them; smaller ones are gathered with NumPy, which then overlaps with one DALI
-    thread. Yields NCHW arrays.
+    This is the fastest variant that was tried. `parallel=True` (worker processes) and the native webdataset reader (a
+    shuffle buffer) reached less than half of its speed for both row sizes, and `exec_dynamic=True` was slower, too.
+    Rows of 16 KiB and more are passed as views and DALI's own threads gather them. Smaller rows are gathered by NumPy,
+    which overlaps with one DALI thread. Yields NCHW arrays.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, task: Task) -> None:
         from nvidia.dali import fn
         from nvidia.dali.pipeline import Pipeline
 
-        self.arrays = npy_arrays(h5, folder)
+        self.arrays = npy_arrays(task.h5, task.folder)
         depth = 3
-        self.source = _DaliSource(self.arrays, batch_size, seed, ring=2 * depth + 2)
+        self.source = _DaliSource(self.arrays, task.batch_size, task.seed, ring=2 * depth + 2)
         self.pipeline = Pipeline(
-            batch_size=batch_size,
-            num_threads=workers if self.source.views else 1,
+            batch_size=task.batch_size,
+            num_threads=task.n_workers if self.source.gives_views else 1,
             device_id=None,
             prefetch_queue_depth=depth,
             exec_dynamic=False,
@@ -240,7 +273,7 @@ class Dali:
             self._drain()
 
     def _drain(self) -> None:
-        """Takes what the pipeline had prefetched of an epoch that was given up, so that the next starts clean."""
+        """Take the batches that were prefetched for an epoch that was given up, so that the next one starts clean."""
         self.source.order = iter(())
         with contextlib.suppress(StopIteration):
             while True:
@@ -248,30 +281,32 @@ class Dali:
         self.pipeline.reset()
 
 
-def _tar_sample(sample: dict[str, Any], shape: tuple[int, ...]) -> tuple[npt.NDArray[np.uint8], int]:
+def _tar_sample(shape: tuple[int, ...], sample: dict[str, Any]) -> tuple[npt.NDArray[np.uint8], int]:
+    """(image, label) of one member of a tar shard."""
     return np.frombuffer(sample["bin"], np.uint8).reshape(shape), int(sample["cls"])
 
 
 class WebDataset:
-    """webdataset: tar shards of raw bytes in order, shards shuffled, then a buffer of 1000 rows per worker; WebLoader.
+    """webdataset: shuffled tar shards of raw bytes, then a shuffle buffer of 1000 rows in each worker; WebLoader.
 
-    As the documentation has it: batches are made (torch's collate, straight into shared memory) in the workers, which
-    persist. The shuffle is a buffer's, so not a full one, and its seeds count the epochs rather than take `number`.
+    As in its documentation, persistent workers make the batches (torch's collate, directly into shared memory). A
+    shuffle buffer is not a full shuffle. Its seeds count the epochs themselves, so `number` is not used.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, task: Task) -> None:
         import webdataset as wds
         from torch.utils.data import default_collate
 
-        rows, *shape = shape_of(h5)
+        n_rows, *shape = shape_of(task.h5)
 
         def write(target: Path) -> None:
             target.mkdir()
-            shards = max(4, math.ceil(rows * math.prod(shape) / SHARD_BYTES))
-            shards = math.ceil(shards / 4) * 4  # the workers get shards in turn: keep them even
-            starts = [rows * shard // shards for shard in range(shards)]
-            tar, row = None, 0
-            for images, labels in _blocks(h5):
+            n_shards = max(4, math.ceil(n_rows * math.prod(shape) / SHARD_BYTES))
+            n_shards = math.ceil(n_shards / 4) * 4  # the workers take shards in turn: give each worker equally many
+            starts = [n_rows * shard // n_shards for shard in range(n_shards)]
+            tar = None
+            row = 0
+            for images, labels in _blocks(task.h5):
                 for image, label in zip(images, labels, strict=True):
                     if tar is None or (starts and row == starts[0]):
                         if tar is not None:
@@ -287,16 +322,20 @@ class WebDataset:
                 tar.close()
 
         _quiet_about_read_only_arrays()
-        self.tars = _convert(folder / "tars", write)
+        self.tars = _convert(task.folder / "tars", write)
         shards = _files(self.tars)
         dataset = (
-            wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=seed)
-            .compose(wds.detshuffle(1000, 1000, seed=seed))
-            .map(_Partial(_tar_sample, tuple(shape)))
-            .batched(batch_size, collation_fn=default_collate, partial=False)
+            wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=task.seed)
+            .compose(wds.detshuffle(1000, 1000, seed=task.seed))
+            .map(partial(_tar_sample, tuple(shape)))
+            .batched(task.batch_size, collation_fn=default_collate, partial=False)
         )
         self.loader = wds.WebLoader(
-            dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0, prefetch_factor=2
+            dataset,
+            batch_size=None,
+            num_workers=task.n_workers,
+            persistent_workers=task.n_workers > 0,
+            prefetch_factor=2,
         )
 
     def files(self) -> list[Path]:
@@ -306,33 +345,24 @@ class WebDataset:
         yield from self.loader
 
 
-class _Partial:
-    """`function` with a last argument: picklable."""
-
-    def __init__(self, function: Callable[..., Any], last: Any) -> None:
-        self.function, self.last = function, last
-
-    def __call__(self, first: Any) -> Any:
-        return self.function(first, self.last)
-
-
 class LitData:
-    """litdata: 64 MB chunks of tensors, mapped in place, with the default shuffle, in a StreamingDataLoader.
+    """litdata: 64 MB chunks of tensors, memory-mapped, with the default shuffle, in a StreamingDataLoader.
 
-    The default shuffle permutes the chunks, and within a chunk blocks of 256 rows and the rows of a block. It goes by
-    the epochs that the loader counts itself, so `number` is not used. `batch_decode` is not left at "auto", whose
-    windows do not fit the shuffle here and are decoded many times over (a sixth of the speed for small rows).
+    The default shuffle permutes the chunks, the blocks of 256 rows in each chunk, and the rows in each block. The
+    loader counts the epochs itself, so `number` is not used. `batch_decode` is not left at "auto": its windows do not
+    fit this shuffle and are decoded many times (a sixth of the speed for small rows).
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, task: Task) -> None:
         import torch
         from litdata import StreamingDataLoader, StreamingDataset
         from litdata.streaming import Cache
 
         def write(target: Path) -> None:
             target.mkdir()
-            cache, row = Cache(str(target), chunk_bytes=SHARD_BYTES), 0
-            for images, labels in _blocks(h5):
+            cache = Cache(str(target), chunk_bytes=SHARD_BYTES)
+            row = 0
+            for images, labels in _blocks(task.h5):
                 for image, label in zip(images, labels, strict=True):
                     cache[row] = (torch.from_numpy(image), int(label))
                     row += 1
@@ -340,11 +370,16 @@ class LitData:
             cache.merge()
 
         _quiet_about_read_only_arrays()
-        self.chunks = _convert(folder / "litdata", write)
-        decode = 0 if math.prod(shape_of(h5)[1:]) >= LARGE_ROW_BYTES else 256  # row by row, or a block of the shuffle
-        dataset = StreamingDataset(str(self.chunks), shuffle=True, drop_last=True, seed=seed, batch_decode=decode)
+        self.chunks = _convert(task.folder / "litdata", write)
+        has_large_rows = math.prod(shape_of(task.h5)[1:]) >= LARGE_ROW_BYTES
+        decode = 0 if has_large_rows else 256  # row by row, or a block of the shuffle
+        dataset = StreamingDataset(str(self.chunks), shuffle=True, drop_last=True, seed=task.seed, batch_decode=decode)
         self.loader = StreamingDataLoader(
-            dataset, batch_size=batch_size, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+            dataset,
+            batch_size=task.batch_size,
+            num_workers=task.n_workers,
+            drop_last=True,
+            persistent_workers=task.n_workers > 0,
         )
 
     def files(self) -> list[Path]:
@@ -359,34 +394,43 @@ class LitData:
 class MosaicStreaming:
     """mosaicml-streaming: local MDS shards of 64 MB, ndarray encoding of fixed shape, `py1e` shuffle, DataLoader.
 
-    `py1e` (the default) spreads the rows of a shard over a window of shards. One canonical node, as for one machine.
-    The workers persist; the epochs are counted by the dataset, so `number` is not used.
+    `py1e` (the default) spreads the rows of a shard over a window of shards. There is one canonical node, since there
+    is one machine. The workers persist. The dataset counts the epochs itself, so `number` is not used.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
-        # Its vision datasets, not used here, import torchvision, which fails unless it was built for this very torch.
+    def __init__(self, task: Task) -> None:
+        # Its vision datasets import torchvision, which fails unless it was built for exactly this torch. They are not
+        # used here.
         sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
         from streaming import MDSWriter, StreamingDataset
         from streaming.base.util import clean_stale_shared_memory
         from torch.utils.data import DataLoader
 
-        shape = shape_of(h5)[1:]
+        shape = shape_of(task.h5)[1:]
 
         def write(target: Path) -> None:
             columns = {"image": f"ndarray:uint8:{','.join(map(str, shape))}", "label": "int64"}
             with MDSWriter(out=str(target), columns=columns, size_limit=SHARD_BYTES) as writer:
-                for images, labels in _blocks(h5):
+                for images, labels in _blocks(task.h5):
                     for image, label in zip(images, labels, strict=True):
                         writer.write({"image": image, "label": int(label)})
 
         _quiet_about_read_only_arrays()
-        self.shards = _convert(folder / "mds", write)
-        clean_stale_shared_memory()  # of a run that was killed: its names would be taken for this one's
+        self.shards = _convert(task.folder / "mds", write)
+        clean_stale_shared_memory()  # a run that was killed leaves names behind that this run would use
         dataset = StreamingDataset(
-            local=str(self.shards), batch_size=batch_size, shuffle=True, shuffle_seed=seed, num_canonical_nodes=1
+            local=str(self.shards),
+            batch_size=task.batch_size,
+            shuffle=True,
+            shuffle_seed=task.seed,
+            num_canonical_nodes=1,
         )
         self.loader = DataLoader(
-            dataset, batch_size=batch_size, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+            dataset,
+            batch_size=task.batch_size,
+            num_workers=task.n_workers,
+            drop_last=True,
+            persistent_workers=task.n_workers > 0,
         )
 
     def files(self) -> list[Path]:
@@ -400,35 +444,36 @@ class MosaicStreaming:
 class Spdl:
     """SPDL: a PipelineBuilder with one gathering thread per worker over memory-mapped arrays; a full shuffle.
 
-    `numpy.take` into buffers that are used again: it lets go of the GIL, and no page is touched for the first time.
-    One pipeline serves all epochs: its source waits for the batches of the next one, so that nothing is read ahead of
-    an epoch, and no epoch pays for the pipeline's start and end (0.1 s). Batches come in the order of completion.
+    `numpy.take` copies into recycled buffers: it releases the GIL, and no page is touched for the first time. One
+    pipeline serves all epochs. Its source waits for the next epoch, so nothing is read ahead of an epoch, and no epoch
+    pays for the start and the end of the pipeline (0.1 s). Batches come in the order in which they are completed.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, task: Task) -> None:
         from spdl.pipeline import PipelineBuilder
 
-        self.arrays = npy_arrays(h5, folder)
+        self.arrays = npy_arrays(task.h5, task.folder)
         self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(self.arrays / "labels.npy")
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size = task.batch_size
+        self.seed = task.seed
         self.orders: queue.SimpleQueue[tuple[object, npt.NDArray[np.int64]]] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
-        for _ in range(workers + 4):
-            self.free.put(np.zeros((batch_size, *self.images.shape[1:]), np.uint8))
+        for _ in range(task.n_workers + 4):
+            self.free.put(np.zeros((task.batch_size, *self.images.shape[1:]), np.uint8))
         self.pipeline = (
             PipelineBuilder()
             .add_source(self._source())
-            .pipe(self._gather, concurrency=workers)
+            .pipe(self._gather, concurrency=task.n_workers)
             .add_sink(2)
-            .build(num_threads=workers, use_thread_output_queue=True)
+            .build(num_threads=task.n_workers, use_thread_output_queue=True)
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it warns of daemon threads; there is nothing to finish
+            warnings.simplefilter("ignore", UserWarning)  # about daemon threads, which have nothing to finish here
             self.pipeline.start(daemon=True)
 
     def _source(self) -> Iterator[tuple[object, npt.NDArray[np.int64]]]:
-        """Ends with the main thread: SPDL's source thread would keep the interpreter alive."""
+        """Row numbers of batches. It ends with the main thread, or SPDL's thread would keep the interpreter alive."""
         while threading.main_thread().is_alive():
             try:
                 yield self.orders.get(timeout=0.2)
@@ -436,31 +481,31 @@ class Spdl:
                 continue
 
     def _gather(self, item: tuple[object, npt.NDArray[np.int64]]) -> tuple[object, Any, Any]:
-        epoch, rows = item
+        epoch, row_ids = item
         images = self.free.get()
-        return epoch, np.take(self.images, rows, axis=0, out=images, mode="clip"), self.labels[rows]
+        return epoch, np.take(self.images, row_ids, axis=0, out=images, mode="clip"), self.labels[row_ids]
 
     def files(self) -> list[Path]:
         return _files(self.arrays)
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        epoch = object()  # tells the batches of an epoch that was given up from this one's
+        epoch = object()  # marks the batches of this epoch: an epoch that was given up may have left some behind
         order = permutation(len(self.images), self.batch_size, self.seed, number)
-        for rows in order:
-            self.orders.put((epoch, rows))
-        left = len(order)
-        while left:
-            of, images, labels = self.pipeline.get_item()
+        for row_ids in order:
+            self.orders.put((epoch, row_ids))
+        n_left = len(order)
+        while n_left:
+            batch_epoch, images, labels = self.pipeline.get_item()
             try:
-                if of is epoch:
-                    left -= 1
+                if batch_epoch is epoch:
+                    n_left -= 1
                     yield images, labels
             finally:
                 self.free.put(images)
 
 
 class _GrainBatches:
-    """A Grain source whose elements are the row numbers of a batch."""
+    """A source for Grain whose elements are the row numbers of one batch each."""
 
     def __init__(self, order: npt.NDArray[np.int64]) -> None:
         self.order = order
@@ -473,29 +518,30 @@ class _GrainBatches:
 
 
 class Grain:
-    """Grain: a random-access source of shuffled row numbers, a batch each, gathered by `map` in `workers` threads.
+    """Grain: a random-access source of shuffled row numbers, one batch each, which `map` gathers in threads.
 
-    A full shuffle, drawn by NumPy: Grain's own shuffle() and batch() work row by row in Python, which holds the GIL,
-    and came to a third of this for large rows and a twentieth for small ones; worker processes (mp_prefetch) did not
-    make up for it. Buffers are used again, as for SPDL: fresh ones made large rows up to four times slower.
+    NumPy draws the full shuffle. Grain's own shuffle() and batch() work row by row in Python, which holds the GIL: they
+    reached a third of this speed for large rows and a twentieth for small ones, and worker processes (mp_prefetch) did
+    not make up for it. Buffers are recycled as for SPDL: new ones made large rows up to four times slower.
     """
 
-    def __init__(self, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, task: Task) -> None:
         import grain
 
-        self.arrays = npy_arrays(h5, folder)
+        self.arrays = npy_arrays(task.h5, task.folder)
         self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
         self.labels = np.load(self.arrays / "labels.npy")
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size = task.batch_size
+        self.seed = task.seed
         self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
-        self.options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
+        self.options = grain.ReadOptions(num_threads=task.n_workers, prefetch_buffer_size=2 * task.n_workers)
 
-    def _gather(self, rows: npt.NDArray[np.int64]) -> Batch:
+    def _gather(self, row_ids: npt.NDArray[np.int64]) -> Batch:
         try:
             images = self.free.get_nowait()
         except queue.Empty:
             images = np.empty((self.batch_size, *self.images.shape[1:]), np.uint8)
-        return np.take(self.images, rows, axis=0, out=images, mode="clip"), self.labels[rows]
+        return np.take(self.images, row_ids, axis=0, out=images, mode="clip"), self.labels[row_ids]
 
     def files(self) -> list[Path]:
         return _files(self.arrays)
@@ -510,7 +556,7 @@ class Grain:
             self.free.put(images)
 
 
-PEERS: dict[str, type] = {
+PEERS: dict[str, Callable[[Task], Any]] = {
     "ffcv": Ffcv,
     "dali": Dali,
     "webdataset": WebDataset,

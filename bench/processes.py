@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, seen from the runner; and the page cache, which the kernel keeps for all."""
+"""Contenders in processes of their own, as the runner sees them, and control of the page cache of the kernel."""
 
 import contextlib
 import ctypes
@@ -16,33 +16,36 @@ from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
-from data import Rows
+from data import DataSpec
 
 HERE = Path(__file__).parent
 PEERS_PYTHON = HERE / ".venv-peers" / "bin" / "python"
-GRACE_S = 5  # for a worker to end by itself
-READ_BYTES = 8 << 20  # a read of the sequential limit: large enough that the disk, not the calls, decides
+GRACE_S = 5
+"""Seconds that a worker has to end by itself."""
+READ_BYTES = 8 << 20
+"""Size of a read of the sequential limit: large enough that the disk limits the speed, not the system calls."""
 
 
 class ContenderError(Exception):
-    """A contender is out: it crashed, hung, delivered wrong rows or is not there. The message is for the table."""
+    """A contender crashed, hung, delivered wrong rows, or is not installed. The message goes into the table."""
 
 
 class Process:
-    """A contender in a process group of its own, which ends with this object's `with` block, whatever happens.
+    """A contender in a process group of its own, which always ends with the `with` block of this object.
 
-    It is stopped (SIGSTOP) while it has no command: some peers go on prefetching, or spin, while others are measured.
+    The group is stopped (SIGSTOP) while it has no command, because some peers keep prefetching or spinning while others
+    are measured.
     """
 
-    def __init__(self, name: str, data: Rows, workers: int, is_peer: bool, seed: int = 0) -> None:
-        """Starts it; the contender itself is made by the first command."""
+    def __init__(self, name: str, data: DataSpec, *, n_workers: int, is_peer: bool, seed: int = 0) -> None:
+        """Start the process. The first command makes the contender itself."""
         self.name = name
         self.log = data.folder / f"{name.replace(', ', '-').replace(' ', '-')}.log"
         python = str(PEERS_PYTHON) if is_peer else sys.executable
-        values = [name, data.h5, data.folder, data.batch_size, workers, seed]
+        args = [name, data.h5, data.folder, data.batch_size, n_workers, seed]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [python, HERE / "worker.py", *map(str, values)],
+            self.popen = subprocess.Popen(
+                [python, HERE / "worker.py", *map(str, args)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -50,8 +53,8 @@ class Process:
             )
 
     def ask(self, do: str, timeout_s: float, **values: Any) -> dict[str, Any]:
-        """One command and its answer. Raises ContenderError."""
-        commands, answers = _pipes(self.process)
+        """Send one command and return its answer. Raises ContenderError."""
+        commands, answers = _pipes(self.popen)
         self._signal(signal.SIGCONT)
         try:
             commands.write(json.dumps({"do": do, **values}).encode() + b"\n")
@@ -68,46 +71,50 @@ class Process:
             raise ContenderError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise ContenderError(("not installable: " if answer["absent"] else "failed: ") + _one_line(answer["error"]))
+            reason = "not installable" if answer["absent"] else "failed"
+            raise ContenderError(f"{reason}: {_one_line(answer['error'])}")
         return answer
 
     def _last_words(self) -> str:
+        """How the process ended, and the last line of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+            self.popen.wait(5)
         lines = self.log.read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "nothing in its log")
-        return _one_line(f"failed: it ended with status {self.process.poll()}: {last}")
+        last_line = next((line for line in reversed(lines) if line.strip()), "nothing in its log")
+        return _one_line(f"failed: it ended with status {self.popen.poll()}: {last_line}")
 
     def __enter__(self) -> "Process":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close(0 if kind else GRACE_S)
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """End it and all that it started; safe to call twice."""
-        commands, answers = _pipes(self.process)
+        """End the process and everything that it started. It is safe to call this twice."""
+        commands, answers = _pipes(self.popen)
         if answers.closed:
             return
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
-            commands.close()  # the worker's loop over its commands ends, and so does it
+            commands.close()  # the worker ends when there are no more commands
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_s)
-        self._signal(signal.SIGKILL)  # what it left behind, or itself
-        self.process.wait()
+            self.popen.wait(grace_s)
+        self._signal(signal.SIGKILL)  # for children that it left behind, or for the worker itself
+        self.popen.wait()
         answers.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To it and all that it started."""
+        """Send a signal to the whole process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.popen.pid, number)
 
 
-def _pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
-    assert process.stdin
-    assert process.stdout
-    return process.stdin, process.stdout
+def _pipes(popen: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
+    assert popen.stdin
+    assert popen.stdout
+    return popen.stdin, popen.stdout
 
 
 def _one_line(text: str) -> str:
@@ -116,25 +123,29 @@ def _one_line(text: str) -> str:
 
 @contextlib.contextmanager
 def kept_warm(paths: Iterable[str | Path]) -> Iterator[None]:
-    """The files lie in the page cache, and are held there: a virtual machine's host may take it away at any time.
+    """Read the files into the page cache and lock them there: the host of a virtual machine may reclaim it any time.
 
-    Where that much memory must not be locked (RLIMIT_MEMLOCK), they have at least just been read.
+    If so much memory must not be locked (RLIMIT_MEMLOCK), the files have at least just been read.
     """
-    libc, held = ctypes.CDLL(None), []
+    libc = ctypes.CDLL(None)
+    mappings = []
     for path in map(Path, paths):
-        sum(map(len, _pieces(path)))
+        for _ in _pieces(path):
+            pass
         if path.stat().st_size:
             with path.open("rb") as file:
-                held.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8))
-            libc.mlock(ctypes.c_void_p(held[-1].ctypes.data), ctypes.c_size_t(len(held[-1])))
+                mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            libc.mlock(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)))
+            mappings.append(mapped)
+            del mapped  # `mappings` alone keeps it
     yield
-    held.clear()  # the end of a mapping unlocks it
+    mappings.clear()  # the end of a mapping unlocks it
 
 
 def make_cold(paths: Iterable[str | Path]) -> float:
-    """Drop the files from the page cache; the fraction of their bytes that is in it all the same.
+    """Drop the files from the page cache. Returns the share of their bytes that stayed in it.
 
-    Pages that some process has mapped and touched stay. What a host keeps below a virtual machine is out of reach.
+    Pages that a process has mapped and touched stay. Caches of the host below a virtual machine are out of reach.
     """
     os.sync()
     files = [Path(path) for path in paths]
@@ -145,32 +156,32 @@ def make_cold(paths: Iterable[str | Path]) -> float:
 
 
 def sequential_bytes_per_s(path: Path) -> float:
-    """The cold limit: the file read from its beginning to its end, the bytes thrown away."""
+    """The limit for cold files: read the file from beginning to end and throw the bytes away."""
     t0 = time.perf_counter()
     n_bytes = sum(map(len, _pieces(path)))
     return n_bytes / (time.perf_counter() - t0)
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
-    """The file in order, through one buffer."""
+    """The bytes of the file in order, through one buffer."""
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
         offset = 0
-        while n := os.preadv(file.fileno(), [buffer], offset):
-            yield buffer[:n]
-            offset += n
+        while n_bytes := os.preadv(file.fileno(), [buffer], offset):
+            yield buffer[:n_bytes]
+            offset += n_bytes
 
 
 def _resident_bytes(path: Path) -> int:
-    """mincore(2) over a mapping of the file: a byte a page, whose lowest bit says that it is in memory."""
+    """Bytes of the file that are in memory, by mincore(2). It writes a byte for each page; the lowest bit says so."""
     if not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         view = np.frombuffer(mapped, np.uint8)
         pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
         libc = ctypes.CDLL(None, use_errno=True)
-        place = (ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data))
-        if libc.mincore(*place):
+        address = ctypes.c_void_p(view.ctypes.data)
+        if libc.mincore(address, ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)):
             raise OSError(ctypes.get_errno(), "mincore")
-        del view  # it holds the mapping
+        del view  # it keeps the file mapped
         return int((pages & 1).sum()) * mmap.PAGESIZE

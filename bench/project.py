@@ -1,6 +1,8 @@
-"""Importing this module puts the generated project's folder on sys.path: `fastgpu` and `workloads` run in place."""
+"""The generated project runs in place: importing this module puts its folder on sys.path."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"))
+FOLDER = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"
+
+sys.path.insert(0, str(FOLDER))

@@ -1,9 +1,9 @@
-"""What a benchmark measured, and on what: bench/results/<what>_<hardware>_<yyyymm>.json, and the same to read as .md.
+"""Writes the results of a benchmark and its machine: bench/results/<what>_<hardware>_<yyyymm>.json, and a page (.md).
 
-python bench/report.py            README.md's table, made from the newest results
-python bench/report.py --check    exit 1 if README.md's table is not that
+python bench/report.py            update the table in README.md from the newest results
+python bench/report.py --check    change nothing; exit with 1 if README.md does not show the newest results
 
-A benchmark's table "targets" goes to README.md. Its columns: what, measured, must / aim.
+The table "targets" of a benchmark goes to README.md. Its columns: what, measured, must / aim.
 """
 
 import argparse
@@ -21,11 +21,17 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-IN_README = ("loader", "order", "decode", "recsys", "diagnose", "gpu")  # whose targets README.md shows, in this order
-BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->\n"
+IN_README = ("loader", "order", "decode", "recsys", "diagnose", "gpu")
+"""The benchmarks with targets in README.md, in this order."""
+BEGIN = "<!-- results:begin -->\n"
+END = "<!-- results:end -->\n"
+TARGET_COLUMNS = ["what", "measured", "must / aim"]
+"""Columns of a table "targets": the value that must be reached, and the value that is aimed at."""
 
 
 class Table(NamedTuple):
+    """A table of a page, with a note below it."""
+
     title: str
     columns: list[str]
     rows: list[list[str]]
@@ -33,11 +39,16 @@ class Table(NamedTuple):
 
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+        return "".join(map(_markdown_line, lines))
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |\n"
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on; nothing that names a host or a person."""
+    """Hardware, versions, date and commit, on which the numbers depend. Nothing in it names a host or a person."""
     return {
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -52,39 +63,50 @@ def machine() -> dict[str, str]:
     }
 
 
-def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str, folder: Path = RESULTS) -> Path:
-    """One page of results and its JSON; `data` is what the tables were made from. Returns the Markdown's path."""
-    on = machine()
-    path = folder / f"{what}_{_hardware(on)}_{on['date'][:4]}{on['date'][5:7]}.md"
+def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str, *, folder: Path = RESULTS) -> Path:
+    """Write a page of results and its JSON, and print the path of the page. Returns that path.
+
+    data: the values from which the tables were made; they go to the JSON. command: how to measure them again.
+    """
+    this_machine = machine()
+    year, month = this_machine["date"].split("-")[:2]
+    path = folder / f"{what}_{_hardware(this_machine)}_{year}{month}.md"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"machine": on, "command": command, "tables": [table._asdict() for table in tables], "data": data}
+    content = {
+        "machine": this_machine,
+        "command": command,
+        "tables": [table._asdict() for table in tables],
+        "data": data,
+    }
     path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     page = f"# {what}\n\nMade by `{command}`.\n\n"
-    page += Table("", ["machine", ""], [[name, value] for name, value in on.items()]).markdown()
+    page += Table("", ["machine", ""], [[name, value] for name, value in this_machine.items()]).markdown()
     for table in tables:
-        page += f"\n## {table.title}\n\n{table.markdown()}" + (f"\n{table.note}\n" if table.note else "")
+        page += f"\n## {table.title}\n\n{table.markdown()}"
+        if table.note:
+            page += f"\n{table.note}\n"
     path.write_text(page)
     print(path)
     return path
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """README.md's table from the newest result of each kind that has targets; empty if there is none."""
+    """The table of README.md, from the newest result of each kind that has targets; empty if there is none."""
     rows: list[list[str]] = []
     for what in IN_README:
-        found = [(json.loads(path.read_text()), path.with_suffix(".md")) for path in folder.glob(f"{what}_*.json")]
-        if not found:
+        results = [(json.loads(path.read_text()), path.with_suffix(".md")) for path in folder.glob(f"{what}_*.json")]
+        if not results:
             continue
-        newest, page = max(found, key=lambda each: (each[0]["machine"]["date"], each[1].name))
+        newest, page = max(results, key=lambda result: (result[0]["machine"]["date"], result[1].name))
         link = f"[{page.stem}](bench/results/{page.name})"
         for table in newest["tables"]:
             if table["title"] == "targets":
                 rows += [[*row[:3], link] for row in table["rows"]]
-    return Table("", ["what", "measured", "must / aim", "page"], rows).markdown() if rows else ""
+    return Table("", [*TARGET_COLUMNS, "page"], rows).markdown() if rows else ""
 
 
 def insert(readme: str, block: str) -> str:
-    """The text with `block` between its two markers. Raises ValueError if it has no such place."""
+    """The text of README.md with `block` between its two markers. Raises ValueError if they are missing."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -92,26 +114,28 @@ def insert(readme: str, block: str) -> str:
     return before + begin + block + end + after
 
 
-def _hardware(on: dict[str, str]) -> str:
-    """nvidia-h200, or 2-core-xeon where there is no GPU."""
-    if on["gpu"] != "none":
-        return re.sub(r"[^a-z0-9]+", "-", on["gpu"].lower()).strip("-")
-    family = re.search(r"(?:Intel|AMD)(?:\(R\))? (\w+)", on["cpu"])
-    return f"{on['cores']}-core-{family[1].lower() if family else platform.machine()}"
+def _hardware(machine: dict[str, str]) -> str:
+    """A short name for file names: `nvidia-h200`, or `2-core-xeon` if there is no GPU."""
+    if machine["gpu"] != "none":
+        return re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
+    family = re.search(r"(?:Intel|AMD)(?:\(R\))? (\w+)", machine["cpu"])
+    name = family[1].lower() if family else platform.machine()
+    return f"{machine['cores']}-core-{name}"
 
 
 def _cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        found = None
-    return found[1] if found else platform.machine()
+        return platform.machine()
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.machine()
 
 
 def _gpu() -> str:
     try:
         import torch
-    except ImportError:  # a peer's environment may have none
+    except ImportError:  # the environment of a peer may lack it
         return "none"
     count = torch.cuda.device_count()
     if not count:
@@ -136,7 +160,7 @@ def _hdf5_version() -> str:
 
 
 def _commit() -> str:
-    """Of this repository. Results may differ without making it dirty: one benchmark's run is no change to the next."""
+    """The commit of this repository. New results do not count as changes: a benchmark may run after another one."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True, stderr=subprocess.DEVNULL)
@@ -147,14 +171,14 @@ def _commit() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="README.md's table, made from the newest results")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if README.md's table is another")
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description="update the table in README.md from the newest results")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the table is out of date")
+    args = parser.parse_args()
     path = ROOT / "README.md"
     old = path.read_text()
     new = insert(old, targets())
-    if arguments.check and new != old:
-        sys.exit("error: README.md's table is not that of the newest results; run python bench/report.py")
+    if args.check and new != old:
+        sys.exit("error: README.md does not show the newest results; run python bench/report.py")
     if new != old:
         path.write_text(new)
 

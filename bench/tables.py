@@ -1,4 +1,4 @@
-"""What bench/run.py found, as tables: medians, spreads, and ratios that were taken round by round."""
+"""The results of bench/run.py as tables: medians, spreads, and ratios that are taken round by round."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -6,242 +6,219 @@ from typing import Any
 
 from contenders import FIXED, MEMCPY, OURS, SEQUENTIAL
 from peers import PEERS
-from report import Table
+from report import TARGET_COLUMNS, Table
 
-Found = Mapping[str, Any]  # of one mode and data set: contender -> {"rounds": [...]} or {"failed": why}
-Values = Sequence[float]  # one of each round
-NONE = "not measured"
-
-
-def tables(found: Mapping[str, Any]) -> list[Table]:
-    result = [targets(found)]
-    workers, readers = found["workers"], found["readers"]
-    for name, of in found["warm"].items():
-        result.append(_warm(name, of, found["data"][name], workers, readers))
-    for name, of in found["accelerator"].items():
-        result.append(_accelerator(name, of, found["data"][name]))
-    for name, of in found["cold"].items():
-        result.append(_cold(name, of, found["data"][name], workers, readers))
-    if found["memory"]:
-        result.append(_memory(found["memory"]))
-    return result
+Results = Mapping[str, Any]
+"""Results of one mode on one data set: {contender: {"rounds": [...]} or {"failed": reason}}."""
+Values = Sequence[float]
+"""One value for each round."""
+NOT_MEASURED = "not measured"
+MAX_LOAD = 0.87
+"""Highest load (demand / supply) that counts for the worst feed ratio: the supply is at least 1.15 x the demand."""
 
 
-def targets(found: Mapping[str, Any]) -> Table:
-    celeba, cifar = found["warm"].get("celeba", {}), found["warm"].get("cifar", {})
-    cold, paced = found["cold"].get("celeba", {}), found["accelerator"].get("celeba", {})
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """The targets, then one table for each mode and data set."""
+    page = [targets(results)]
+    page += [_warm(name, results) for name in results["warm"]]
+    page += [_accelerator(name, results) for name in results["accelerator"]]
+    page += [_cold(name, results) for name in results["cold"]]
+    if results["memory"]:
+        page.append(_memory(results["memory"]))
+    return page
+
+
+def targets(results: Mapping[str, Any]) -> Table:
+    celeba = results["warm"].get("celeba", {})
+    cifar = results["warm"].get("cifar", {})
+    cold = results["cold"].get("celeba", {})
+    paced = results["accelerator"].get("celeba", {})
     rows = [
-        [
-            "CelebA rows, warm: disk tier / best h5py + DataLoader",
-            _against(
-                celeba,
-                _is_h5py,
-            ),
-            "4x / 6x",
-        ],
+        ["CelebA rows, warm: disk tier / best h5py + DataLoader", _against(celeba, _is_h5py), "4x / 6x"],
         [
             "CelebA rows, warm: disk tier / memcpy by as many threads",
             _spread(_ratios(celeba, OURS, MEMCPY), ".2f"),
             "0.75 / 0.9",
         ],
-        [
-            "CelebA rows, warm: disk tier / best peer",
-            _against(
-                celeba,
-                PEERS.__contains__,
-            ),
-            "1x / 1.3x",
-        ],
-        [
-            "CIFAR rows, warm: disk tier / best h5py + DataLoader",
-            _against(
-                cifar,
-                _is_h5py,
-            ),
-            "8x / 15x",
-        ],
-        [
-            "CIFAR rows, warm: disk tier / best peer",
-            _against(
-                cifar,
-                PEERS.__contains__,
-            ),
-            "1.2x / 2x",
-        ],
+        ["CelebA rows, warm: disk tier / best peer", _against(celeba, _is_peer), "1x / 1.3x"],
+        ["CIFAR rows, warm: disk tier / best h5py + DataLoader", _against(cifar, _is_h5py), "8x / 15x"],
+        ["CIFAR rows, warm: disk tier / best peer", _against(cifar, _is_peer), "1.2x / 2x"],
         [
             "CelebA rows, cold: disk tier / sequential read",
             _spread(_ratios(cold, OURS, SEQUENTIAL), ".2f"),
             "0.8 / 0.95",
         ],
-        [
-            "CelebA rows, cold: disk tier / best peer",
-            _against(
-                cold,
-                PEERS.__contains__,
-            ),
-            "1.2x / 1.5x",
-        ],
+        ["CelebA rows, cold: disk tier / best peer", _against(cold, _is_peer), "1.2x / 1.5x"],
         ["worst feed ratio where supply >= 1.15 x demand", _worst_feed_ratio(paced), "0.99 / 0.995"],
-        ["host memory of the disk tier beyond its buffers", _worst_memory(found["memory"]), "< 100 MB"],
+        ["host memory of the disk tier beyond its buffers", _worst_memory(results["memory"]), "< 100 MB"],
     ]
-    return Table("targets", ["what", "measured", "must / aim"], rows)
+    return Table("targets", TARGET_COLUMNS, rows)
 
 
-def _warm(name: str, found: Found, data: Mapping[str, Any], workers: int, readers: int) -> Table:
+def _warm(name: str, results: Mapping[str, Any]) -> Table:
+    data = results["data"][name]
+    contenders = results["warm"][name]
     shape = "x".join(map(str, data["shape"]))
     note = (
-        f"Batches of {data['batch_rows']} rows in host memory, full epochs. Worker processes, and the peers' threads: "
-        f"{workers}; reader threads, and the limits' threads: {readers}; torch's threads are left as they are. Every "
-        "contender may use every core. CPU time and memory are those of the process and its children; memory without "
-        "pages of mapped files. The labels of the h5py contenders are in memory."
+        f"Batches of {data['batch_size']} rows in host memory, full epochs. Worker processes, and threads of the "
+        f"peers: {results['workers']}; reader threads, and threads of the limits: {results['readers']}; the threads of "
+        "torch are left at their default. Every contender may use every core. CPU time and memory are those of the "
+        "process and its children; memory does not include pages of mapped files. The h5py contenders have the labels "
+        "in memory."
     )
     rows = []
-    for contender, got in found.items():
-        if "failed" in got:
-            rows.append([contender, got["failed"], *[""] * 5])
+    for contender, result in contenders.items():
+        if "failed" in result:
+            rows.append([contender, result["failed"], *[""] * 5])
             continue
-        rounds = got["rounds"]
-        rows.append(
-            [
-                contender,
-                *_speed_cells(found, contender, data),
-                f"{median(1000 * each['cpu_s'] / each['rows'] for each in rounds):.3f}",
-                f"{median(each['memory_bytes'] for each in rounds) / 1e9:.2f}",
-                _spread(_ratios(found, contender, _best(found, _is_h5py)), ".2f"),
-                _spread(_ratios(found, contender, MEMCPY), ".2f"),
-            ]
-        )
+        cpu_s = median(1000 * each["cpu_s"] / each["rows"] for each in result["rounds"])
+        memory_gb = median(each["memory_bytes"] for each in result["rounds"]) / 1e9
+        against_h5py = _ratios(contenders, contender, _best(contenders, _is_h5py))
+        against_memcpy = _ratios(contenders, contender, MEMCPY)
+        cells = [f"{cpu_s:.3f}", f"{memory_gb:.2f}", _spread(against_h5py, ".2f"), _spread(against_memcpy, ".2f")]
+        rows.append([contender, *_speed_cells(contenders, contender, data), *cells])
     columns = ["contender", "rows/s", "GB/s", "CPU s / 1000 rows", "memory, GB", "/ best h5py", "/ memcpy limit"]
-    return Table(f"warm, {name}: {data['rows']:,} rows of {shape} uint8", columns, rows, note)
+    return Table(f"warm, {name}: {data['n_rows']:,} rows of {shape} uint8", columns, rows, note)
 
 
-def _accelerator(name: str, found: Found, data: Mapping[str, Any]) -> Table:
-    loads = _loads(found)
+def _accelerator(name: str, results: Mapping[str, Any]) -> Table:
+    data = results["data"][name]
+    contenders = results["accelerator"][name]
+    loads = _loads(contenders)
     rows = []
-    for contender, got in found.items():
-        if "failed" in got:
-            rows.append([contender, got["failed"], *[""] * (len(loads) - 1)])
+    for contender, result in contenders.items():
+        if "failed" in result:
+            rows.append([contender, result["failed"], *[""] * (len(loads) - 1)])
         else:
-            rows.append([contender, *(_spread(_feed_ratios(found, contender, load), ".3f") for load in loads)])
+            rows.append([contender, *(_spread(_feed_ratios(contenders, contender, load), ".3f") for load in loads)])
     note = (
-        f"Feed ratio: rows/s of a contender / rows/s of the fixed batch, in front of a device that is busy for T ms "
-        f"with each batch of {data['batch_rows']} rows and takes no CPU time. Columns: the device's demand over the "
-        "supply of our disk tier, measured at the start of the same round; 0.87 is a supply of 1.15 x demand."
+        "Feed ratio: rows/s of a contender / rows/s of the fixed batch, in front of a device that is busy for some "
+        f"time with each batch of {data['batch_size']} rows and takes no CPU time. Columns: demand of the device / "
+        "supply of our disk tier, which is measured at the start of the same round; 0.87 means a supply of 1.15 x the "
+        "demand."
     )
     return Table(f"accelerator, {name}: feed ratio", ["contender", *loads], rows, note)
 
 
-def _cold(name: str, found: Found, data: Mapping[str, Any], workers: int, readers: int) -> Table:
+def _cold(name: str, results: Mapping[str, Any]) -> Table:
+    data = results["data"][name]
+    contenders = results["cold"][name]
     rows = []
-    for contender, got in found.items():
-        if "failed" in got:
-            rows.append([contender, got["failed"], *[""] * 3])
+    for contender, result in contenders.items():
+        if "failed" in result:
+            rows.append([contender, result["failed"], *[""] * 3])
             continue
-        rows.append(
-            [
-                contender,
-                *_speed_cells(found, contender, data),
-                _spread(_ratios(found, contender, SEQUENTIAL), ".2f"),
-                f"{100 * max(each['cached'] for each in got['rounds']):.1f} %",
-            ]
-        )
+        against_sequential = _spread(_ratios(contenders, contender, SEQUENTIAL), ".2f")
+        cached_pct = 100 * max(each["cached"] for each in result["rounds"])
+        rows.append([contender, *_speed_cells(contenders, contender, data), against_sequential, f"{cached_pct:.1f} %"])
     note = (
-        f"One epoch in a fresh process, after its files were evicted from the page cache; workers {workers}, reader "
-        f"threads {readers}. Below a virtual machine, the host may still hold some of the file: "
-        "it does so for the sequential read as well."
+        "One epoch in a new process, after its files were evicted from the page cache; worker processes: "
+        f"{results['workers']}, reader threads: {results['readers']}. Below a virtual machine, the host may still hold "
+        "parts of the file, for the sequential read as well."
     )
-    columns = ["contender", "rows/s", "GB/s", "/ sequential read", "still cached before, at most"]
+    columns = ["contender", "rows/s", "GB/s", "/ sequential read", "still cached before, maximum"]
     return Table(f"cold, {name}", columns, rows, note)
 
 
-def _memory(found: Mapping[str, Any]) -> Table:
-    rows, epochs = [], next((list(got["epochs"]) for got in found.values() if "epochs" in got), [])
-    for name, got in found.items():
-        if "failed" in got:
-            rows.append([name, got["failed"], *[""] * (1 + len(epochs))])
+def _memory(by_data: Mapping[str, Any]) -> Table:
+    n_epochs: list[str] = next((list(result["epochs"]) for result in by_data.values() if "epochs" in result), [])
+    rows = []
+    for name, result in by_data.items():
+        if "failed" in result:
+            rows.append([name, result["failed"], *[""] * (1 + len(n_epochs))])
         else:
-            rows.append(
-                [name, *(f"{each / 1e6:.0f}" for each in (got["imports"], got["buffers"], *_beyond_bytes(got)))]
-            )
+            sizes = (result["imports"], result["buffers"], *_beyond_bytes(result))
+            rows.append([name, *(f"{n_bytes / 1e6:.0f}" for n_bytes in sizes)])
     note = (
-        "MB of anonymous and shared memory of the disk tier's process. Beyond: what is neither imports nor buffers; "
-        "less than nothing where an epoch has so few pools that one slot only ever holds the short last one, and its "
-        "other pages are never touched."
+        "MB of anonymous and shared memory of the process of the disk tier. Beyond: neither imports nor buffers. It is "
+        "negative where an epoch has so few pools that one slot only ever holds the short last pool, so that its other "
+        "pages are never touched."
     )
-    columns = ["data", "after imports", "buffers asked for", *(f"beyond, {n} epochs" for n in epochs)]
+    columns = ["data", "after imports", "size of the buffers", *(f"beyond, {n} epochs" for n in n_epochs)]
     return Table("memory of the disk tier", columns, rows, note)
 
 
-def _beyond_bytes(got: Mapping[str, Any]) -> list[float]:
-    return [each - got["imports"] - got["buffers"] for each in got["epochs"].values()]
+def _beyond_bytes(result: Mapping[str, Any]) -> list[float]:
+    """Memory beyond imports and buffers, after each number of epochs."""
+    return [n_bytes - result["imports"] - result["buffers"] for n_bytes in result["epochs"].values()]
 
 
-def _worst_memory(found: Mapping[str, Any]) -> str:
-    beyond = [each for got in found.values() if "epochs" in got for each in _beyond_bytes(got)]
-    return f"{max(beyond) / 1e6:.0f} MB" if beyond else NONE
+def _worst_memory(by_data: Mapping[str, Any]) -> str:
+    beyond: list[float] = []
+    for result in by_data.values():
+        if "epochs" in result:
+            beyond += _beyond_bytes(result)
+    return f"{max(beyond) / 1e6:.0f} MB" if beyond else NOT_MEASURED
 
 
-def _worst_feed_ratio(found: Found) -> str:
-    """The lowest of the medians over the rounds, of all loads that leave the supply its margin."""
-    loads = [load for load in _loads(found) if float(load) <= 0.87]
-    points = [ratios for load in loads if (ratios := _feed_ratios(found, OURS, load))]
-    return _spread(min(points, key=median), ".3f") if points else NONE
+def _worst_feed_ratio(contenders: Results) -> str:
+    """The lowest median over the rounds, among the loads up to MAX_LOAD."""
+    by_load = [_feed_ratios(contenders, OURS, load) for load in _loads(contenders) if float(load) <= MAX_LOAD]
+    measured = [ratios for ratios in by_load if ratios]
+    return _spread(min(measured, key=median), ".3f") if measured else NOT_MEASURED
 
 
-def _loads(found: Found) -> list[str]:
-    """Those at which our disk tier and the fixed batch were measured."""
-    both = [*zip(_rounds(found, OURS), _rounds(found, FIXED), strict=False)]
-    return [load for load in both[0][0] if load != "supply"] if both else []
+def _loads(contenders: Results) -> list[str]:
+    """The loads at which both our disk tier and the fixed batch were measured."""
+    if not _rounds(contenders, OURS) or not _rounds(contenders, FIXED):
+        return []
+    return [load for load in _rounds(contenders, OURS)[0] if load != "supply"]
 
 
-def _feed_ratios(found: Found, contender: str, load: str) -> Values:
-    """One of each round that has both; a contender that failed has none."""
-    pairs = zip(_rounds(found, contender), _rounds(found, FIXED), strict=False)
-    return [one[load] / fixed[load] for one, fixed in pairs if load in one and load in fixed]
+def _feed_ratios(contenders: Results, contender: str, load: str) -> Values:
+    """One ratio for each round in which both were measured. A contender that failed has none."""
+    pairs = zip(_rounds(contenders, contender), _rounds(contenders, FIXED), strict=False)
+    return [speeds[load] / fixed[load] for speeds, fixed in pairs if load in speeds and load in fixed]
 
 
-def _rounds(found: Found, contender: str) -> list[dict[str, float]]:
-    """Empty if it did not take part or has failed."""
-    return found.get(contender, {}).get("rounds", [])
+def _rounds(contenders: Results, contender: str) -> list[dict[str, float]]:
+    """The rounds of a contender: none if it did not take part or failed."""
+    return contenders.get(contender, {}).get("rounds", [])
 
 
-def _speeds(found: Found, contender: str) -> Values:
-    return [each["bytes_per_s"] for each in _rounds(found, contender)]
+def _speeds(contenders: Results, contender: str) -> Values:
+    """Bytes per second in each round."""
+    return [result["bytes_per_s"] for result in _rounds(contenders, contender)]
 
 
-def _speed_cells(found: Found, contender: str, data: Mapping[str, Any]) -> list[str]:
-    speeds = _speeds(found, contender)
-    return [_spread([each / data["row_bytes"] for each in speeds], ",.0f"), f"{median(speeds) / 1e9:.2f}"]
+def _speed_cells(contenders: Results, contender: str, data: Mapping[str, Any]) -> list[str]:
+    """The cells of rows/s and GB/s."""
+    speeds = _speeds(contenders, contender)
+    return [_spread([speed / data["row_bytes"] for speed in speeds], ",.0f"), f"{median(speeds) / 1e9:.2f}"]
 
 
-def _best(found: Found, belongs: Callable[[str], bool]) -> str | None:
-    """The fastest of a kind, by its median."""
-    return max(
-        (name for name in found if belongs(name) and _speeds(found, name)),
-        key=lambda name: median(_speeds(found, name)),
-        default=None,
-    )
+def _best(contenders: Results, belongs: Callable[[str], bool]) -> str | None:
+    """The contender of a kind with the highest median speed."""
+    names = [name for name in contenders if belongs(name) and _speeds(contenders, name)]
+    return max(names, key=lambda name: median(_speeds(contenders, name)), default=None)
 
 
 def _is_h5py(name: str) -> bool:
     return name.startswith("h5py")
 
 
-def _ratios(found: Found, one: str, other: str | None) -> Values:
-    """Of two contenders, round by round; empty if one of them was not measured."""
-    speeds = _speeds(found, one), _speeds(found, other) if other else []
-    return [a / b for a, b in zip(*speeds, strict=True)] if all(speeds) else []
+def _is_peer(name: str) -> bool:
+    return name in PEERS
 
 
-def _against(found: Found, belongs: Callable[[str], bool]) -> str:
-    """Our disk tier against the fastest of a kind, which is named."""
-    other = _best(found, belongs)
-    ratios = _ratios(found, OURS, other)
-    return f"{_spread(ratios, '.2f', 'x')} ({other})" if ratios else NONE
+def _ratios(contenders: Results, contender: str, other: str | None) -> Values:
+    """Speed of one contender / speed of another in each round; empty if one of them was not measured."""
+    speeds = _speeds(contenders, contender)
+    other_speeds = _speeds(contenders, other) if other else []
+    if not speeds or not other_speeds:
+        return []
+    return [a / b for a, b in zip(speeds, other_speeds, strict=True)]
+
+
+def _against(contenders: Results, belongs: Callable[[str], bool]) -> str:
+    """Our disk tier against the fastest contender of a kind, with its name."""
+    other = _best(contenders, belongs)
+    ratios = _ratios(contenders, OURS, other)
+    return f"{_spread(ratios, '.2f', 'x')} ({other})" if ratios else NOT_MEASURED
 
 
 def _spread(values: Values, form: str, unit: str = "") -> str:
-    """median [min-max]"""
+    """The median, and the lowest and highest value: `1.20x [1.07-1.31]`."""
     if not values:
-        return NONE
+        return NOT_MEASURED
     return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"

@@ -1,6 +1,7 @@
-"""One contender in a process of its own: commands come as JSON lines on stdin, answers go as JSON lines to stdout.
+"""One contender in a process of its own. Commands come as JSON lines on stdin, answers go as JSON lines to stdout.
 
-bench/processes.py starts it, by this environment's Python or by the peers'. It sleeps while others are measured.
+processes.py starts it with the Python of this environment, or with that of the peers' environment. It is stopped while
+others are measured.
 """
 
 import argparse
@@ -17,140 +18,150 @@ import numpy as np
 import peers
 import psutil
 
-Stream = Iterator[Any]  # batches, and None where an epoch ends
+Stream = Iterator[Any]
+"""Batches, and None where an epoch ends."""
 
 
 def endless(contender: Any) -> Stream:
-    """All epochs in one stream, so that a pause between two measures costs no restart in the midst of an epoch."""
+    """All epochs in one stream, so that a pause between two measurements does not restart an epoch."""
     for number in count():
         yield from contender.epoch(number)
         yield None
 
 
 def paced(stream: Stream, step_s: float) -> Stream:
-    """The same stream in front of a device that is busy for `step_s` with each batch, and has no other work.
+    """The same stream in front of a device that is busy with each batch for `step_s` seconds and does nothing else.
 
-    A step begins when the one before has ended and its batch is there. While it runs, the host asks for the next batch,
-    and then sleeps until it can begin, as a host does that has queued one step behind the running one: the CPU is left
-    to the loader, and to wake up a little late costs the device nothing.
+    A step begins when the previous step has ended and its batch has arrived. During a step the host asks for the next
+    batch and then sleeps until the next step can begin, like a host that has queued one step ahead. So the CPU is left
+    to the loader, and waking up a little late costs the device nothing.
     """
-    end = 0.0
+    step_end = 0.0
     for batch in stream:
         if batch is not None:
-            begin = max(time.perf_counter(), end)
-            while (left := begin - time.perf_counter()) > 0:
-                time.sleep(left)
-            end = begin + step_s
+            step_begin = max(time.perf_counter(), step_end)
+            while (left_s := step_begin - time.perf_counter()) > 0:
+                time.sleep(left_s)
+            step_end = step_begin + step_s
         yield batch
 
 
-def advance(stream: Stream, least_s: float, cap_s: float) -> int:
-    """Rows that come until the first end of an epoch after `least_s`, or until `cap_s` are over."""
-    t0, rows = time.perf_counter(), 0
+def advance(stream: Stream, min_s: float, max_s: float) -> int:
+    """Number of rows until the first end of an epoch after `min_s` seconds, but at the longest until `max_s`."""
+    t0 = time.perf_counter()
+    n_rows = 0
     for batch in stream:
-        now_s = time.perf_counter() - t0
+        elapsed_s = time.perf_counter() - t0
         if batch is not None:
-            rows += len(batch[1])
-        if now_s >= cap_s or (batch is None and now_s >= least_s):
+            n_rows += len(batch[1])
+        if elapsed_s >= max_s or (batch is None and elapsed_s >= min_s):
             break
-    return rows
+    return n_rows
 
 
 def run(stream: Stream, lead_s: list[float] | None, span_s: list[float], step_s: float) -> dict[str, float]:
-    """Rows in a span of time, after a lead-in (if any) which uses up what was prefetched while others were measured.
+    """Count the rows in a span of time, after a lead-in that uses up what was prefetched while others were measured.
 
-    lead_s, span_s: (at least, at most) seconds; between the two they end with an epoch.
+    lead_s, span_s: (minimum, maximum) seconds; between the two they end with an epoch. lead_s=None: no lead-in.
+    step_s: seconds of a step of the simulated device. 0: no device.
     """
-    stream = paced(stream, step_s) if step_s else stream
+    if step_s:
+        stream = paced(stream, step_s)
     if lead_s:
         advance(stream, *lead_s)
-    cpu_s, t0 = _cpu_s(), time.perf_counter()
-    rows = advance(stream, *span_s)
+    cpu_s = _cpu_s()
+    t0 = time.perf_counter()
+    n_rows = advance(stream, *span_s)
     seconds = time.perf_counter() - t0
-    return {"rows": rows, "seconds": seconds, "cpu_s": _cpu_s() - cpu_s, "memory_bytes": _memory_bytes()}
+    return {"rows": n_rows, "seconds": seconds, "cpu_s": _cpu_s() - cpu_s, "memory_bytes": _memory_bytes()}
 
 
-def check(stream: Stream, shape: tuple[int, ...], cap_s: float) -> dict[str, int]:
-    """One epoch: are these rows of the file, whole in name and label, and none of them twice? Raises ValueError."""
-    t0, seen = time.perf_counter(), np.zeros(shape[0], bool)
+def check(stream: Stream, shape: tuple[int, ...], max_s: float) -> dict[str, int]:
+    """Check one epoch: each row is a row of the file, has its own label, and comes at most once.
+
+    shape: (N, C, H, W) of the file. Raises ValueError if a batch is wrong.
+    """
+    t0 = time.perf_counter()
+    seen = np.zeros(shape[0], bool)
     for batch in stream:
-        if batch is None or time.perf_counter() - t0 > cap_s:
+        if batch is None or time.perf_counter() - t0 > max_s:
             break
-        images, labels = np.asarray(batch[0]), np.asarray(batch[1])
+        images = np.asarray(batch[0])
+        labels = np.asarray(batch[1])
         if images.dtype != np.uint8 or images.shape != (len(labels), *shape[1:]):
             raise ValueError(f"a batch is {images.dtype} {images.shape}")
-        numbers = np.ascontiguousarray(images.reshape(len(images), -1)[:, :4]).view("<u4")[:, 0]
-        if not np.array_equal(numbers, labels):
-            raise ValueError("an image came with another one's label")
-        if seen[numbers].any() or len(np.unique(numbers)) < len(numbers):
+        row_ids = np.ascontiguousarray(images.reshape(len(images), -1)[:, :4]).view("<u4")[:, 0]
+        if not np.array_equal(row_ids, labels):
+            raise ValueError("an image came with the label of another image")
+        if seen[row_ids].any() or len(np.unique(row_ids)) < len(row_ids):
             raise ValueError("a row came twice in an epoch")
-        seen[numbers] = True
+        seen[row_ids] = True
     if not seen.any():
         raise ValueError("the epoch had no rows")
     return {"checked_rows": int(seen.sum())}
 
 
-def _tree() -> Iterator[psutil.Process]:
-    me = psutil.Process()
-    yield me
-    yield from me.children(recursive=True)
+def _process_tree() -> Iterator[psutil.Process]:
+    process = psutil.Process()
+    yield process
+    yield from process.children(recursive=True)
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and all its descendants, those that have ended among them."""
-    total = 0.0
-    for process in _tree():
+    """CPU seconds of this process and of all its descendants, including those that have ended."""
+    total_s = 0.0
+    for process in _process_tree():
         try:
-            total += sum(process.cpu_times()[:4])  # user, system, and both of children that were waited for
+            total_s += sum(process.cpu_times()[:4])  # user, system, and both of the children that were waited for
         except psutil.NoSuchProcess:
             continue
-    return total
+    return total_s
 
 
 def _memory_bytes() -> int:
-    """Anonymous and shared memory of this process and its descendants, shared pages split among them.
+    """Anonymous and shared memory of this process and its descendants; shared pages are split among them.
 
-    Pages of mapped files are left out: they are the page cache, and go when somebody needs the room.
+    Pages of mapped files are not counted: they belong to the page cache, which shrinks when memory is needed.
     """
-    total = 0
-    for process in _tree():
+    n_bytes = 0
+    for process in _process_tree():
         try:
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
         except (OSError, psutil.NoSuchProcess):
             continue
-        found = {name: value for name, _, value in (line.partition(":") for line in lines)}
-        total += sum(int(found[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
-    return total
+        sizes = {name: text for name, _, text in (line.partition(":") for line in lines)}
+        for name in ("Pss_Anon", "Pss_Shmem"):
+            n_bytes += int(sizes[name].split()[0]) << 10
+    return n_bytes
 
 
 class Worker:
-    """The commands."""
+    """A contender and the commands that it understands: each public method is one."""
 
-    def __init__(self, name: str, h5: Path, folder: Path, batch_size: int, workers: int, seed: int) -> None:
+    def __init__(self, name: str, task: peers.Task) -> None:
         if name in peers.PEERS:
             make = peers.PEERS[name]
         else:
-            from contenders import CONTENDERS
+            from contenders import CONTENDERS  # imports torch and this project, which the peers' environment lacks
 
             make = CONTENDERS[name]
-        self.shape = peers.shape_of(h5)
+        self.shape = peers.shape_of(task.h5)
         self.imports_bytes = _memory_bytes()
-        self.contender = make(h5, folder, batch_size, workers, seed)
+        self.contender: Any = make(task)
         self.stream = endless(self.contender)
 
     def files(self) -> dict[str, Any]:
         return {"files": [str(path) for path in self.contender.files()]}
 
-    def check(self, cap_s: float) -> dict[str, int]:
-        return check(self.stream, self.shape, cap_s)
+    def check(self, max_s: float) -> dict[str, int]:
+        return check(self.stream, self.shape, max_s)
 
     def run(self, lead_s: list[float] | None, span_s: list[float], step_s: float) -> dict[str, float]:
         return run(self.stream, lead_s, span_s, step_s)
 
     def memory(self) -> dict[str, int]:
-        """Bytes now, before the contender was made, and of the buffers that it was told to have."""
-        buffers = getattr(self.contender, "buffer_bytes", 0)
-        return {"now": _memory_bytes(), "imports": self.imports_bytes, "buffers": buffers}
+        """Bytes now, bytes before the contender was made, and bytes of its buffers, which only this project knows."""
+        return {"now": _memory_bytes(), "imports": self.imports_bytes, "buffers": self.contender.buffer_bytes}
 
 
 def main() -> None:
@@ -158,17 +169,18 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("h5", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("batch_rows", type=int)
-    parser.add_argument("workers", type=int)
+    parser.add_argument("batch_size", type=int)
+    parser.add_argument("n_workers", type=int)
     parser.add_argument("seed", type=int)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
+    task = peers.Task(args.h5, args.folder, args.batch_size, args.n_workers, args.seed)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints goes to the log
+    os.dup2(2, 1)  # whatever a library prints goes to the log
     worker: Worker | None = None
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            worker = worker or Worker(**vars(arguments))
+            worker = worker or Worker(args.name, task)
             answer = getattr(worker, command.pop("do"))(**command)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "absent": isinstance(error, ImportError)}

@@ -1,3 +1,5 @@
+"""The benchmarks of the order and of a GPU, and the pages that all benchmarks write."""
+
 import json
 import os
 import subprocess
@@ -8,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu
 import order
 import report
-from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.order import BlockSampler, Shard
 
+ROOT = Path(__file__).parents[1]
 SMALL = order.Data("small", 20_000, 131_072, 10)  # 16 rows a block
 TABLE = report.Table("targets", ["what", "measured", "must / aim"], [["a|b", "0.5", "0.9"]], "A note.")
 
@@ -23,8 +25,8 @@ TABLE = report.Table("targets", ["what", "measured", "must / aim"], [["a|b", "0.
 # ---------------------------------------------------------------------------------------------- report
 
 
-def test_a_result_is_written_twice_and_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = report.write("loader", [TABLE], {"rates": [1.5, 2]}, "python bench/x.py", tmp_path)
+def test_a_result_is_written_as_a_page_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = report.write("loader", [TABLE], {"rates": [1.5, 2]}, "python bench/x.py", folder=tmp_path)
     assert capsys.readouterr().out == f"{page}\n"
     content = json.loads(page.with_suffix(".json").read_text())
     machine = report.machine()
@@ -82,7 +84,7 @@ def test_the_readme_is_that_of_the_newest_results() -> None:
 # ---------------------------------------------------------------------------------------------- order
 
 
-def test_chi2_is_what_its_formula_says() -> None:
+def test_chi2_is_that_of_its_formula() -> None:
     labels = np.random.default_rng(0).integers(0, 5, 103)
     slow = []
     for start in range(0, 100, 20):
@@ -92,35 +94,37 @@ def test_chi2_is_what_its_formula_says() -> None:
 
 
 def test_meetings_are_counted_pair_by_pair() -> None:
-    random = np.random.default_rng(0)
-    first, second = random.permutation(24)[:20], random.permutation(24)[:20]  # four rows are left out of each epoch
-    group = [{row: at // 5 for at, row in enumerate(rows.tolist())} for rows in (first, second)]
-    pairs = list(combinations(sorted(group[0].keys() & group[1].keys()), 2))
-    met = [{pair for pair in pairs if g[pair[0]] == g[pair[1]]} for g in group]
-    expected = len(met[0] & met[1]) / len(met[0]) / (len(met[1]) / len(pairs))
-    assert order.meet_again(first, second, 5, 24) == pytest.approx(expected)
+    rng = np.random.default_rng(0)
+    n_rows = 24
+    epochs = [rng.permutation(n_rows)[:20] for _ in range(2)]  # four rows are left out of each epoch
+    groups = [{row: place // 5 for place, row in enumerate(epoch.tolist())} for epoch in epochs]
+    pairs = list(combinations(sorted(groups[0].keys() & groups[1].keys()), 2))
+    first = {(a, b) for a, b in pairs if groups[0][a] == groups[0][b]}
+    second = {(a, b) for a, b in pairs if groups[1][a] == groups[1][b]}
+    expected = len(first & second) / len(first) / (len(second) / len(pairs))
+    assert order.meet_again(epochs[0], epochs[1], 5, n_rows) == pytest.approx(expected)
 
 
 def test_an_epoch_has_every_row_once() -> None:
-    rows = order.epoch_rows(BlockSampler(SMALL.block_rows, 16, canonical_ranks=8, pool_batches=4), 3)
-    assert sorted(rows.tolist()) == list(range(SMALL.rows))
+    row_ids = order.epoch_rows(BlockSampler(SMALL.block_rows, 16, shard=Shard(canonical_ranks=8), pool_batches=4), 3)
+    assert sorted(row_ids.tolist()) == list(range(SMALL.n_rows))
 
 
 def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
-    found = list(order.qualities(SMALL, 16, (1, 8, 128)))
-    by_size = {(each.pool_blocks, each.canonical_ranks): each for each in found if each.pool_batches}
-    full = found[-1]
+    results = list(order.qualities(SMALL, 16, (1, 8, 128)))
+    full = results[-1]
     assert full.pool_batches == 0
-    for each in found:
-        assert each.chi2_random == pytest.approx(1, abs=0.08)
+    by_size = {(result.pool_blocks, result.canonical_ranks): result for result in results[:-1]}
+    for result in results:
+        assert result.chi2_random == pytest.approx(1, abs=0.08)
     for number in (full.chi2_sorted, full.batch_again, full.pool_again):
         assert number == pytest.approx(1, abs=0.08)
     sizes = [by_size[blocks, 1].chi2_sorted for blocks in (1, 8, 128)]
     assert sizes[0] == pytest.approx(16)  # every batch is of one class
     assert sizes[0] > sizes[1] > sizes[2] > 1
     assert by_size[1, 1].batch_again > 100 * full.batch_again  # the same batches in each epoch
-    assert [each.pool_batches for each in found if each.is_default] == [128]
-    table = order.quality_table(found)
+    assert [result.pool_batches for result in results if result.is_default] == [128]
+    table = order.quality_table(results)
     assert {len(row) for row in table.rows} == {len(table.columns)}
     assert f"{by_size[128, 8].chi2_sorted:.1f} with 128 blocks" in table.note
 
@@ -140,11 +144,11 @@ def test_the_network_is_resnet_50() -> None:
 
 
 def test_feed_ratios_are_taken_within_a_round() -> None:
-    of = {
+    contenders = {
         gpu.FIXED: gpu.Measured([gpu.Round(10, 0), gpu.Round(20, 0)], ""),
         "disk": gpu.Measured([gpu.Round(9, 5), gpu.Round(20, 1)], ""),
     }
-    assert gpu.feed_ratios(of, "disk") == [0.9, 1.0]
+    assert gpu.feed_ratios(contenders, "disk") == [0.9, 1.0]
 
 
 def run_gpu(*options: str) -> subprocess.CompletedProcess[str]:
@@ -167,8 +171,9 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     targets, training = (report.Table(**table) for table in content["tables"])
     assert [row[2] for row in targets.rows] == [">= 0.99", "<= 1 %"] * 2 + ["all"]
-    contenders = [gpu.FIXED, *gpu.TIERS, gpu.NOT_PINNED]
-    assert [row[:2] for row in training.rows] == [[n, c] for n in ("ResNet-50", "small CNN") for c in contenders]
+    names = [gpu.FIXED, *gpu.TIERS, gpu.NOT_PINNED]
+    expected = [[network, name] for network in ("ResNet-50", "small CNN") for name in names]
+    assert [row[:2] for row in training.rows] == expected
     assert {len(row) for row in training.rows} == {len(training.columns)}
-    for of in content["data"]["rounds"].values():
-        assert all(each["rounds"][0][0] > 0 for each in of.values())
+    for contenders in content["data"]["rounds"].values():
+        assert all(measured["rounds"][0][0] > 0 for measured in contenders.values())

@@ -1,0 +1,17 @@
+"""Opens the file of a benchmark as train.py opens data.train."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import project  # noqa: F401
+from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.rows.contract import Source
+from fastgpu.storage.sources import open_source
+
+IMAGES = {"images": "images", "labels": "labels"}
+
+
+def open_rows(path: Path, fields: Mapping[str, str] = IMAGES, *, verify: bool = False) -> Source:
+    """The rows of one HDF5 file. verify: check the SHA-256 of each block whenever it is read."""
+    data = Data(train=str(path), val=str(path), fields=dict(fields), verify=verify)
+    return open_source(data, "train", Loader(), Hdf5())
