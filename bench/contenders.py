@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import project  # noqa: F401
 import torch
+from files import open_rows
+from peers import Batch, Task, npy_arrays, permutation, shape_of
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
 from fastgpu.feed.echo import echo
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches, choose_readers
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader, Tier
 from fastgpu.rows.order import BlockSampler, Shard
-from files import open_rows
-from peers import Batch, Task, npy_arrays, permutation, shape_of
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 COPY_BYTES = 2 << 20
 """Bytes that the memcpy limit copies at a time."""

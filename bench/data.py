@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import project  # noqa: F401
+
 from fastgpu.convert.writer import Writer
 from fastgpu.rows.field import Field
 

@@ -17,8 +17,9 @@ import layouts
 import numpy as np
 import project
 import report
-from fastgpu.process.machine import available_cpus
 from PIL import Image, ImageOps
+
+from fastgpu.process.machine import available_cpus
 
 ROUNDS = 3
 FOLDER = Path(__file__).parent / "data" / "jpegs"

@@ -23,6 +23,7 @@ import numpy as np
 import project
 import report
 import torch
+
 from fastgpu.diagnose.verdict import Facts, judge
 from fastgpu.feed import prefetch
 from fastgpu.telemetry import monitor as monitor_module

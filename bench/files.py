@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import project  # noqa: F401
+
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.rows.contract import Source
 from fastgpu.storage.sources import open_source

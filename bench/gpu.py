@@ -23,6 +23,10 @@ import project  # noqa: F401
 import report
 import torch
 import torch.nn.functional as F
+from files import IMAGES
+from torch import Tensor, nn
+from train import Parts, build, train_step
+
 from fastgpu.feed.echo import echo
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Config, Data, Loader, Optim, Tier, Train
@@ -32,9 +36,6 @@ from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.step import to_device
-from files import IMAGES
-from torch import Tensor, nn
-from train import Parts, build, train_step
 from workloads.images import Normalize
 
 DATA = report.ROOT / "bench" / "data"

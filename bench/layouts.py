@@ -20,16 +20,17 @@ import project  # noqa: F401
 import report
 import torch
 from data import DataSpec
+from files import open_rows
+from peers import Batch
+from processes import kept_warm, make_cold
+from worker import endless, run
+
 from fastgpu.convert.writer import Writer
 from fastgpu.feed.sizes import choose_pool_batches, choose_readers
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.layout import BLOCK_BYTES
-from files import open_rows
-from peers import Batch
-from processes import kept_warm, make_cold
-from worker import endless, run
 
 ROUNDS = 3
 FOLDER = Path(__file__).parent / "data" / "layouts"

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import project  # noqa: F401
 import report
+from torch.utils.data import DistributedSampler
+
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.layout import BLOCK_BYTES
-from torch.utils.data import DistributedSampler
 
 POOL_BLOCKS = (1, 8, 32, 128, 512)
 MIN_BATCHES = 2000

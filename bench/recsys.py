@@ -30,16 +30,17 @@ import project
 import report
 import torch
 import torch.nn.functional as F
+from files import open_rows
+from scipy import sparse
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
 from fastgpu.feed.sizes import choose_pool_batches
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Tier
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
-from files import open_rows
-from scipy import sparse
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from workloads.recsys import AutoEncoder, Workload
 
 ROUNDS = 3

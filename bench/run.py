@@ -26,10 +26,11 @@ import report
 import tables
 from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, SEQUENTIAL
 from data import DataSpec
-from fastgpu.feed.sizes import choose_readers
-from fastgpu.process.machine import available_cpus
 from peers import PEERS
 from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold, sequential_bytes_per_s
+
+from fastgpu.feed.sizes import choose_readers
+from fastgpu.process.machine import available_cpus
 
 OPEN_S = 900
 """Maximum time to make a contender: a peer converts the file first."""

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import gpu
 import order
 import report
+
 from fastgpu.rows.order import BlockSampler, Shard
 
 ROOT = Path(__file__).parents[1]
