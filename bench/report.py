@@ -1,9 +1,9 @@
 """Writes the results of a benchmark and its machine: bench/results/<what>_<hardware>_<yyyymm>.json, and a page (.md).
 
-python bench/report.py            update the table in README.md from the newest results
-python bench/report.py --check    change nothing; exit with 1 if README.md does not show the newest results
+python bench/report.py            update the table in bench/README.md from the newest results
+python bench/report.py --check    change nothing; exit with 1 if bench/README.md does not show the newest results
 
-The table "targets" of a benchmark goes to README.md. Its columns: what, measured, must / aim.
+The table "targets" of a benchmark goes to bench/README.md. Its columns: what, measured, required / goal.
 """
 
 import argparse
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
+README = ROOT / "bench" / "README.md"
 IN_README = ("loader", "order", "decode", "recsys", "diagnose", "gpu")
-"""The benchmarks with targets in README.md, in this order."""
+"""The benchmarks with targets in bench/README.md, in this order."""
 BEGIN = "<!-- results:begin -->\n"
 END = "<!-- results:end -->\n"
-TARGET_COLUMNS = ["what", "measured", "must / aim"]
-"""Columns of a table "targets": the value that must be reached, and the value that is aimed at."""
+TARGET_COLUMNS = ["what", "measured", "required / goal"]
+"""Columns of a table "targets": a change must not fall below the required value."""
 
 
 class Table(NamedTuple):
@@ -91,14 +92,14 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """The table of README.md, from the newest result of each kind that has targets; empty if there is none."""
+    """The table of bench/README.md, from the newest result of each kind that has targets; empty if there is none."""
     rows: list[list[str]] = []
     for what in IN_README:
         results = [(json.loads(path.read_text()), path.with_suffix(".md")) for path in folder.glob(f"{what}_*.json")]
         if not results:
             continue
         newest, page = max(results, key=lambda result: (result[0]["machine"]["date"], result[1].name))
-        link = f"[{page.stem}](bench/results/{page.name})"
+        link = f"[{page.stem}](results/{page.name})"
         for table in newest["tables"]:
             if table["title"] == "targets":
                 rows += [[*row[:3], link] for row in table["rows"]]
@@ -106,11 +107,13 @@ def targets(folder: Path = RESULTS) -> str:
 
 
 def insert(readme: str, block: str) -> str:
-    """The text of README.md with `block` between its two markers. Raises ValueError if they are missing."""
+    """The text of bench/README.md with `block` between its two markers. Raises ValueError if they are missing."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md has no lines {BEGIN.strip()} and {END.strip()}; add them where the table belongs")
+        raise ValueError(
+            f"bench/README.md has no lines {BEGIN.strip()} and {END.strip()}; add them where the table belongs"
+        )
     return before + begin + block + end + after
 
 
@@ -171,16 +174,15 @@ def _commit() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="update the table in README.md from the newest results")
+    parser = argparse.ArgumentParser(description="update the table in bench/README.md from the newest results")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the table is out of date")
     args = parser.parse_args()
-    path = ROOT / "README.md"
-    old = path.read_text()
+    old = README.read_text()
     new = insert(old, targets())
     if args.check and new != old:
-        sys.exit("error: README.md does not show the newest results; run python bench/report.py")
+        sys.exit("error: bench/README.md does not show the newest results; run python bench/report.py")
     if new != old:
-        path.write_text(new)
+        README.write_text(new)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fastgpu.rows.order import BlockSampler, Shard
 
 ROOT = Path(__file__).parents[1]
 SMALL = order.Data("small", 20_000, 131_072, 10)  # 16 rows a block
-TABLE = report.Table("targets", ["what", "measured", "must / aim"], [["a|b", "0.5", "0.9"]], "A note.")
+TABLE = report.Table("targets", ["what", "measured", "required / goal"], [["a|b", "0.5", "0.9"]], "A note.")
 
 
 # ---------------------------------------------------------------------------------------------- report
@@ -63,8 +63,8 @@ def test_the_readme_shows_the_newest_result_of_each_kind(tmp_path: Path) -> None
         (tmp_path / f"{what}_{date}.json").write_text(json.dumps(content))
     lines = report.targets(tmp_path).splitlines()
     assert lines[2:] == [
-        "| loader | 2 | 9 | [loader_2026-02-01](bench/results/loader_2026-02-01.md) |",
-        "| gpu | 1 | 9 | [gpu_2026-01-02](bench/results/gpu_2026-01-02.md) |",
+        "| loader | 2 | 9 | [loader_2026-02-01](results/loader_2026-02-01.md) |",
+        "| gpu | 1 | 9 | [gpu_2026-01-02](results/gpu_2026-01-02.md) |",
     ]
 
 
@@ -73,12 +73,12 @@ def test_only_what_lies_between_the_markers_is_replaced() -> None:
     new = report.insert(text, "new\n")
     assert new == f"before\n{report.BEGIN}new\n{report.END}after\n"
     assert report.insert(new, "new\n") == new
-    with pytest.raises(ValueError, match="README.md has no lines"):
+    with pytest.raises(ValueError, match="bench/README.md has no lines"):
         report.insert("no markers", "new\n")
 
 
 def test_the_readme_is_that_of_the_newest_results() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = report.README.read_text()
     assert report.insert(text, report.targets()) == text, "run python bench/report.py"
 
 
