@@ -3,14 +3,14 @@
 import re
 
 import pytest
-from conftest import FOLDER, ROOT
+from template import PROJECT, ROOT
 
 PAGE = ROOT / "docs/measuring.md"
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.syspath_prepend(str(ROOT / FOLDER))
+    monkeypatch.syspath_prepend(str(PROJECT))
     from fastgpu.telemetry.tags import markdown_table
 
     return markdown_table()
