@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,14 @@ class Shape(Source):
 
     def column(self, name: str) -> np.ndarray:
         raise KeyError(name)
+
+
+class RankOfAJob(World):
+    """A rank that knows its numbers but cannot talk to the others."""
+
+    @contextmanager
+    def raise_on_every_rank(self) -> Iterator[None]:
+        yield
 
 
 class Images(Dataset):
@@ -157,7 +167,7 @@ def test_a_tier_without_room_is_refused():
 
 
 def test_all_sizes_together(memory):
-    world = World(1, 4, 2, torch.device("cuda", 0))
+    world = RankOfAJob(1, 4, 2, torch.device("cuda", 0))
     source = Shape(2000, row_bytes=1 << 20)
     chosen = choose_sizes(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
     assert chosen == Sizes(
@@ -225,7 +235,7 @@ def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, cap
 def test_nothing_is_read_to_choose_the_sizes(memory):
     source = Shape(2000)
     source.read = lambda *_: pytest.fail("read")
-    choose_sizes(data(tier="disk"), Loader(), (source, source), World(0, 2, 2, CPU), accumulation=1)
+    choose_sizes(data(tier="disk"), Loader(), (source, source), RankOfAJob(0, 2, 2, CPU), accumulation=1)
 
 
 @pytest.mark.parametrize(
