@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from harness import ALONE, needs_gpu
+from harness import needs_gpu
 from torch import nn
 
 from fastgpu.process.config import Kernels, Optim
@@ -124,13 +124,13 @@ def test_the_reason_why_apex_cannot_be_used_is_told_with_the_cure(install, capsy
     files, cuda, message = STATES[state]
     install(files, cuda)
     with pytest.raises(UserError, match=f"optim.name is adamw, optim.fused is apex, but .*{message}"):
-        apex.choose_kernels(Optim(fused="apex"), ALONE)
+        apex.choose_kernels(Optim(fused="apex"))
     with pytest.raises(UserError, match="optim.name is lamb"):
-        apex.choose_kernels(Optim(name="lamb", fused="auto"), ALONE)
+        apex.choose_kernels(Optim(name="lamb", fused="auto"))
     assert capsys.readouterr().out == ""
-    assert apex.choose_kernels(Optim(fused="auto"), ALONE) == "torch"
+    assert apex.choose_kernels(Optim(fused="auto")) == "torch"
     assert capsys.readouterr().out.startswith("warning: optim.fused is auto: torch's own kernels are used, because ")
-    assert apex.choose_kernels(Optim(fused="torch"), ALONE) == "torch"
+    assert apex.choose_kernels(Optim(fused="torch")) == "torch"
     assert capsys.readouterr().out == ""
     if state in ("wrong", "no kernels", "no CUDA"):
         assert "apex" not in sys.modules  # nothing of it was executed
@@ -139,17 +139,17 @@ def test_the_reason_why_apex_cannot_be_used_is_told_with_the_cure(install, capsy
 def test_lamb_without_apex_is_refused():
     for fused in ("torch", "none"):
         with pytest.raises(UserError, match=f"lamb, which torch does not have, but optim.fused is {fused}; use apex"):
-            apex.choose_kernels(Optim(name="lamb", fused=fused), ALONE)
+            apex.choose_kernels(Optim(name="lamb", fused=fused))
 
 
 def test_a_whole_apex_is_used(install, capsys):
     install(WHOLE | KERNELS)
     for name in apex.CLASSES:
         for fused in ("auto", "apex"):
-            assert apex.choose_kernels(Optim(name=name, fused=fused), ALONE) == "apex"
+            assert apex.choose_kernels(Optim(name=name, fused=fused)) == "apex"
         optimizer = make_optimizer(nn.Linear(2, 1), Optim(name=name), "apex")
         assert apex.label(optimizer) == f"{apex.CLASSES[name]} of apex"
-    assert apex.choose_kernels(Optim(fused="none"), ALONE) == "none"
+    assert apex.choose_kernels(Optim(fused="none")) == "none"
     assert capsys.readouterr().out == ""
 
 
