@@ -181,7 +181,7 @@ def main() -> None:
     ]
     assert not [each for each in threading.enumerate() if each.name == "monitor"]
     tables = [
-        report.Table("targets", ["what", "measured", report.TARGET_COLUMNS[2]], targets),
+        report.Table("targets", report.TARGET_COLUMNS, targets),
         report.Table(
             "Planted causes",
             ["planted", "named", "gain, predicted", "gain, given"],

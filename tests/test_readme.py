@@ -92,9 +92,8 @@ def convert_commands() -> set[str]:
     done = subprocess.run(
         [sys.executable, "convert.py", "--help"], cwd=PROJECT, capture_output=True, text=True, check=True
     )
-    listed = re.search(r"{([\w,-]+)}", done.stdout)
-    assert listed
-    return set(listed[1].split(","))
+    listed = done.stdout.split("COMMAND\n")[-1]
+    return set(re.findall(r"(?m)^    (\w+) ", listed))
 
 
 @pytest.mark.parametrize("name", OF_A_PROJECT)
