@@ -93,7 +93,7 @@ def convert_commands() -> set[str]:
         [sys.executable, "convert.py", "--help"], cwd=PROJECT, capture_output=True, text=True, check=True
     )
     listed = done.stdout.split("COMMAND\n")[-1]
-    return set(re.findall(r"(?m)^    (\w+) ", listed))
+    return set(re.findall(r"(?m)^    (\w+)(?: |$)", listed))
 
 
 @pytest.mark.parametrize("name", OF_A_PROJECT)

@@ -77,11 +77,7 @@ def test_a_run_leaves_a_record(folder, capsys):
     run = folder / "runs/a"
     points = metrics_of(run)
     assert points[-1]["step"] == 3 * STEPS_PER_EPOCH
-<<<<<<< HEAD
-    tags = {name for name in set().union(*points) if "/" in name}  # the others are sums of an interval
-=======
     tags = {name for name in set().union(*points) if "/" in name}
->>>>>>> w-tests
     assert {tag for tag in tags if not tag.startswith("host/")} == TAGS
     assert {"host/cpu_user_pct", "host/rss_gib"} <= tags
     events = EventAccumulator(str(run))

@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-from contextlib import nullcontext
-=======
 from collections.abc import Iterator
 from contextlib import contextmanager
->>>>>>> w-tests
 from typing import Any
 
 import numpy as np
@@ -32,13 +28,6 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.inspection import class_order_warning
-
-
-class Ranks(World):
-    """One of several ranks, without a process group."""
-
-    def raise_on_every_rank(self):
-        return nullcontext()
 
 
 class Shape(Source):
@@ -178,11 +167,7 @@ def test_a_tier_without_room_is_refused():
 
 
 def test_all_sizes_together(memory):
-<<<<<<< HEAD
-    world = Ranks(1, 4, 2, torch.device("cuda", 0))
-=======
     world = RankOfAJob(1, 4, 2, torch.device("cuda", 0))
->>>>>>> w-tests
     source = Shape(2000, row_bytes=1 << 20)
     chosen = choose_sizes(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
     assert chosen == Sizes(
@@ -250,11 +235,7 @@ def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, cap
 def test_nothing_is_read_to_choose_the_sizes(memory):
     source = Shape(2000)
     source.read = lambda *_: pytest.fail("read")
-<<<<<<< HEAD
-    choose_sizes(data(tier="disk"), Loader(), (source, source), Ranks(0, 2, 2, CPU), accumulation=1)
-=======
     choose_sizes(data(tier="disk"), Loader(), (source, source), RankOfAJob(0, 2, 2, CPU), accumulation=1)
->>>>>>> w-tests
 
 
 @pytest.mark.parametrize(

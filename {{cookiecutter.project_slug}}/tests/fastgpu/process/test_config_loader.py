@@ -243,11 +243,7 @@ def test_help_explains_every_key_and_its_default(help_of):
     for key, (_, description) in keys().items():
         assert f"  {key}=" in text
         assert description
-<<<<<<< HEAD
-        assert " ".join(description.split()) in text
-=======
         assert " ".join(description.split()) in words
->>>>>>> w-tests
     assert "data.train=(required)" in text
     assert "None" not in text
 
