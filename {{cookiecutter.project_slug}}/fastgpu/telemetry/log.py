@@ -149,7 +149,7 @@ class Log:
         if len(self._waits_pct) != WAIT_POINTS + 1:
             return
         mean_pct = fmean(self._waits_pct[1:])  # the first point holds what happens only at the start
-        if report.is_input_bound(mean_pct):
+        if mean_pct > report.WAIT_PCT:
             with self._bar.external_write_mode():
                 warn(report.feed_verdict(mean_pct))
 
