@@ -124,10 +124,12 @@ def _names(points: Sequence[Point]) -> list[str]:
 
 def _title(tag: Tag, name: str) -> str:
     """`SM activity, gpu0`; `CPU, user, machine1` on another machine than the first; `validation top1_pct`."""
+    group, _, metric = name.rpartition("/")
     if name == tag.name:
         return tag.title
-    group, _, own = name.rpartition("/")
-    return f"{tag.title} {own}" if tag.name.endswith("<metric>") else f"{tag.title}, {group.removesuffix('/host')}"
+    if tag.name == "val/<metric>":
+        return f"{tag.title} {metric}"
+    return f"{tag.title}, {group.removesuffix('/host')}"
 
 
 # ---------------------------------------------------------------------------------------------- verdicts

@@ -24,7 +24,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.telemetry import checkpoint
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
-from fastgpu.telemetry.log import Log, format_metrics
+from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
@@ -95,8 +95,6 @@ class Run:
 
         fresh_rows: rows read since the beginning of the run. Raises UserError if the loss is not finite.
         """
-        if not self._losses:
-            return
         loss = self._world.all_reduce_sum(torch.stack(self._losses).mean()).item() / self._world.world_size
         self._losses.clear()
         step = self.progress.step
@@ -134,7 +132,8 @@ class Run:
             self._save("best", model)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        text = f"epoch {self.progress.epoch}/{self._epochs} {format_metrics(metrics)}, {self.epoch_throughput}"
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        text = f"epoch {self.progress.epoch}/{self._epochs} {values}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self.clock.restart()
@@ -163,7 +162,6 @@ class Run:
         self._monitor.close()
 
     def _tell_missing(self) -> None:
-        """Print which counters this machine does not have, or has no longer."""
         missing = self._monitor.take_missing()
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
