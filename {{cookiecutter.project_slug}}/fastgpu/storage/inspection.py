@@ -184,7 +184,7 @@ def _describe(data: h5py.Dataset) -> DatasetInfo:
         dtype=data.dtype,
         shape=data.shape,
         chunk=data.chunks,
-        filters=tuple(codecs.NAMES.get(code, f"filter {code}") for code, _ in filters),
+        filters=tuple(codecs.name_of([applied]) for applied in filters),
         stored_bytes=data.id.get_storage_size(),
         has_digests=f"{DIGESTS}/{name}" in data.parent,
     )
