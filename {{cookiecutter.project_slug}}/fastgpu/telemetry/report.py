@@ -7,6 +7,7 @@ import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle
 from math import ceil
 from pathlib import Path
@@ -58,10 +59,8 @@ def read_metrics(folder: Path) -> list[Point]:
         return []
     points = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             points.append(json.loads(line))
-        except ValueError:
-            continue
     return points
 
 
@@ -102,12 +101,9 @@ def over_run(points: Sequence[Point], tag: Tag, name: str) -> float:
 
 def summary(points: Sequence[Point]) -> list[SummaryRow]:
     """The values of the run that have a title in the table of tags."""
-    rows = []
-    for tag in tags.TAGS:
-        if tag.title:
-            for name in tag.names(_names(points)):
-                rows.append(SummaryRow(name, _title(tag, name), over_run(points, tag, name), tag.unit))
-    return rows
+    logged = _names(points)
+    titled = [(tag, name) for tag in tags.TAGS if tag.title for name in tag.names(logged)]
+    return [SummaryRow(name, _title(tag, name), over_run(points, tag, name), tag.unit) for tag, name in titled]
 
 
 def table(points: Sequence[Point]) -> str:
@@ -177,8 +173,9 @@ def _page(folder: Path, points: Sequence[Point]) -> str:
     for row in summary(points):
         rows += f"<tr><td>{html.escape(row.title)}<td class=number>{_format(row.value)}<td>{html.escape(row.unit)}"
     charts = ""
+    logged = _names(points)
     for title, group in tags.charts().items():
-        names = [name for tag in group for name in tag.names(_names(points))]
+        names = [name for tag in group for name in tag.names(logged)]
         if names:
             lines = [[(point["time_s"], point[name]) for point in points if name in point] for name in names]
             legend = " ".join(
@@ -242,8 +239,8 @@ def _svg(lines: Sequence[Sequence[tuple[float, float]]]) -> str:
         ]
         line_style = f'fill="none" stroke="{colour}" stroke-width="1.5"'
         parts.append(f'<polyline points="{" ".join(reversed(corners))}" {line_style}/>')
-        x, y = corners[0].split(",")
-        parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>')
+        last_x, last_y = corners[0].split(",")
+        parts.append(f'<circle cx="{last_x}" cy="{last_y}" r="2.5" fill="{colour}"/>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="11">{"".join(parts)}</svg>'
 
 
