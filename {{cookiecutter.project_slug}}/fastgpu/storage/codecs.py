@@ -48,6 +48,11 @@ def filters_of(creation_properties: Any) -> list[Filter]:
     return [(code, parameters) for code, _, parameters, _ in entries]
 
 
+def name_of(filters: Sequence[Filter]) -> str:
+    """The names of the filters, joined by +."""
+    return " + ".join(NAMES.get(code, f"HDF5 filter {code}") for code, _ in filters)
+
+
 def can_decode(filters: Sequence[Filter]) -> bool:
     """Whether `decode` knows all of the filters."""
     return all(code in _DECODERS for code, _ in filters)
@@ -98,14 +103,8 @@ def _shuffle(data: Bytes, parameters: Parameters) -> bytes:
     return np.frombuffer(data, np.uint8).reshape(-1, parameters[0]).T.tobytes()
 
 
-_ENCODERS: dict[int, Encoder] = {
-    1: lambda data, parameters: zlib.compress(data, parameters[0]),
-    2: _shuffle,
-}
-_DECODERS: dict[int, Decoder] = {
-    1: _unzip,
-    2: _unshuffle,
-}
+_ENCODERS: dict[int, Encoder] = {1: lambda data, parameters: zlib.compress(data, parameters[0]), 2: _shuffle}
+_DECODERS: dict[int, Decoder] = {1: _unzip, 2: _unshuffle}
 if imagecodecs:
     _ENCODERS[32004] = lambda data, parameters: imagecodecs.lz4h5_encode(data)
     _ENCODERS[32015] = lambda data, parameters: imagecodecs.zstd_encode(data, level=parameters[0] if parameters else 1)

@@ -53,40 +53,34 @@ def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) ->
     where: the config key and the file, for messages.
     """
     group = root.get(name)
-    if isinstance(group, h5py.Group) and "indptr" in group:
-        return _open_ragged_field(root, name, where, options)
-    values = open_dataset(root, name, where, trust_links=options.trust_links)
-    if not _belongs_to_ragged_rows(values):
-        return FieldData(values)
-    return FieldData(values, _read_indptr(values, f"{where}: {name}", options))
-
-
-def _open_ragged_field(root: h5py.Group, name: str, where: str, options: ReadOptions) -> FieldData:
-    group = root[name]
-    if "values" in group:
+    n_items = None
+    if not isinstance(group, h5py.Group) or "indptr" not in group:
+        values = open_dataset(root, name, where, trust_links=options.trust_links)
+        is_cut_by_indptr = values.ndim == 1 and "indptr" in values.parent
+        if not is_cut_by_indptr or len(values) == len(values.parent["indptr"]) - 1:  # one value per row
+            return FieldData(values)
+    elif "values" in group:
         values = open_dataset(root, f"{name}/values", where, trust_links=options.trust_links)
-        return FieldData(values, _read_indptr(values, f"{where}: {name}", options))
+    else:
+        values = open_dataset(root, f"{name}/indices", where, trust_links=options.trust_links)
+        n_items = _read_n_items(group, values, f"{where}: {name}")
+    return FieldData(values, _read_indptr(values, f"{where}: {name}", options), n_items)
+
+
+def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
+    """The number of items of a CSR matrix. Raises UserError if it is none, or if its indices cannot be item numbers."""
     attributes = attributes_of(group)
     kind = attributes.get("encoding-type", "csr_matrix")
     if kind != "csr_matrix":
-        raise UserError(f"{where}: {name} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
-    indices = open_dataset(root, f"{name}/indices", where, trust_links=options.trust_links)
+        raise UserError(f"{where} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
     shape = attributes.get("shape", (0, 0))
     n_items = int(shape[1]) if len(shape) == 2 else 0
     if not 0 < n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
         raise UserError(
-            f"{where}: {name} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
+            f"{where} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
             f"{tuple(shape)}, {indices.dtype}"
         )
-    return FieldData(indices, _read_indptr(indices, f"{where}: {name}", options), n_items)
-
-
-def _belongs_to_ragged_rows(values: h5py.Dataset) -> bool:
-    """Whether an `indptr` beside the dataset cuts it into rows. A dataset with one value per row is not cut."""
-    if values.ndim != 1 or "indptr" not in values.parent:
-        return False
-    n_rows = len(values.parent["indptr"]) - 1
-    return len(values) != n_rows
+    return n_items
 
 
 def _read_indptr(values: h5py.Dataset, where: str, options: ReadOptions) -> np.ndarray:

@@ -33,16 +33,12 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
             "HDF5_USE_FILE_LOCKING=FALSE if there is none"
         ) from None
     except OSError as error:
-        raise UserError(f"{where} {_explain(error)}") from None
-
-
-def _explain(error: OSError) -> str:
-    text = str(error).lower()
-    if "truncated" in text:
-        return "is truncated: copy or write it again"
-    if "signature not found" in text:
-        return "is not an HDF5 file"
-    return f"cannot be opened: {error.strerror or error}"
+        reason = f"cannot be opened: {error.strerror or error}"
+        if "truncated" in str(error):
+            reason = "is truncated: copy or write it again"
+        if "signature not found" in str(error):
+            reason = "is not an HDF5 file"
+        raise UserError(f"{where} {reason}") from None
 
 
 def open_group(file: h5py.File, name: str, where: str, *, trust_links: bool) -> h5py.Group:

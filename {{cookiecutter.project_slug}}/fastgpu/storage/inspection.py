@@ -162,17 +162,15 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
 
     def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
         has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
-        if has_rows and DIGESTS not in name.split("/") and not _are_implied_ones(item):
-            datasets.append(item)
+        if not has_rows or DIGESTS in name.split("/"):
+            return
+        is_csr_data = item.name.endswith("/data") and "indptr" in item.parent
+        if is_csr_data and item.chunks and item.fillvalue == 1 and not item.id.get_num_chunks():
+            return  # the values of a CSR matrix of ones: a fill value, and no bytes in the file
+        datasets.append(item)
 
     group.visititems(note)
     return datasets
-
-
-def _are_implied_ones(data: h5py.Dataset) -> bool:
-    """Whether this is the `data` of a CSR matrix of ones, which has a fill value of 1 and no bytes in the file."""
-    is_csr_data = data.name.endswith("/data") and "indptr" in data.parent
-    return bool(is_csr_data and data.chunks and data.fillvalue == 1 and not data.id.get_num_chunks())
 
 
 def _describe(data: h5py.Dataset) -> DatasetInfo:
@@ -184,7 +182,7 @@ def _describe(data: h5py.Dataset) -> DatasetInfo:
         dtype=data.dtype,
         shape=data.shape,
         chunk=data.chunks,
-        filters=tuple(codecs.NAMES.get(code, f"filter {code}") for code, _ in filters),
+        filters=tuple(codecs.name_of([applied]) for applied in filters),
         stored_bytes=data.id.get_storage_size(),
         has_digests=f"{DIGESTS}/{name}" in data.parent,
     )

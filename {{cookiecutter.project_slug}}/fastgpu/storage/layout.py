@@ -93,8 +93,10 @@ class Layout:
         self._filters = codecs.filters_of(data.id.get_create_plist())
         self._chunks = self._find_chunks(data)  # None: read through h5py
         self._digests: np.ndarray | None = None  # (chunks, 32) uint8
-        if self._chunks is None:
-            self._check_that_h5py_can_decode()
+        for applied in self._filters:
+            if self._chunks is None and not h5py.h5z.filter_avail(applied[0]):
+                name = codecs.name_of([applied])
+                raise UserError(f"{self._name} is compressed by {name}, which is not installed; pip install hdf5plugin")
         if options.verify:
             self._digests = self._read_digests(data)
         self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
@@ -102,7 +104,7 @@ class Layout:
     @property
     def filters(self) -> str:
         """Names of the filters that the chunks went through, joined by +."""
-        return " + ".join(codecs.NAMES.get(code, f"filter {code}") for code, _ in self._filters)
+        return codecs.name_of(self._filters)
 
     @property
     def is_direct(self) -> bool:
@@ -117,12 +119,26 @@ class Layout:
             return _Chunks(*np.empty((3, 0), np.int64))
         if data.is_virtual or data.external:
             return None
-        chunks = self._find_stored_chunks(data) if data.chunks else self._cut_into_chunks(data)
-        if chunks is not None and int((chunks.offsets + chunks.sizes).max()) > self._file.size:
+        first_rows = np.arange(0, self._n_rows, self.chunk_rows)
+        if data.chunks:
+            table = self._find_stored_chunks(data)
+            if table is None:
+                return None
+        else:
+            offset = data.id.get_offset()
+            if offset is None:
+                raise UserError(f"{self._name} was never written")
+            table = np.zeros((3, len(first_rows)), np.int64)
+            table[0] = offset + first_rows * self.field.row_bytes
+        if not self._filters:
+            table[1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
+        chunks = _Chunks(*table)
+        if int((chunks.offsets + chunks.sizes).max()) > self._file.size:
             raise UserError(f"{self._name}: the file is truncated: copy or write it again")
         return chunks
 
-    def _find_stored_chunks(self, data: h5py.Dataset) -> _Chunks | None:
+    def _find_stored_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
+        """(3, chunks) int64: offset, size and skipped filters of each chunk; None as above."""
         n_chunks = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))
         n_missing = n_chunks - data.id.get_num_chunks()
         if n_missing:
@@ -137,30 +153,7 @@ class Layout:
             table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         data.id.chunk_iter(note)
-        chunks = _Chunks(*table)
-        if self._filters:
-            return chunks
-        return chunks._replace(sizes=self._rows_per_chunk() * self.field.row_bytes)
-
-    def _cut_into_chunks(self, data: h5py.Dataset) -> _Chunks:
-        """A table of chunks for rows that lie in one piece."""
-        offset = data.id.get_offset()
-        if offset is None:
-            raise UserError(f"{self._name} was never written")
-        offsets = offset + np.arange(0, self._n_rows, self.chunk_rows) * self.field.row_bytes
-        return _Chunks(offsets, self._rows_per_chunk() * self.field.row_bytes, np.zeros_like(offsets))
-
-    def _rows_per_chunk(self) -> np.ndarray:
-        """(chunks,) int64: number of rows in each chunk."""
-        return np.diff(np.arange(0, self._n_rows, self.chunk_rows), append=self._n_rows)
-
-    def _check_that_h5py_can_decode(self) -> None:
-        for code, _ in self._filters:
-            if not h5py.h5z.filter_avail(code):
-                filter_name = codecs.NAMES.get(code, f"HDF5 filter {code}")
-                raise UserError(
-                    f"{self._name} is compressed by {filter_name}, which is not installed; pip install hdf5plugin"
-                )
+        return table
 
     def _read_digests(self, data: h5py.Dataset) -> np.ndarray:
         n_chunks = -(-self._n_rows // self.chunk_rows)

@@ -100,7 +100,12 @@ def open_store(
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
     for file in files[1:]:
-        _check_equal_fields(key, files[0], file)
+        for name, field in file.fields.items():
+            expected = files[0].fields[name]
+            if field.signature != expected.signature:
+                raise UserError(
+                    f"{key}: {file.name} holds {name} as {field}, {files[0].name} as {expected}; shards must agree"
+                )
     return Store(files)
 
 
@@ -138,8 +143,13 @@ class _File:
             n_rows = self._open_fields(root, f"{key}: {self.name}", fields, options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]
-            self._load_columns(n_rows, largest)
-        self.block_start = np.arange(0, n_rows, self._block_rows(n_rows, largest))
+            for name, field in self.fields.items():  # in memory, so that a block costs one read: of the largest field
+                if name != largest and n_rows * field.row_bytes <= COLUMN_BYTES:
+                    self.columns[name] = self._layouts[name].read_all(field.dtype)
+        block_rows = self.largest.chunk_rows  # for ragged rows: about BLOCK_BYTES, in MIN_BLOCKS or more
+        if self.fields[largest].is_ragged:
+            block_rows = max(1, min(BLOCK_BYTES // self.fields[largest].row_bytes, n_rows // MIN_BLOCKS))
+        self.block_start = np.arange(0, n_rows, block_rows)
         """(blocks,) int64: the first row of each block."""
         self.block_rows = np.diff(self.block_start, append=n_rows).astype(np.int32)
         """(blocks,) int32: number of rows in each block."""
@@ -161,19 +171,6 @@ class _File:
                 self.indptr[field] = field_data.indptr
         return n_rows
 
-    def _load_columns(self, n_rows: int, largest: str) -> None:
-        """Read the small fields into memory, so that a block costs one read: that of the largest field."""
-        for name, field in self.fields.items():
-            if name != largest and n_rows * field.row_bytes <= COLUMN_BYTES:
-                self.columns[name] = self._layouts[name].read_all(field.dtype)
-
-    def _block_rows(self, n_rows: int, largest: str) -> int:
-        """Rows of a block: a chunk of the largest field; for ragged rows, about BLOCK_BYTES, in MIN_BLOCKS or more."""
-        field = self.fields[largest]
-        if not field.is_ragged:
-            return self.largest.chunk_rows
-        return max(1, min(BLOCK_BYTES // field.row_bytes, n_rows // MIN_BLOCKS))
-
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""
         for name, layout in self._layouts.items():
@@ -189,13 +186,3 @@ class _File:
                     target[places] = column[start : start + len(places)]
             else:
                 layout.read(field_ranges, target)
-
-
-def _check_equal_fields(key: str, first: _File, other: _File) -> None:
-    """Raise UserError if two files have different types of rows."""
-    for name, field in other.fields.items():
-        expected = first.fields[name]
-        if field.signature != expected.signature:
-            raise UserError(
-                f"{key}: {other.name} holds {name} as {field}, {first.name} as {expected}; shards must agree"
-            )

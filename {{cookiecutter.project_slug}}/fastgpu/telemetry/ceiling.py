@@ -39,25 +39,26 @@ def read_ceiling(folder: Path, machine: Mapping[str, Any], config: Mapping[str, 
 
     folder: run.folder. machine: see `World.identity`, with `row_bytes`.
     """
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        is_same = found["machine"] == dict(machine) and found["step"] == _as_json(step_identity(config))
-        return float(found["compute_rows_per_s"]) if is_same and found["is_conclusive"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    diagnosis = _read_diagnosis(folder, config)
+    return diagnosis.get("compute_rows_per_s") if diagnosis.get("machine") == dict(machine) else None
 
 
 def read_summary(folder: Path, config: Mapping[str, Any]) -> str:
     """The verdict of diagnose.py in one line, if it is about the same step and the same feed; otherwise empty."""
+    diagnosis = _read_diagnosis(folder, config)
+    return diagnosis.get("summary", "") if diagnosis.get("feed") == _as_json(feed_identity(config)) else ""
+
+
+def _read_diagnosis(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The diagnosis of the same step; empty if there is none, or if its rounds differed too much."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        is_same_step = found["step"] == _as_json(step_identity(config))
-        is_same_feed = found["feed"] == _as_json(feed_identity(config))
-        return str(found["summary"]) if is_same_step and is_same_feed and found["is_conclusive"] else ""
+        diagnosis: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        is_same = diagnosis["step"] == _as_json(step_identity(config))
+        return diagnosis if is_same and diagnosis["is_conclusive"] else {}
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return {}
 
 
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(values: Mapping[str, Any]) -> Any:
     """The values as they come back from a JSON file: tuples are lists there."""
-    return dict(json.loads(json.dumps(values)))
+    return json.loads(json.dumps(values))

@@ -27,11 +27,6 @@ LINE_EVERY_S = 5.0
 """Seconds between two progress lines if the output is not a terminal."""
 
 
-def format_metrics(values: Mapping[str, float]) -> str:
-    """`val/loss 0.01234, val/top1_pct 99.72`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
 class Log:
     """Takes the scalars and the progress of a run. Without a folder (on every rank but rank 0) it does nothing."""
 
@@ -61,11 +56,10 @@ class Log:
         self._writer: SummaryWriter | None = None
         with self._ignoring_io_errors():
             if folder:
+                atexit.register(self._write_report)  # however the run ends, except by a signal that kills
                 self._writer = SummaryWriter(str(folder))
                 lines = [f"    {key}: {json.dumps(value)}" for key, value in (config or {}).items()]
                 self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
-        if folder:
-            atexit.register(self._write_report)  # however the run ends, except by a signal that kills
         has_bar = folder is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=planned_rows,
@@ -121,11 +115,15 @@ class Log:
         if not self._folder:
             return ""
         points = report.read_metrics(self._folder)
+        hyperparameters = {  # TensorBoard accepts no other types
+            key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for key, value in config.items()
+        }
         with self._ignoring_io_errors():
             if self._writer:
                 self._writer.add_text("verdict", "\n\n".join(report.verdicts(self._folder, points)))
                 # SummaryWriter.add_hparams would make a second run for them, in a folder of its own
-                for summary in hparams(_plain(config), dict(metrics)):
+                for summary in hparams(hyperparameters, dict(metrics)):
                     self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
                 self._writer.close()
         self._write_report()
@@ -133,15 +131,12 @@ class Log:
 
     def _draw_charts(self, writer: SummaryWriter, names: Mapping[str, float]) -> None:
         """Put charts that have something to show on TensorBoard's page CUSTOM SCALARS; again when there are more."""
-        found = {tag.chart for tag in map(tags.find_tag, names) if tag and tag.chart}
-        if found <= self._drawn:
+        titles = {tag.chart for tag in map(tags.find_tag, names) if tag and tag.chart}
+        if titles <= self._drawn:
             return
-        self._drawn |= found
-        layout = {
-            title: ["Multiline", [tag.pattern for tag in group]]
-            for title, group in tags.charts().items()
-            if title in self._drawn
-        }
+        self._drawn |= titles
+        charts = {title: group for title, group in tags.charts().items() if title in self._drawn}
+        layout = {title: ["Multiline", [tag.pattern for tag in group]] for title, group in charts.items()}
         writer.add_custom_scalars({"training": layout})
 
     def _warn_if_input_bound(self, wait_pct: float) -> None:
@@ -149,7 +144,7 @@ class Log:
         if len(self._waits_pct) != WAIT_POINTS + 1:
             return
         mean_pct = fmean(self._waits_pct[1:])  # the first point holds what happens only at the start
-        if report.is_input_bound(mean_pct):
+        if mean_pct > report.WAIT_PCT:
             with self._bar.external_write_mode():
                 warn(report.feed_verdict(mean_pct))
 
@@ -168,11 +163,3 @@ class Log:
             if not self._has_warned:
                 warn(f"cannot write logs to {self._folder} ({error}); training goes on")
             self._has_warned = True
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """The config with values that TensorBoard accepts as hyperparameters."""
-    return {
-        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-        for key, value in config.items()
-    }

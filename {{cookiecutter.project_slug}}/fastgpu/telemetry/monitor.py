@@ -42,29 +42,25 @@ class Counters:
         """What could not be read, with the reason. It is not tried again."""
 
     def read(self) -> dict[str, float]:
-        """{tag: value}. A counter that compares with its last read has no value the first time."""
+        """{tag: value}. The first values of counters that compare with the read before are missing or 0."""
         values: dict[str, float] = {}
         for prefix, counter in list(self._counters):
             try:
-                own = counter()
+                values |= {prefix + name: value for name, value in counter().items()}
             except Exception as error:  # whatever a driver raises must not stop the run
                 self._counters.remove((prefix, counter))
                 self.missing.append(f"{prefix}{counter.__name__} ({error})")
-                continue
-            values |= {prefix + name: value for name, value in own.items()}
         return values
 
 
 def machine_counters(gpus: Sequence[str], nvml: Any = None) -> Counters:
     """The counters of this machine. gpus: UUIDs; tags number them from 0. nvml: the module pynvml, if it is open."""
-    host = _Host()
-    counters: list[tuple[str, Counter]] = [("host/", counter) for counter in host.counters]
+    counters: list[tuple[str, Counter]] = [("host/", counter) for counter in _Host().counters]
     missing = []
     try:
         for number, uuid in enumerate(gpus):
             nvml = nvml or open_nvml()
-            gpu = _Gpu(nvml, uuid)
-            counters += [(f"gpu{number}/", counter) for counter in gpu.counters]
+            counters += [(f"gpu{number}/", counter) for counter in _Gpu(nvml, uuid).counters]
     except Exception as error:  # no driver, no module, or a GPU that NVML does not know
         missing.append(f"GPU counters ({error})")
     if gpus:
@@ -85,9 +81,8 @@ class Monitor:
         self._lock = threading.Lock()
         self._is_ready = threading.Event()
         self._is_closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, args=(counters,), name="monitor", daemon=True)
         if counters:
-            self._thread = threading.Thread(target=self._run, args=(counters,), name="monitor", daemon=True)
             self._thread.start()
             self._is_ready.wait()
 
@@ -118,17 +113,14 @@ class Monitor:
     def close(self) -> None:
         """End the thread."""
         self._is_closing.set()
-        if self._thread:
+        if self._counters:
             self._thread.join()
-            self._thread = None
 
     def _run(self, counters: Counters) -> None:
         """The thread. Its first read is only the beginning of counters that compare with the read before; psutil keeps
         such a beginning for each thread, so it has to happen here."""
-        try:
-            counters.read()
-        finally:
-            self._is_ready.set()
+        counters.read()
+        self._is_ready.set()
         while not self._is_closing.wait(self._poll_s):
             values = counters.read()
             with self._lock:
@@ -169,7 +161,7 @@ class _Gpu:
         self._handle = gpu_handle(nvml, uuid)
         self._last_sample_us = 0
         self._gpm_sample: Any = None
-        self.counters: list[Counter] = [
+        self.counters = (
             self.utilisation,
             self.sm_activity,
             self.memory,
@@ -177,14 +169,13 @@ class _Gpu:
             self.temperature,
             self.clocks,
             self.pcie,
-        ]
+        )
 
     def utilisation(self) -> dict[str, float]:
         """The driver's samples since the last read."""
         nvml = self._nvml
-        since_us = self._last_sample_us
-        _, samples = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
-        new = [sample for sample in samples if sample.timeStamp > since_us]
+        _, samples = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_sample_us)
+        new = [sample for sample in samples if sample.timeStamp > self._last_sample_us]
         if not new:
             return {}
         self._last_sample_us = max(sample.timeStamp for sample in new)
@@ -200,25 +191,21 @@ class _Gpu:
         self._gpm_sample = nvml.nvmlGpmSampleGet(self._handle, nvml.nvmlGpmSampleAlloc())
         if previous is None:
             return {}
-        metric_ids = {
-            "sm_active_pct": nvml.NVML_GPM_METRIC_SM_UTIL,
-            "tensor_active_pct": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+        names = {
+            nvml.NVML_GPM_METRIC_SM_UTIL: "sm_active_pct",
+            nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: "tensor_active_pct",
         }
         request = nvml.c_nvmlGpmMetricsGet_t()
         request.version = nvml.NVML_GPM_METRICS_GET_VERSION
-        request.numMetrics = len(metric_ids)
+        request.numMetrics = len(names)
         request.sample1 = previous
         request.sample2 = self._gpm_sample
-        for place, metric_id in enumerate(metric_ids.values()):
-            request.metrics[place].metricId = metric_id
+        for metric, metric_id in zip(request.metrics, names, strict=False):
+            metric.metricId = metric_id
         nvml.nvmlGpmMetricsGet(request)
         nvml.nvmlGpmSampleFree(previous)
-        values = {}
-        for place, name in enumerate(metric_ids):
-            metric = request.metrics[place]
-            if metric.nvmlReturn == nvml.NVML_SUCCESS:
-                values[name] = metric.value
-        return values
+        metrics = request.metrics[: len(names)]
+        return {names[metric.metricId]: metric.value for metric in metrics if metric.nvmlReturn == nvml.NVML_SUCCESS}
 
     def memory(self) -> dict[str, float]:
         return {"mem_used_gib": self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / GIB}
@@ -231,8 +218,7 @@ class _Gpu:
         return {"temperature_c": self._nvml.nvmlDeviceGetTemperature(self._handle, sensor)}
 
     def clocks(self) -> dict[str, float]:
-        is_limited = bool(clock_limits(self._nvml, self._handle))
-        return {"clock_limited_pct": 100.0 * is_limited}
+        return {"clock_limited_pct": 100.0 if clock_limits(self._nvml, self._handle) else 0.0}
 
     def pcie(self) -> dict[str, float]:
         nvml = self._nvml
@@ -255,18 +241,12 @@ class _Host:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._n_reads = 0
-        self._cpu_thread: int | None = None
-        self._disk_rate = _Rate()
-        self._refault_rate = _Rate()
-        self.counters: list[Counter] = [self.cpu, self.memory, self.pss, self.disk_reads, self.page_cache_refaults]
+        self._totals: dict[str, tuple[float, float]] = {}
+        """{name: (time, value)} of the last read of a value that only grows"""
+        self.counters = [self.cpu, self.memory, self.pss, self.disk_reads, self.page_cache_refaults]
 
     def cpu(self) -> dict[str, float]:
         times = psutil.cpu_times_percent()._asdict()  # since the last call in this thread, and 0 in the first one
-        thread = threading.get_ident()
-        is_first_in_thread = thread != self._cpu_thread
-        self._cpu_thread = thread
-        if is_first_in_thread:
-            return {}
         return {f"cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
 
     def memory(self) -> dict[str, float]:
@@ -285,28 +265,18 @@ class _Host:
         counters = psutil.disk_io_counters()
         if counters is None:
             raise RuntimeError("this system does not count them")
-        return self._disk_rate.update("disk_read_mb_per_s", counters.read_bytes / MB)
+        return self._rate("disk_read_mb_per_s", counters.read_bytes / MB)
 
     def page_cache_refaults(self) -> dict[str, float]:
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, value = line.split()
             if name == "workingset_refault_file":
-                return self._refault_rate.update("page_cache_refaults_per_s", float(value))
+                return self._rate("page_cache_refaults_per_s", float(value))
         raise RuntimeError("this kernel does not count them")
 
-
-class _Rate:
-    """The growth per second of a value that only grows."""
-
-    def __init__(self) -> None:
-        self._previous: tuple[float, float] | None = None
-
-    def update(self, name: str, value: float) -> dict[str, float]:
+    def _rate(self, name: str, value: float) -> dict[str, float]:
         """{name: growth per second since the last call}; empty the first time."""
         now = time.monotonic()
-        previous = self._previous
-        self._previous = (now, value)
-        if previous is None:
-            return {}
-        then, old_value = previous
+        then, old_value = self._totals.get(name, (now, value))
+        self._totals[name] = (now, value)
         return {name: (value - old_value) / (now - then)} if now > then else {}

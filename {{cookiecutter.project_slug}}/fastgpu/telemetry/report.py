@@ -7,6 +7,9 @@ import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import cycle
+from math import ceil
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -36,17 +39,10 @@ MAX_POINTS = 600
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569")
 
 
-class Line(NamedTuple):
-    """The values of one tag over time."""
-
-    name: str
-    points: list[tuple[float, float]]
-    """(time in s, value)"""
-
-
 class SummaryRow(NamedTuple):
     """One value of the whole run."""
 
+    name: str
     title: str
     value: float
     unit: str
@@ -63,10 +59,8 @@ def read_metrics(folder: Path) -> list[Point]:
         return []
     points = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             points.append(json.loads(line))
-        except ValueError:
-            continue
     return points
 
 
@@ -79,10 +73,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
-            config |= {f"{name}.{key}": part for key, part in value.items()}
-        else:
-            config[name] = value
+        config |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
     return config
 
 
@@ -110,12 +101,9 @@ def over_run(points: Sequence[Point], tag: Tag, name: str) -> float:
 
 def summary(points: Sequence[Point]) -> list[SummaryRow]:
     """The values of the run that have a title in the table of tags."""
-    rows = []
-    for tag in tags.TAGS:
-        if tag.title:
-            for name in tag.names(_names(points)):
-                rows.append(SummaryRow(_title(tag, name), over_run(points, tag, name), tag.unit))
-    return rows
+    logged = _names(points)
+    titled = [(tag, name) for tag in tags.TAGS if tag.title for name in tag.names(logged)]
+    return [SummaryRow(name, _title(tag, name), over_run(points, tag, name), tag.unit) for tag, name in titled]
 
 
 def table(points: Sequence[Point]) -> str:
@@ -132,10 +120,12 @@ def _names(points: Sequence[Point]) -> list[str]:
 
 def _title(tag: Tag, name: str) -> str:
     """`SM activity, gpu0`; `CPU, user, machine1` on another machine than the first; `validation top1_pct`."""
+    group, _, metric = name.rpartition("/")
     if name == tag.name:
         return tag.title
-    group, _, own = name.rpartition("/")
-    return f"{tag.title} {own}" if tag.name.endswith("<metric>") else f"{tag.title}, {group.removesuffix('/host')}"
+    if tag.name == "val/<metric>":
+        return f"{tag.title} {metric}"
+    return f"{tag.title}, {group.removesuffix('/host')}"
 
 
 # ---------------------------------------------------------------------------------------------- verdicts
@@ -143,28 +133,17 @@ def _title(tag: Tag, name: str) -> str:
 
 def verdicts(folder: Path, points: Sequence[Point]) -> list[str]:
     """Whether the run was fed, and what diagnose.py found out about a run with the same settings, if it did."""
-    values: dict[str, float] = {}
-    for name in ("data/wait_pct", "gpu0/util_pct"):
-        tag = tags.find_tag(name)
-        if tag and name in _names(points):
-            values[name] = over_run(points, tag, name)
+    values = {row.name: row.value for row in summary(points)}
     lines = []
     if "data/wait_pct" in values:
         lines.append(feed_verdict(values["data/wait_pct"], values.get("gpu0/util_pct")))
-    diagnosis = read_summary(folder.parent, read_config(folder))
-    if diagnosis:
-        lines.append(diagnosis)
-    return lines
-
-
-def is_input_bound(wait_pct: float) -> bool:
-    """Whether a run spends too much of its time waiting for data."""
-    return wait_pct > WAIT_PCT
+    lines.append(read_summary(folder.parent, read_config(folder)))
+    return [line for line in lines if line]
 
 
 def feed_verdict(wait_pct: float, util_pct: float | None = None) -> str:
     """Whether a run is fed, in one line. wait_pct: its data wait. util_pct: GPU-Util, if there is a GPU."""
-    if is_input_bound(wait_pct):
+    if wait_pct > WAIT_PCT:
         return f"input-bound: {wait_pct:.0f} % of the time was spent waiting for data; run `python diagnose.py`"
     if util_pct is not None and util_pct < 100 - IDLE_PCT:
         idle_pct = 100 - util_pct
@@ -194,11 +173,16 @@ def _page(folder: Path, points: Sequence[Point]) -> str:
     for row in summary(points):
         rows += f"<tr><td>{html.escape(row.title)}<td class=number>{_format(row.value)}<td>{html.escape(row.unit)}"
     charts = ""
+    logged = _names(points)
     for title, group in tags.charts().items():
-        names = [name for tag in group for name in tag.names(_names(points))]
+        names = [name for tag in group for name in tag.names(logged)]
         if names:
-            lines = [_line(points, name) for name in names]
-            charts += f"<h2>{html.escape(title)}</h2>{_svg(lines)}{_legend(lines)}"
+            lines = [[(point["time_s"], point[name]) for point in points if name in point] for name in names]
+            legend = " ".join(
+                f'<span style="color: {colour}">{html.escape(name)}</span>'
+                for name, colour in zip(names, cycle(COLOURS), strict=False)
+            )
+            charts += f"<h2>{html.escape(title)}</h2>{_svg(lines)}<p class=legend>{legend}</p>"
     details = ""
     for path in (*sorted(folder.glob("*.yaml")), *sorted(folder.glob("run*.json"))):
         text = html.escape(path.read_text(encoding="utf-8"))
@@ -210,10 +194,6 @@ def _page(folder: Path, points: Sequence[Point]) -> str:
         charts=charts,
         details=details,
     )
-
-
-def _line(points: Sequence[Point], name: str) -> Line:
-    return Line(name, [(point["time_s"], point[name]) for point in points if name in point])
 
 
 PAGE = Template("""<!doctype html>
@@ -234,59 +214,34 @@ $details
 """)
 
 
-def _svg(lines: Sequence[Line]) -> str:
-    """A line chart over time. The scale begins at 0 unless a value is negative."""
-    lines = [Line(line.name, _thinned(line.points)) for line in lines]
-    times = [time_s for line in lines for time_s, _ in line.points]
-    values = [value for line in lines for _, value in line.points]
-    begin_s = min(times)
-    end_s = max(times)
-    seconds = (end_s - begin_s) or 1
+def _svg(lines: Sequence[Sequence[tuple[float, float]]]) -> str:
+    """A chart of lines of (time in s, value). The scale begins at 0 unless a value is negative."""
+    values = [value for line in lines for _, value in line]
+    begin_s = min(line[0][0] for line in lines)
+    end_s = max(line[-1][0] for line in lines)
     low = min(0.0, *values)
     high = max(values)
-    if high == low:
-        high = low + 1
-    plot_width = WIDTH - LEFT
-    plot_height = HEIGHT - TOP - BOTTOM
-
-    def place(time_s: float, value: float) -> tuple[float, float]:
-        x = LEFT + plot_width * (time_s - begin_s) / seconds
-        y = TOP + plot_height * (high - value) / (high - low)
-        return x, y
-
+    x_scale = (WIDTH - LEFT) / ((end_s - begin_s) or 1)
+    y_scale = (HEIGHT - TOP - BOTTOM) / ((high - low) or 1)
+    floor = HEIGHT - BOTTOM
     parts = []
-    for share in (0.0, 0.5, 1.0):
-        value = low + share * (high - low)
-        _, y = place(begin_s, value)
+    for value in (low, (low + high) / 2, high):
+        y = floor - y_scale * (value - low)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e2e8f0"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_format(value)}</text>')
     for anchor, x, time_s in (("start", LEFT, begin_s), ("end", WIDTH, end_s)):
         parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_format(time_s)} s</text>')
-    for number, line in enumerate(lines):
-        colour = _colour(number)
-        places = [place(*point) for point in line.points]
-        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        last_x, last_y = places[-1]
-        parts.append(f'<circle cx="{last_x:.1f}" cy="{last_y:.1f}" r="2.5" fill="{colour}"/>')
+    for line, colour in zip(lines, cycle(COLOURS), strict=False):
+        every = ceil(len(line) / MAX_POINTS)
+        corners = [
+            f"{LEFT + x_scale * (time_s - begin_s):.1f},{floor - y_scale * (value - low):.1f}"
+            for time_s, value in line[::-every]  # from its end, so that the last point is among them
+        ]
+        line_style = f'fill="none" stroke="{colour}" stroke-width="1.5"'
+        parts.append(f'<polyline points="{" ".join(reversed(corners))}" {line_style}/>')
+        last_x, last_y = corners[0].split(",")
+        parts.append(f'<circle cx="{last_x}" cy="{last_y}" r="2.5" fill="{colour}"/>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="11">{"".join(parts)}</svg>'
-
-
-def _legend(lines: Sequence[Line]) -> str:
-    names = [
-        f'<span style="color: {_colour(number)}">{html.escape(line.name)}</span>' for number, line in enumerate(lines)
-    ]
-    return f"<p class=legend>{' '.join(names)}</p>"
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Every n-th point, at most MAX_POINTS, the last one among them."""
-    n = -(-len(points) // MAX_POINTS)
-    return points[::-n][::-1]
 
 
 def _format(value: float) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -24,7 +24,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.telemetry import checkpoint
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
-from fastgpu.telemetry.log import Log, format_metrics
+from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
@@ -50,7 +50,6 @@ class Run:
         self._state = state
         self._order = order
         self._world = world
-        self._own_folder = folder if world.is_main else None
         self._config: dict[str, Any] = {}
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
@@ -65,13 +64,18 @@ class Run:
         """
         self._config = dict(config)
         self._epochs = config["train.epochs"]
-        _describe(self._own_folder, self._config, description)
+        if self._world.is_main:
+            number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
+            suffix = f"-{number}" if number > 1 else ""
+            self._config_path = self.folder / f"config{suffix}.yaml"
+            _write(self.folder / f"run{suffix}.json", _describe(description))
+            _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
         self._monitor = Monitor(counters, self._world.gather_by_node)
         machine = self._world.identity | {"row_bytes": row_bytes}
         self._log = Log(
-            self._own_folder,
+            self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
             consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
             config=self._config,
@@ -91,8 +95,6 @@ class Run:
 
         fresh_rows: rows read since the beginning of the run. Raises UserError if the loss is not finite.
         """
-        if not self._losses:
-            return
         loss = self._world.all_reduce_sum(torch.stack(self._losses).mean()).item() / self._world.world_size
         self._losses.clear()
         step = self.progress.step
@@ -130,7 +132,8 @@ class Run:
             self._save("best", model)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        text = f"epoch {self.progress.epoch}/{self._epochs} {format_metrics(metrics)}, {self.epoch_throughput}"
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        text = f"epoch {self.progress.epoch}/{self._epochs} {values}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self.clock.restart()
@@ -139,7 +142,8 @@ class Run:
         """Use another echo factor from the next epoch on, and record it in the config of the run."""
         self.progress.echo = factor
         self._config["data.echo"] = factor
-        _write_config(self._own_folder, self._config)
+        if self._world.is_main:
+            _write_config(self._config_path, self._config)
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
@@ -155,11 +159,9 @@ class Run:
         )
 
     def close(self) -> None:
-        """End the thread of the monitor."""
         self._monitor.close()
 
     def _tell_missing(self) -> None:
-        """Print which counters this machine does not have, or has no longer."""
         missing = self._monitor.take_missing()
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
@@ -209,10 +211,9 @@ def make_folder(parent: str, name: str, is_resumed: bool) -> Path:
 
     Raises UserError if the folder cannot be written, or if it holds checkpoints that a new run would mix with its own.
     """
-    runs = Path(parent)
+    folder = Path(parent) / name
     if name == "auto":
-        name = (_newest(runs) if is_resumed else None) or _unused(runs, time.strftime("%Y%m%d-%H%M%S"))
-    folder = runs / name
+        folder = _choose_folder(Path(parent), is_resumed)
     try:
         if not is_resumed and any(folder.glob("checkpoints/*")):
             raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
@@ -226,69 +227,31 @@ def make_folder(parent: str, name: str, is_resumed: bool) -> Path:
     return folder
 
 
-def _newest(runs: Path) -> str | None:
-    """The name of the run that saved a checkpoint last."""
-    saved = [path for path in runs.glob("*/checkpoints/last-*") if path.is_dir()]
-    return max(saved, key=lambda path: path.stat().st_mtime_ns).parts[-3] if saved else None
-
-
-def _unused(runs: Path, name: str) -> str:
-    unused = name
+def _choose_folder(runs: Path, is_resumed: bool) -> Path:
+    """The run that saved a checkpoint last, if one is to be resumed; otherwise a new one, named by date and time."""
+    saved = runs.glob("*/checkpoints/last-*") if is_resumed else ()
+    newest = max(saved, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if newest:
+        return newest.parents[1]
+    now = time.strftime("%Y%m%d-%H%M%S")
+    folder = runs / now
     number = 1
-    while (runs / unused).exists():
+    while folder.exists():
         number += 1
-        unused = f"{name}-{number}"
-    return unused
+        folder = runs / f"{now}-{number}"
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def _describe(folder: Path | None, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Write run.json (command, versions, GPU, commit, model) and config.yaml (without `auto`).
-
-    A resumed run adds its own pair: run-2.json and config-2.yaml.
-    """
-    if folder:
-        number = 1 + len([*folder.glob("run*.json")])
-        description = _provenance() | {"model": dict(model)}
-        _write(folder / f"run{_suffix(number)}.json", json.dumps(description, indent=2))
-        _write_config(folder, config)
-
-
-def _write_config(folder: Path | None, config: Mapping[str, Any]) -> None:
-    """Write the config as a valid --config file; again when data.echo=auto has found another factor."""
-    if not folder:
-        return
-    tree: dict[str, Any] = {}
-    for key, value in config.items():
-        section, _, name = key.rpartition(".")
-        branch = tree.setdefault(section, {}) if section else tree
-        branch[name] = value
-    number = len([*folder.glob("run*.json")])
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    _write(folder / f"config{_suffix(number)}.yaml", text)
-
-
-def _suffix(number: int) -> str:
-    return "" if number <= 1 else f"-{number}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        warn(f"cannot write {path} ({error}); training goes on")
-
-
-def _provenance() -> dict[str, Any]:
+def _describe(model: Mapping[str, Any]) -> str:
+    """run.json: command, versions, GPU, commit and model."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
+    description = {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "template_version": TEMPLATE_VERSION,
@@ -297,7 +260,9 @@ def _provenance() -> dict[str, Any]:
         "machine": platform.platform(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
+        "model": dict(model),
     }
+    return json.dumps(description, indent=2)
 
 
 def _git(*arguments: str) -> str | None:
@@ -306,3 +271,20 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a valid --config file. config: {dotted key: value}."""
+    tree: dict[str, Any] = {}
+    for key, value in config.items():
+        section, _, name = key.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        branch[name] = value
+    _write(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        warn(f"cannot write {path} ({error}); training goes on")

@@ -300,7 +300,7 @@ def test_trains(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     result = run_train("--config", str(tmp_path / "config.yaml"), cwd=tmp_path, ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 worker process" in result.stdout
+    assert "worker processes on each rank: 1" in result.stdout
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     errors = [point["val/mse"] for point in map(json.loads, metrics.read_text().splitlines()) if "val/mse" in point]
     assert errors[-1] < 0.05  # the variance of y is 1/3

@@ -84,7 +84,7 @@ def test_means_of_a_run_are_sums_over_sums():
 
 def test_the_summary_has_every_gpu_and_the_last_validation(tmp_path):
     points = read_metrics(write_run(tmp_path))
-    rows = {title: (value, unit) for title, value, unit in summary(points)}
+    rows = {row.title: (row.value, row.unit) for row in summary(points)}
     assert rows["fresh rows"] == (pytest.approx(12_345.6 * 1.0025), "rows/s")  # of the last four of five points
     assert rows["GPU-Util, gpu0"] == (pytest.approx(97 * 1.0025), "% of the time")
     assert rows["GPU-Util, gpu1"] == (pytest.approx(50 * 1.0025), "% of the time")

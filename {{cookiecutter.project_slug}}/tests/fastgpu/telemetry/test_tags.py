@@ -13,7 +13,7 @@ from fastgpu.telemetry.ceiling import FILE, step_identity
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
 from fastgpu.telemetry.report import read_metrics
-from fastgpu.telemetry.tags import TAGS, charts, find_tag, markdown_table
+from fastgpu.telemetry.tags import EXPLANATIONS, TAGS, charts, find_tag, markdown_table
 
 
 @pytest.fixture
@@ -80,6 +80,7 @@ def test_the_lines_of_a_chart_have_one_unit():
 
 
 def test_the_markdown_table_has_a_line_for_each_tag():
+    assert list(EXPLANATIONS) == [tag.name for tag in TAGS]
     lines = markdown_table().splitlines()
     assert [re.match(r"\| `(.*?)`", line)[1] for line in lines[2:]] == [tag.name for tag in TAGS]
     assert {line.count("|") for line in lines} == {5}
