@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, Shape
-from fastgpu.convert.skipping import OnError
+from fastgpu.convert.reading import OnError
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from fastgpu.convert.skipping import MAX_SKIPPED_SHARE, OnError, SkippingSource
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, SkippingSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.field import Field

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastgpu.convert.skipping import MAX_SKIPPED_SHARE, OnError
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError
 from fastgpu.process.launch import UserError
 from fastgpu.storage.file import not_found
 
