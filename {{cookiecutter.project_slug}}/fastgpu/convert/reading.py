@@ -36,4 +36,4 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
     except FileNotFoundError:
         raise not_found(path) from None
     except (OSError, ValueError, KeyError, EOFError, csv.Error, TarError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is not {expected}: {error}; fetch or write it again") from None
+        raise UserError(f"{path} is not {expected}: {error}; fetch it again") from None

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-
 from fastgpu.convert.writer import WriteOptions, Writer, choose_block_rows
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
