@@ -1,16 +1,15 @@
 """NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
+from fastgpu.convert.reading import explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.file import not_found
 
 
 def open_arrays(sources: Sequence[str]) -> Arrays:
@@ -47,8 +46,8 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
 
 def _load(path: str) -> Any:
     """An array, or a mapping of arrays."""
-    try:
-        file, is_h5, name = path.partition("::")
+    file, is_h5, name = path.partition("::")
+    with explain_errors(path, "a file of NumPy arrays of numbers"):
         if not is_h5:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         item = h5py.File(file)[name]
@@ -58,10 +57,6 @@ def _load(path: str) -> Any:
         matrix["shape"] = item.attrs["shape"]
         matrix["format"] = np.array(str(item.attrs["encoding-type"]).removesuffix("_matrix"))
         return matrix
-    except FileNotFoundError:
-        raise not_found(path) from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} holds no NumPy arrays of numbers: {error}") from None
 
 
 def _check_columns(columns: Mapping[str, Any], sources: Sequence[str]) -> None:
