@@ -40,7 +40,14 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
             columns |= dict(content)
         else:
             columns[name] = content
-    _check_columns(columns, sources)
+    for name, column in columns.items():
+        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
+            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
+    if not any(lengths.values()):
+        raise UserError(f"{', '.join(sources)}: no rows")
     return Arrays(", ".join(sources), columns, n_items=n_items)
 
 
@@ -59,21 +66,20 @@ def _load(path: str) -> Any:
         return matrix
 
 
-def _check_columns(columns: Mapping[str, Any], sources: Sequence[str]) -> None:
-    for name, column in columns.items():
-        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
-            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
-    if not any(lengths.values()):
-        raise UserError(f"{', '.join(sources)}: no rows")
-
-
 def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:
     """The rows of a sparse matrix: for each row the columns whose value is not 0, ascending; and the values."""
     height, width = (int(length) for length in matrix["shape"])
-    rows, columns = _coordinates(path, matrix)
+    kind = str(matrix["format"].astype(str))
+    if kind == "coo":
+        rows = matrix["row"]
+        columns = matrix["col"]
+    elif kind in ("csr", "csc"):
+        columns = matrix["indices"]
+        rows = np.repeat(np.arange(len(matrix["indptr"]) - 1), np.diff(matrix["indptr"]))
+        if kind == "csc":
+            rows, columns = columns, rows
+    else:
+        raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
     is_whole = len(rows) == len(matrix["data"]) and len(rows) and rows.max() < height and columns.max() < width
     if not is_whole:
         raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
@@ -87,17 +93,3 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
     if not (values == 1).all():
         ragged[f"{name}_values"] = RaggedArray(values, offsets)
     return ragged
-
-
-def _coordinates(path: str, matrix: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each value."""
-    kind = str(matrix["format"].astype(str))
-    if kind == "coo":
-        return matrix["row"], matrix["col"]
-    if kind not in ("csr", "csc"):
-        raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    indptr = matrix["indptr"]
-    major = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-    if kind == "csr":
-        return major, matrix["indices"]
-    return matrix["indices"], major

@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +26,6 @@ RATING = np.dtype([("user", np.int32), ("item", np.int32), ("rating", np.float32
 MAX_EXPANSION = 100
 """Maximum ratio of the size of a file to its size in the zip file. Ratings reach 4 to 5; more is a decompression bomb.
 """
-
-
-class NotARatingError(Exception):
-    """Some line is not a rating."""
 
 
 class Ratings(NamedTuple):
@@ -56,74 +53,48 @@ def read_ratings(
     were read since the last call, and the share of the file that is done. Raises UserError with file and line for a
     line that is not a rating; or with on_error="skip", if more than 1 % of the lines are not.
     """
+    blocks = [np.empty(0, RATING)]
     skipped: list[str] = []
-    blocks = []
-    try:
-        for block in _parse_fast(source, columns, on_progress):
+    n_lines = 1
+    with _open_text(source) as (file, n_bytes):
+        places = _find_columns(source, file.readline(), columns)
+        is_rating = _line_pattern(places).fullmatch
+        while lines := list(islice(file, PARSED_ROWS)):
+            block = _parse(lines, places)
+            if block is None:  # NumPy does not say which line is not a rating
+                good_lines = []
+                for number, line in enumerate(lines, n_lines + 1):
+                    if is_rating(line):
+                        good_lines.append(line)
+                    elif line.strip():
+                        skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
+                        if on_error == "stop":
+                            raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out")
+                block = _parse(good_lines, places)
+                assert block is not None
+            n_lines += len(lines)
             blocks.append(block[block["rating"] > above])
-    except NotARatingError:
-        blocks = []
-        for block in _parse_by_line(source, columns, on_error, skipped):
-            blocks.append(block[block["rating"] > above])
+            on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
+    if len(skipped) > MAX_SKIPPED_SHARE * (n_lines - 1):
+        raise UserError(
+            f"{len(skipped):,} of {n_lines - 1:,} lines are not ratings, more than 1 %; the first: {skipped[0]}"
+        )
     ratings = np.concatenate(blocks)
     if not len(ratings):
         raise UserError(f"{source} has no rating above {above:g}")
     return Ratings(ratings["user"].copy(), ratings["item"].copy(), skipped)
 
 
-def _parse_fast(
-    source: Path, columns: Sequence[str], on_progress: Callable[[int, float], object]
-) -> Iterator[np.ndarray]:
-    """Blocks of ratings, (rows,) RATING. Raises NotARatingError without the line, which NumPy does not say."""
-    with _open_text(source) as (file, n_bytes):
-        places = _find_columns(source, file.readline(), columns)
-        while True:
-            block = _parse(file, places)
-            on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
-            yield block
-            if len(block) < PARSED_ROWS:
-                return
-
-
-def _parse(lines: io.TextIOWrapper | list[str], places: list[int]) -> np.ndarray:
+def _parse(lines: list[str], places: list[int]) -> np.ndarray | None:
+    """(rows,) RATING. None if a line is not a rating."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "input contained no data"
         try:
-            block = np.loadtxt(
-                lines, RATING, delimiter=",", usecols=places, max_rows=PARSED_ROWS, comments=None, ndmin=1
-            )
-        except UnicodeDecodeError:
-            raise
-        except ValueError as error:
-            raise NotARatingError from error
-    if len(block) and (block["user"].min() < 0 or block["item"].min() < 0 or not np.isfinite(block["rating"]).all()):
-        raise NotARatingError
-    return block
-
-
-def _parse_by_line(source: Path, columns: Sequence[str], on_error: OnError, skipped: list[str]) -> Iterator[np.ndarray]:
-    """Blocks of ratings. Five times slower, but messages for the other lines are added to `skipped`."""
-    with _open_text(source) as (file, _):
-        places = _find_columns(source, file.readline(), columns)
-        is_rating = _line_pattern(places).fullmatch
-        good_lines: list[str] = []
-        number = 1
-        for number, line in enumerate(file, 2):
-            if is_rating(line):
-                good_lines.append(line)
-            elif line.strip():
-                skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
-                if on_error == "stop":
-                    raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out")
-            if len(good_lines) == PARSED_ROWS:
-                yield _parse(good_lines, places)
-                good_lines = []
-        yield _parse(good_lines, places)
-    n_lines = number - 1
-    if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
-        raise UserError(
-            f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %; the first: {skipped[0]}"
-        )
+            block = np.loadtxt(lines, RATING, delimiter=",", usecols=places, comments=None, ndmin=1)
+        except ValueError:
+            return None
+    is_rating = (block["user"] >= 0) & (block["item"] >= 0) & np.isfinite(block["rating"])
+    return block if is_rating.all() else None
 
 
 def _line_pattern(places: list[int]) -> re.Pattern[str]:

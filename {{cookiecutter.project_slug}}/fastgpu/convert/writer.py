@@ -82,13 +82,8 @@ class Writer:
         options: WriteOptions = WriteOptions(),  # noqa: B008 (an immutable tuple)
         may_be_fewer: bool = False,
     ):
-        self.paths = [target]
-        if options.shards > 1:
-            numbers = [f"{number:05d}-of-{options.shards:05d}" for number in range(options.shards)]
-            self.paths = [target.with_name(f"{target.stem}-{number}{target.suffix}") for number in numbers]
-        _check_target(target, self.paths, n_rows, options)
-        if options.compression == "none":
-            _check_space(target, n_rows * sum(field.row_bytes for field in fields.values()))
+        _check_target(target, options, n_rows, n_rows * sum(field.row_bytes for field in fields.values()))
+        self.paths = _shard_paths(target, options.shards)
         self.options = options
         self.n_rows = 0
         """Rows written so far."""
@@ -169,9 +164,10 @@ class Writer:
             if self._n_shards < len(self.paths):
                 raise UserError(f"{self.n_rows:,} rows do not fill {len(self.paths)} shards; use fewer")
             self._finish_shard()
-        attributes = self._attributes | {"fastgpu_format": FORMAT}
+        attributes = dict(self._attributes)
         if self._statistics:
-            attributes = self._attributes | self._statistics.attributes() | {"fastgpu_format": FORMAT}
+            attributes |= self._statistics.attributes()
+        attributes["fastgpu_format"] = FORMAT
         for path in self.paths:
             with h5py.File(_partial(path), "r+", libver="latest") as file:
                 file.attrs.update(attributes)
@@ -183,25 +179,30 @@ def _partial(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _check_target(target: Path, paths: list[Path], n_rows: int, options: WriteOptions) -> None:
+def _shard_paths(target: Path, n_shards: int) -> list[Path]:
+    if n_shards == 1:
+        return [target]
+    return [target.with_name(f"{target.stem}-{i:05d}-of-{n_shards:05d}{target.suffix}") for i in range(n_shards)]
+
+
+def _check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int) -> None:
     if not 1 <= options.shards <= n_rows:
         raise UserError(f"--shards is {options.shards}, for {n_rows:,} rows; use 1 to {n_rows}")
+    folder = target.parent
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist; make it first")
+    paths = _shard_paths(target, options.shards)
     existing = [path for path in paths if path.exists()]
     if existing and not options.replace:
         raise UserError(f"{existing[0]} exists; choose another name, or --force")
-    other_shards = set(target.parent.glob(f"{target.stem}-?????-of-?????{target.suffix}")) - set(paths)
+    other_shards = set(folder.glob(f"{target.stem}-?????-of-?????{target.suffix}")) - set(paths)
     if options.shards > 1 and other_shards:
         raise UserError(f"{min(other_shards)} is a shard of another file; remove it, or choose another name")
-    if not target.parent.is_dir():
-        raise UserError(f"{target.parent} does not exist; make it first")
-
-
-def _check_space(target: Path, need: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if need > free:
+    free = shutil.disk_usage(folder).free
+    if options.compression == "none" and n_bytes > free:
         raise UserError(
-            f"{target} needs {need / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {target.parent.absolute()}; "
-            "make room, or write it elsewhere"
+            f"{target} needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}; make "
+            "room, or write it elsewhere"
         )
 
 
@@ -384,10 +385,12 @@ class RaggedColumn:
         self._values.finish()
         self._indptr.finish()
         if self._n_items:  # `data` is never written, so it takes no room and reads as its fill value
-            length = (self._n_values,)
-            self._group.create_dataset("data", length, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
-            shape = (len(self._group["indptr"]) - 1, self._n_items)
-            self._group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
+            shape = (self._n_values,)
+            self._group.create_dataset("data", shape, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
+            matrix_shape = (len(self._group["indptr"]) - 1, self._n_items)
+            self._group.attrs.update(
+                {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix_shape}
+            )
 
 
 # ---------------------------------------------------------------------------------------------- statistics
