@@ -100,7 +100,7 @@ def _parse(lines: list[str], places: list[int]) -> np.ndarray | None:
 def _line_pattern(places: list[int]) -> re.Pattern[str]:
     """Matches a line with whole numbers in the first two places and a number in the third."""
     user, item, rating = places
-    patterns = {user: r"\d{1,9}", item: r"\d{1,9}", rating: r"\d+(\.\d+)?"}
+    patterns = {user: "[0-9]{1,9}", item: "[0-9]{1,9}", rating: r"[0-9]{1,9}(\.[0-9]+)?"}
     columns = [patterns.get(place, "[^,]*") for place in range(max(places) + 1)]
     return re.compile(",".join(columns) + r"(,.*)?\s*")
 
