@@ -8,15 +8,15 @@ import sys
 
 import torch
 
-from fastgpu.convert.command_line import make_command_line
-from fastgpu.convert.signals import exit_on_signals
+from fastgpu.convert.command_line import CommandLine
+from fastgpu.convert.writing import exit_on_signals
 from fastgpu.process.launch import Launch, UserError, exit_with_message
 
 
 def main(argv: list[str]) -> int:
     """Run one command. Returns the exit code."""
     with exit_with_message(Launch(), "interrupted"):
-        args = make_command_line(__doc__).parse(argv)
+        args = CommandLine(__doc__).parser.parse_args(argv)
         try:
             return args.run(args) or 0
         except OSError as error:

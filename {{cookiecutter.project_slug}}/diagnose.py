@@ -9,7 +9,7 @@
 --batch          with --tune: try larger batch sizes, too, which changes what is learned
 
 python diagnose.py
-torchrun --standalone --nproc-per-node=gpu diagnose.py --config configs/celeba.yaml --min-feed 0.95
+torchrun --standalone --nproc-per-node=gpu diagnose.py --min-feed 0.95
 """
 
 import argparse

@@ -1,16 +1,15 @@
 """NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
+from fastgpu.convert.reading import explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.file import not_found
 
 
 def open_arrays(sources: Sequence[str]) -> Arrays:
@@ -41,14 +40,21 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
             columns |= dict(content)
         else:
             columns[name] = content
-    _check_columns(columns, sources)
+    for name, column in columns.items():
+        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
+            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
+    if not any(lengths.values()):
+        raise UserError(f"{', '.join(sources)}: no rows")
     return Arrays(", ".join(sources), columns, n_items=n_items)
 
 
 def _load(path: str) -> Any:
     """An array, or a mapping of arrays."""
-    try:
-        file, is_h5, name = path.partition("::")
+    file, is_h5, name = path.partition("::")
+    with explain_errors(path, "a file of NumPy arrays of numbers"):
         if not is_h5:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         item = h5py.File(file)[name]
@@ -58,27 +64,22 @@ def _load(path: str) -> Any:
         matrix["shape"] = item.attrs["shape"]
         matrix["format"] = np.array(str(item.attrs["encoding-type"]).removesuffix("_matrix"))
         return matrix
-    except FileNotFoundError:
-        raise not_found(path) from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} holds no NumPy arrays of numbers: {error}") from None
-
-
-def _check_columns(columns: Mapping[str, Any], sources: Sequence[str]) -> None:
-    for name, column in columns.items():
-        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
-            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
-    if not any(lengths.values()):
-        raise UserError(f"{', '.join(sources)}: no rows")
 
 
 def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:
     """The rows of a sparse matrix: for each row the columns whose value is not 0, ascending; and the values."""
     height, width = (int(length) for length in matrix["shape"])
-    rows, columns = _coordinates(path, matrix)
+    kind = str(matrix["format"].astype(str))
+    if kind == "coo":
+        rows = matrix["row"]
+        columns = matrix["col"]
+    elif kind in ("csr", "csc"):
+        columns = matrix["indices"]
+        rows = np.repeat(np.arange(len(matrix["indptr"]) - 1), np.diff(matrix["indptr"]))
+        if kind == "csc":
+            rows, columns = columns, rows
+    else:
+        raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
     is_whole = len(rows) == len(matrix["data"]) and len(rows) and rows.max() < height and columns.max() < width
     if not is_whole:
         raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
@@ -92,17 +93,3 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
     if not (values == 1).all():
         ragged[f"{name}_values"] = RaggedArray(values, offsets)
     return ragged
-
-
-def _coordinates(path: str, matrix: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each value."""
-    kind = str(matrix["format"].astype(str))
-    if kind == "coo":
-        return matrix["row"], matrix["col"]
-    if kind not in ("csr", "csc"):
-        raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    indptr = matrix["indptr"]
-    major = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-    if kind == "csr":
-        return major, matrix["indices"]
-    return matrix["indices"], major

@@ -4,34 +4,31 @@ CIFAR-10   https://www.cs.toronto.edu/~kriz/cifar.html, the python or the binary
 CelebA     https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html: img_align_celeba, a folder or .zip, and its two lists
 """
 
-import gzip
 import io
 import pickle
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
 
 from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, Shape
-from fastgpu.convert.skipping import OnError
+from fastgpu.convert.reading import OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.file import not_found
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger. An archive with a larger one is another archive, or a decompression bomb."""
-GZIP_MAGIC = b"\x1f\x8b"
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR_TEST = "test_batch"
 CELEBA_SPLITS = ("train", "val", "test")
 """The names for 0, 1, 2 in list_eval_partition.txt."""
 N_ATTRIBUTES = 40
+ARRAY_GLOBALS = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct")}
+"""Functions that a pickle of NumPy arrays needs."""
 
 
 def open_cifar10(source: Path) -> dict[str, Arrays]:
@@ -41,17 +38,17 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
     """
     batches = {}
     class_names: list[str] = []
-    for member, data in _read_batches(source):
-        stem = member.name.removesuffix(".bin")
+    for name, content in _read_batches(source):
+        stem = name.removesuffix(".bin")
         try:
             if stem in (*CIFAR_TRAIN, CIFAR_TEST):
-                batches[stem] = _parse_binary(data) if member.suffix == ".bin" else _parse_pickle(data)
-            elif member.name == "batches.meta":
-                class_names = [name.decode() for name in _unpickle(data)[b"label_names"]]
-            elif member.name == "batches.meta.txt":
-                class_names = data.decode().split()
+                batches[stem] = parse_batch(content, is_binary=name != stem)
+            elif name == "batches.meta":
+                class_names = [name.decode() for name in _unpickle(content)[b"label_names"]]
+            elif name == "batches.meta.txt":
+                class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
-            raise UserError(f"{source}: {member} is not a batch of CIFAR-10: {error}; fetch it again") from None
+            raise UserError(f"{source}: {name} is not a batch of CIFAR-10: {error}; fetch it again") from None
     missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
     if missing:
         raise UserError(
@@ -68,78 +65,61 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
     return {"train": join(CIFAR_TRAIN), "test": join([CIFAR_TEST])}
 
 
-def _parse_binary(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    rows = np.frombuffer(data, np.uint8).reshape(-1, 1 + int(np.prod(CIFAR_SHAPE)))
-    return _check_batch(rows[:, 1:], rows[:, 0].astype(np.int64))
+def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of the files of a folder or a tar archive that have "batch" in their name, one at a time."""
+    if source.is_dir():
+        for path in sorted(source.glob("*batch*")):
+            yield path.name, path.read_bytes()
+        return
+    with explain_errors(source, "a whole tar archive"), tarfile.open(source) as archive:
+        for member in archive:
+            name = _check_member(source, member.name, member.size)
+            if member.isfile() and "batch" in name and (content := archive.extractfile(member)):
+                yield name, content.read()
+        while archive.fileobj and archive.fileobj.read(1 << 20):  # gzip's checksum comes last
+            pass
 
 
-def _parse_pickle(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    batch = _unpickle(data)
-    return _check_batch(batch[b"data"], np.array(batch[b"labels"], np.int64))
+def _check_member(archive: Path, member: str, size: int) -> str:
+    """The name of a member of an archive without its folders. Raises UserError if this is another archive."""
+    path = PurePosixPath(member)
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(f"{archive} has a member {member}, which leads out of it: this is another archive")
+    if size > MAX_MEMBER_BYTES:
+        raise UserError(f"{archive} has a member {member} of {size:,} bytes: this is another archive")
+    return path.name
 
 
-def _check_batch(pixels: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def parse_batch(content: bytes, *, is_binary: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(images uint8 (N, 3, 32, 32), labels int64 (N,)) of a file of the binary or of the python version."""
+    if is_binary:
+        rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + int(np.prod(CIFAR_SHAPE)))
+        pixels = rows[:, 1:]
+        labels = rows[:, 0].astype(np.int64)
+    else:
+        batch = _unpickle(content)
+        pixels = batch[b"data"]
+        labels = np.array(batch[b"labels"], np.int64)
     images = pixels.reshape(-1, *CIFAR_SHAPE)
     if images.dtype != np.uint8 or len(images) != len(labels) or labels.min() < 0 or labels.max() > 9:
         raise ValueError(f"{len(images)} images of {images.dtype}, {len(labels)} labels up to {labels.max()}")
     return images, labels
 
 
-_ARRAY_GLOBALS = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-}
-_ENCODE_BYTES = ("_codecs", "encode")
-"""Python 3 writes bytes as a call of this function, if Python 2 should be able to read them."""
-
-
 class _ArrayUnpickler(pickle.Unpickler):
     """Reads numbers, text, containers and NumPy arrays. A pickle that needs anything else is refused, not run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == _ENCODE_BYTES:
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes that Python 2 should be able to read
             return lambda text, _: text.encode("latin1")
-        if (module, name) not in _ARRAY_GLOBALS:
+        module = module.replace("numpy.core", "numpy._core")
+        if (module, name) not in ARRAY_GLOBALS:
             raise pickle.UnpicklingError(f"it wants {module}.{name}, which an array does not need")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        return super().find_class(module, name)
 
 
-def _unpickle(data: bytes) -> Any:
-    return _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
-
-
-def _read_batches(source: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """(name, bytes) of the files of a folder or a tar archive that have "batch" in their name, one at a time."""
-    if source.is_dir():
-        for path in sorted(source.glob("*batch*")):
-            yield PurePosixPath(path.name), path.read_bytes()
-        return
-    try:
-        with ExitStack() as stack:
-            file: Any = stack.enter_context(source.open("rb"))
-            if file.peek(2)[:2] == GZIP_MAGIC:
-                file = stack.enter_context(gzip.open(file))
-            archive = stack.enter_context(tarfile.open(fileobj=file, mode="r|"))
-            for member in archive:
-                name = PurePosixPath(member.name)
-                _check_member(source, name, member.size)
-                if member.isfile() and "batch" in name.name and (content := archive.extractfile(member)):
-                    yield name, content.read()
-            while file.read(1 << 20):  # gzip's checksum comes last
-                pass
-    except FileNotFoundError:
-        raise not_found(source) from None
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise UserError(f"{source} is not a whole tar archive: {error}; fetch it again") from None
-
-
-def _check_member(archive: Path, member: PurePosixPath, size: int) -> None:
-    if member.is_absolute() or ".." in member.parts:
-        raise UserError(f"{archive} has a member {member}, which leads out of it: this is another archive")
-    if size > MAX_MEMBER_BYTES:
-        raise UserError(f"{archive} has a member {member} of {size:,} bytes: this is another archive")
+def _unpickle(content: bytes) -> Any:
+    return _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 # ---------------------------------------------------------------------------------------------- CelebA
@@ -152,8 +132,13 @@ def open_celeba(folder: Path, shape: Shape, on_error: OnError) -> dict[str, Imag
     one is missing, or a line of the lists is wrong.
     """
     listing = _read_attributes(folder / "list_attr_celeba.txt")
+    part_of = {}
     partition_path = folder / "list_eval_partition.txt"
-    part_of = _read_partition(partition_path)
+    for number, line in enumerate(_read_lines(partition_path), 1):
+        file, _, part = line.partition(" ")
+        if part.strip() not in ("0", "1", "2"):
+            raise UserError(f"{partition_path}:{number}: a file and 0, 1 or 2 should stand here")
+        part_of[file] = int(part)
     missing = set(listing.names) - set(part_of)
     if missing:
         raise UserError(f"{partition_path} has no line for {min(missing)}")
@@ -174,38 +159,23 @@ def _read_attributes(path: Path) -> Listing:
         raise UserError(
             f"{path} should begin with a line with the number of files and a line with {N_ATTRIBUTES} names"
         )
+    n_files = int(lines[0])
+    if len(lines) - 2 != n_files:
+        raise UserError(f"{path} has {len(lines) - 2:,} files, but its first line says {n_files:,}; fetch it again")
     files = []
-    labels = np.empty((len(lines) - 2, N_ATTRIBUTES), np.uint8)
+    labels = np.empty((n_files, N_ATTRIBUTES), np.uint8)
     for row, line in enumerate(lines[2:]):
         file, *signs = line.split()
         if len(signs) != N_ATTRIBUTES or set(signs) - {"1", "-1"}:
             raise UserError(f"{path}:{row + 3}: a file and {N_ATTRIBUTES} times 1 or -1 should stand here")
         files.append(file)
         labels[row] = [sign == "1" for sign in signs]
-    n_files = int(lines[0])
-    if len(files) != n_files:
-        raise UserError(f"{path} has {len(files):,} files, but its first line says {n_files:,}; fetch it again")
-    return Listing(files, labels, None, {"class_names": attribute_names})
-
-
-def _read_partition(path: Path) -> dict[str, int]:
-    """{file: 0, 1 or 2}."""
-    part_of = {}
-    for number, line in enumerate(_read_lines(path), 1):
-        file, _, part = line.partition(" ")
-        if part.strip() not in ("0", "1", "2"):
-            raise UserError(f"{path}:{number}: a file and 0, 1 or 2 should stand here")
-        part_of[file] = int(part)
-    return part_of
+    return Listing(files, labels, {"class_names": attribute_names})
 
 
 def _read_lines(path: Path) -> list[str]:
-    try:
+    with explain_errors(path, "the published list"):
         return path.read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        raise not_found(path) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not the published list: {error}") from None
 
 
 def _image_opener(folder: Path) -> OpenFile:
@@ -214,17 +184,11 @@ def _image_opener(folder: Path) -> OpenFile:
     packed = folder / "img_align_celeba.zip"
     if images.is_dir():
         return lambda name: (images / name).open("rb")
-    try:
+    if not packed.exists():
+        raise UserError(f"{folder} has neither img_align_celeba nor img_align_celeba.zip")
+    with explain_errors(packed, "a whole zip archive"):
         archive = zipfile.ZipFile(packed)
-    except FileNotFoundError:
-        raise UserError(f"{folder} has neither img_align_celeba nor img_align_celeba.zip") from None
-    except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"{packed} is not a whole zip archive: {error}; fetch it again") from None
-    members = {}
-    for info in archive.infolist():
-        path = PurePosixPath(info.filename)
-        _check_member(packed, path, info.file_size)
-        members[path.name] = info
+    members = {_check_member(packed, info.filename, info.file_size): info for info in archive.infolist()}
 
     def open_member(name: str) -> IO[bytes]:
         if name not in members:

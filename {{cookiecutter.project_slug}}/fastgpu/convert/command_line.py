@@ -5,12 +5,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
-from fastgpu.convert.columns import Compression
-from fastgpu.convert.skipping import OnError
-from fastgpu.convert.writer import WriteOptions
+from fastgpu.convert.reading import OnError
+from fastgpu.convert.writer import Compression, WriteOptions
 from fastgpu.convert.writing import Target, write_files
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
@@ -22,26 +20,31 @@ MakeParts = Callable[[Namespace], Mapping[str, Source]]
 
 
 class CommandLine:
-    """The commands of convert.py. A module commands_*.py adds its own in the function `add_commands(command_line)`."""
+    """The commands of convert.py.
+
+    A module commands_*.py adds its own in the function `add_commands(command_line)`. A project for one kind of data has
+    only the modules that belong to it. Their docstrings follow the description.
+    """
 
     def __init__(self, description: str):
-        self._parser = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self._subparsers = self._parser.add_subparsers(required=True, metavar="COMMAND")
-        self._commands: dict[str, ArgumentParser] = {}
+        names = sorted(path.stem for path in Path(__file__).parent.glob("commands_*.py"))
+        modules = [import_module(f"fastgpu.convert.{name}") for name in names]
+        texts = [description.strip(), *((module.__doc__ or "").strip() for module in modules)]
+        self.parser = ArgumentParser(
+            description="\n\n".join(texts), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self.commands = self.parser.add_subparsers(required=True, metavar="COMMAND")
         self._synthetic_kinds: dict[str, MakeParts] = {}
-
-    def parse(self, argv: list[str]) -> Namespace:
-        """The flags of a command, and the command itself as `run`. Exits if they are wrong."""
-        return self._parser.parse_args(argv)
+        for module in modules:
+            module.add_commands(self)
 
     def add(self, run: Run, source: str = "", *, many: bool = False) -> ArgumentParser:
         """Add a command with the name and the docstring of the function `run`.
 
         source: help text of its argument `source`; empty if it has none. many: it takes several of them.
         """
-        name = run.__name__
         text = run.__doc__ or ""
-        parser = self._subparsers.add_parser(name, help=text.partition("\n")[0], description=text)
+        parser = self.commands.add_parser(run.__name__, help=text.partition("\n")[0], description=text)
         parser.set_defaults(run=run)
         if source:
             parser.add_argument("source", help=source, nargs="+" if many else None)
@@ -51,7 +54,6 @@ class CommandLine:
             default=available_cpus(),
             help="threads that read, decode, hash and compress; default: the number of CPUs",
         )
-        self._commands[name] = parser
         return parser
 
     def add_synthetic(self, kind: str, make_parts: MakeParts) -> ArgumentParser:
@@ -65,34 +67,12 @@ class CommandLine:
             )
             parser.add_argument("--rows", type=int, help="number of rows; default: enough for a first try")
         self._synthetic_kinds[kind] = make_parts
-        return self._commands["synthetic"]
-
-    def extend(self, name: str, run: Run) -> ArgumentParser:
-        """Have `run` carry out a command that another module has added; returns its parser, for further flags."""
-        parser = self._commands[name]
-        parser.set_defaults(run=run)
-        return parser
+        return self.commands.choices["synthetic"]
 
     def synthetic(self, args: Namespace) -> None:
         """Write made-up rows, to try a configuration or a machine before the data is there."""
         make_parts = self._synthetic_kinds[args.kind]
         write_files(make_parts(args), read_target(args))
-
-
-def make_command_line(description: str) -> CommandLine:
-    """All commands of the modules commands_*.py that this project has. Their docstrings follow the description."""
-    modules = _find_modules()
-    sections = [description.strip(), *((module.__doc__ or "").strip() for module in modules)]
-    command_line = CommandLine("\n\n".join(sections))
-    for module in modules:
-        module.add_commands(command_line)
-    return command_line
-
-
-def _find_modules() -> list[ModuleType]:
-    """A project for one kind of data has only the modules that belong to it."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("commands_*.py"))
-    return [import_module(f"fastgpu.convert.{name}") for name in names]
 
 
 # ---------------------------------------------------------------------------------------------- shared flags
@@ -111,8 +91,7 @@ def add_target_flags(parser: ArgumentParser) -> None:
 def read_target(args: Namespace) -> Target:
     """The flags of `add_target_flags`."""
     seed = None if args.keep_order else args.seed
-    options = WriteOptions(args.shards, args.compression, args.threads, args.force)
-    return Target(args.target, seed, options)
+    return Target(args.target, seed, WriteOptions(args.shards, args.compression, args.threads, args.force))
 
 
 def add_split_flag(parser: ArgumentParser) -> None:

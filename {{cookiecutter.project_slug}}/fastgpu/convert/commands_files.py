@@ -27,6 +27,7 @@ DATASET_FIELDS = {"images": "images", "labels": "labels"}
 
 
 def add_commands(command_line: CommandLine) -> None:
+    """Add the commands for files and arrays."""
     parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
     add_target_flags(parser)
 
@@ -52,13 +53,32 @@ def arrays(args: Namespace) -> None:
 
 def repack(args: Namespace) -> None:
     """Write the rows of HDF5 files, or of a torch Dataset, anew."""
-    fields = _parse_fields(args.fields)
+    for pair in args.fields:
+        if "=" not in pair:
+            raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
+    fields = dict(pair.split("=", 1) for pair in args.fields)
     source: Source
     if args.dataset:
         source = open_dataset("SOURCE", args.source[0], fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
     else:
         source = _open_files(args.source, fields, args.trust_links)
     write_files({"": source}, read_target(args))
+
+
+def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> Source:
+    """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
+    columns = columns_of(paths[0])
+    group = split_group(paths[0])[1].strip("/")
+    groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
+    if group not in groups and not fields:
+        names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
+        raise UserError(f"{paths[0]} has no rows in /{group}, but {names}; name one: file.h5::/group")
+    is_checked = True
+    for column in columns:
+        own_group = column.group.strip("/")
+        if group in (own_group, own_group.rpartition("/")[0]):  # ragged rows lie one group deeper than the others
+            is_checked = is_checked and column.has_digests
+    return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
 
 
 def info(args: Namespace) -> None:
@@ -72,56 +92,6 @@ def info(args: Namespace) -> None:
             print(f"  advice: {text}")
 
 
-def verify(args: Namespace) -> int:
-    """Read files and list every damaged block. The exit code is 1 if there is one."""
-    exit_code = 0
-    for path in args.source:
-        columns = columns_of(path)
-        with progress_bar(sum(column.nbytes for column in columns), "B") as bar:
-            damages = damaged(path, args.threads, bar.update)
-        for damage in damages:
-            print(damage)
-        if damages:
-            exit_code = 1
-            print(f"{path}: {len(damages)} blocks are damaged")
-        else:
-            print(f"{path}: whole")
-        for column in columns:
-            if not column.has_digests:
-                print(f"  {column.path} was read, but has no checksums; `python convert.py repack` writes them")
-    return exit_code
-
-
-def _parse_fields(pairs: Sequence[str]) -> dict[str, str]:
-    """["images=x"] -> {"images": "x"}."""
-    fields = {}
-    for pair in pairs:
-        name, equals, dataset = pair.partition("=")
-        if not equals:
-            raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
-        fields[name] = dataset
-    return fields
-
-
-def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> Source:
-    """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
-    columns = columns_of(paths[0])
-    group = split_group(paths[0])[1].strip("/")
-    groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
-    if group not in groups and not fields:
-        names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
-        raise UserError(f"{paths[0]} has no rows in /{group}, but {names}; name one: file.h5::/group")
-    own_columns = [column for column in columns if _is_in_group(column, group)]
-    is_checked = all(column.has_digests for column in own_columns)
-    return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
-
-
-def _is_in_group(column: DatasetInfo, group: str) -> bool:
-    """Ragged rows lie one group deeper than the others."""
-    own_group = column.group.strip("/")
-    return group in (own_group, own_group.rpartition("/")[0])
-
-
 def _find_problems(path: str, columns: list[DatasetInfo]) -> Iterator[str]:
     """Problems that opening each group reveals: it cannot be trained on, or it is sorted by class."""
     file = split_group(path)[0]
@@ -133,3 +103,21 @@ def _find_problems(path: str, columns: list[DatasetInfo]) -> Iterator[str]:
             problem = str(error).removeprefix("FILE: ")
         if problem:
             yield problem
+
+
+def verify(args: Namespace) -> int:
+    """Read files and list every damaged block. The exit code is 1 if there is one."""
+    exit_code = 0
+    for path in args.source:
+        columns = columns_of(path)
+        with progress_bar(sum(column.nbytes for column in columns), "B") as bar:
+            damages = damaged(path, args.threads, bar.update)
+        if damages:
+            exit_code = 1
+            print(*damages, f"{path}: {len(damages)} blocks are damaged", sep="\n")
+        else:
+            print(f"{path}: whole")
+        for column in columns:
+            if not column.has_digests:
+                print(f"  {column.path} was read, but has no checksums; `python convert.py repack` writes them")
+    return exit_code

@@ -11,7 +11,7 @@ import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, get_args
+from typing import get_args
 
 from fastgpu.convert.cifar_celeba import open_celeba, open_cifar10
 from fastgpu.convert.command_line import (
@@ -21,7 +21,7 @@ from fastgpu.convert.command_line import (
     add_target_flags,
     read_target,
 )
-from fastgpu.convert.image_files import ImageFiles, Resize, Shape, list_csv, list_folder, split_listing
+from fastgpu.convert.image_files import ImageFiles, Listing, Resize, Shape, list_csv, list_folder, split_listing
 from fastgpu.convert.synthetic_images import SyntheticImages
 from fastgpu.convert.writing import write_files
 from fastgpu.rows.contract import Source
@@ -30,6 +30,7 @@ SYNTHETIC_ROWS = 50_000
 
 
 def add_commands(command_line: CommandLine) -> None:
+    """Add the commands for images."""
     parser = command_line.add(images, "folder or .csv file")
     add_target_flags(parser)
     _add_decoding_flags(parser)
@@ -40,8 +41,7 @@ def add_commands(command_line: CommandLine) -> None:
     )
     parser.add_argument("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
 
-    parser = command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
-    add_target_flags(parser)
+    add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
 
     parser = command_line.add(celeba, "folder with the images and the two lists")
     add_target_flags(parser)
@@ -63,19 +63,17 @@ def images(args: Namespace) -> None:
     else:
         listing = list_csv(source, args.columns.split(","), args.classes)
         root = args.root or source.parent
-    listings = {"": listing}
+
+    def open_part(files: Listing) -> ImageFiles:
+        return ImageFiles(
+            args.source, files, lambda name: (root / name).open("rb"), shape=_read_shape(args), on_error=args.on_error
+        )
+
     if args.split:
         train, val = split_listing(listing, args.split, args.seed)
-        listings = {"train": train, "val": val}
-
-    def open_file(name: str) -> IO[bytes]:
-        return (root / name).open("rb")
-
-    parts = {
-        part: ImageFiles(args.source, files, open_file, shape=_read_shape(args), on_error=args.on_error)
-        for part, files in listings.items()
-    }
-    write_files(parts, read_target(args))
+        write_files({"train": open_part(train), "val": open_part(val)}, read_target(args))
+    else:
+        write_files({"": open_part(listing)}, read_target(args))
 
 
 def cifar10(args: Namespace) -> None:
@@ -95,18 +93,16 @@ def celeba(args: Namespace) -> None:
 def make_images(args: Namespace) -> Mapping[str, Source]:
     """Made-up images: for each class one picture, under noise."""
     n_rows = args.rows or SYNTHETIC_ROWS
-    part_rows = {"": n_rows}
-    if args.split:
-        n_train = round(args.split * n_rows)
-        part_rows = {"train": n_train, "val": n_rows - n_train}
+    if not args.split:
+        return {"": SyntheticImages(n_rows, args.shape, args.classes, seed=args.seed)}
+    n_train = round(args.split * n_rows)
     return {
-        name: SyntheticImages(count, args.shape, args.classes, seed=args.seed, part=part)
-        for part, (name, count) in enumerate(part_rows.items())
+        "train": SyntheticImages(n_train, args.shape, args.classes, seed=args.seed),
+        "val": SyntheticImages(n_rows - n_train, args.shape, args.classes, seed=args.seed, part=1),
     }
 
 
 def _add_decoding_flags(parser: ArgumentParser) -> None:
-    """Flags that `_read_shape` reads, and --on-error."""
     parser.add_argument(
         "--size", type=_parse_size, metavar="HxW", help="height and width of the rows; default: those of the images"
     )

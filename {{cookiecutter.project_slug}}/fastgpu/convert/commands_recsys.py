@@ -26,6 +26,7 @@ SYNTHETIC_SPLIT = 0.9
 
 
 def add_commands(command_line: CommandLine) -> None:
+    """Add the commands for users and items."""
     columns = ",".join(COLUMNS)
     parser = command_line.add(movielens, "ratings.csv, or the zip file that holds it")
     add_target_flags(parser)
@@ -34,7 +35,8 @@ def add_commands(command_line: CommandLine) -> None:
     parser.add_argument("--columns", default=columns, help=f"columns of the CSV; default: {columns}")
     add_on_error_flag(parser, "line")
 
-    parser = command_line.extend("arrays", arrays)
+    parser = command_line.commands.choices["arrays"]
+    parser.set_defaults(run=arrays)
     parser.add_argument(
         "--held-out", type=int, help="for a sparse matrix: rows for validation, and as many for the test"
     )

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from fastgpu.convert.skipping import MAX_SKIPPED_SHARE, OnError, SkippingSource
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, SkippingSource, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.field import Field
-from fastgpu.storage.file import not_found
 
 Resize = Literal["shorter", "exact", "pad"]
 OpenFile = Callable[[str], IO[bytes]]
@@ -48,20 +47,17 @@ class Shape(NamedTuple):
 class Listing(NamedTuple):
     """Image files and their labels."""
 
-    names: list[str]
+    names: Sequence[str]
     labels: np.ndarray
     """(files,) or (files, number of attributes)"""
-    lines: list[int] | None
-    """The line of the CSV that names each file; None if there is no CSV."""
     attributes: dict[str, Any]
+    lines: Sequence[int] = ()
+    """The line of the CSV that names each file; empty if there is no CSV."""
 
     def choose(self, rows: np.ndarray) -> "Listing":
         """The files at these places of the list."""
-        names = [self.names[row] for row in rows]
-        lines = None
-        if self.lines is not None:
-            lines = [self.lines[row] for row in rows]
-        return Listing(names, self.labels[rows], lines, self.attributes)
+        lines = [self.lines[row] for row in rows] if self.lines else ()
+        return Listing([self.names[row] for row in rows], self.labels[rows], self.attributes, lines)
 
 
 # ---------------------------------------------------------------------------------------------- which files
@@ -72,8 +68,7 @@ def list_folder(folder: Path) -> Listing:
 
     Files that are not images by their names are left out, and their number is printed.
     """
-    entries = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
-    classes = sorted(entry.name for entry in entries)
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise UserError(
             f"{folder} has no sub-folders, one for each class; if the files lie elsewhere, list them in a CSV of "
@@ -94,7 +89,7 @@ def list_folder(folder: Path) -> Listing:
                 labels.append(label)
     if n_ignored:
         print(f"{n_ignored:,} files of {folder} are left out: by their names they are not images")
-    return Listing(names, np.array(labels, np.int64), None, {"class_names": classes})
+    return Listing(names, np.array(labels, np.int64), {"class_names": classes})
 
 
 def list_csv(path: Path, columns: Sequence[str], n_classes: int | None) -> Listing:
@@ -106,51 +101,36 @@ def list_csv(path: Path, columns: Sequence[str], n_classes: int | None) -> Listi
     """
     if len(columns) != 2:
         raise UserError(f"--columns is {','.join(columns)}; it should be two names: PATH,LABEL")
-    entries = _read_csv(path, columns)
-    names = [name for _, name, _ in entries]
-    words = [word for _, _, word in entries]
-    lines = [line for line, _, _ in entries]
+    names = []
+    words = []
+    lines = []
+    with explain_errors(path, "a CSV file of UTF-8 text"), path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        present = reader.fieldnames or []
+        missing = [name for name in columns if name not in present]
+        if missing:
+            raise UserError(
+                f"{path} has no column {missing[0]}; it has {', '.join(present) or 'none'}; name the two with "
+                "--columns PATH,LABEL"
+            )
+        for entry in reader:
+            name, word = (entry[column] for column in columns)
+            if not name or not word or not word.strip():
+                raise UserError(f"{path}:{reader.line_num}: a path or a label is missing")
+            names.append(name)
+            words.append(word.strip())
+            lines.append(reader.line_num)
     if not all(word.lstrip("-").isdecimal() for word in words):
-        class_names, labels = np.unique(words, return_inverse=True)
-        if n_classes and len(class_names) > n_classes:
-            raise UserError(f"--classes is {n_classes}, but {path} names {len(class_names)} classes")
-        return Listing(names, labels.astype(np.int64), lines, {"class_names": class_names.tolist()})
+        classes, labels = np.unique(words, return_inverse=True)
+        if n_classes and len(classes) > n_classes:
+            raise UserError(f"--classes is {n_classes}, but {path} names {len(classes)} classes")
+        return Listing(names, labels.astype(np.int64), {"class_names": classes.tolist()}, lines)
     labels = np.array([int(word) for word in words], np.int64)
     n_classes = n_classes or int(labels.max(initial=0)) + 1
-    wrong = np.flatnonzero((labels < 0) | (labels >= n_classes))
-    if len(wrong):
-        row = wrong[0]
-        raise UserError(f"{path}:{lines[row]}: label {labels[row]} is out of range; allowed are 0 to {n_classes - 1}")
-    return Listing(names, labels, lines, {"class_names": [str(number) for number in range(n_classes)]})
-
-
-def _read_csv(path: Path, columns: Sequence[str]) -> list[tuple[int, str, str]]:
-    """(line, path, label) of each entry."""
-    path_column, label_column = columns
-    entries = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            present = reader.fieldnames or []
-            missing = [name for name in columns if name not in present]
-            if missing:
-                raise UserError(
-                    f"{path} has no column {missing[0]}; it has {', '.join(present) or 'none'}; name the two with "
-                    "--columns PATH,LABEL"
-                )
-            for entry in reader:
-                name = entry[path_column]
-                label = (entry[label_column] or "").strip()
-                if not name or not label:
-                    raise UserError(f"{path}:{reader.line_num}: a path or a label is missing")
-                entries.append((reader.line_num, name, label))
-    except FileNotFoundError:
-        raise not_found(path) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    except csv.Error as error:
-        raise UserError(f"{path} is not a CSV file: {error}") from None
-    return entries
+    for line, label in zip(lines, labels.tolist(), strict=True):
+        if not 0 <= label < n_classes:
+            raise UserError(f"{path}:{line}: label {label} is out of range; allowed are 0 to {n_classes - 1}")
+    return Listing(names, labels, {"class_names": [str(number) for number in range(n_classes)]}, lines)
 
 
 def split_listing(listing: Listing, share: float, seed: int) -> tuple[Listing, Listing]:
@@ -158,10 +138,10 @@ def split_listing(listing: Listing, share: float, seed: int) -> tuple[Listing, L
     order = np.random.default_rng(seed).permutation(len(listing.labels))
     order = order[np.argsort(listing.labels[order], kind="stable")]
     _, counts = np.unique(listing.labels, return_counts=True)
-    class_starts = np.cumsum(counts) - counts
-    place_in_class = np.arange(len(order)) - np.repeat(class_starts, counts)
-    is_first = place_in_class < np.round(np.repeat(counts, counts) * share)
-    return listing.choose(np.sort(order[is_first])), listing.choose(np.sort(order[~is_first]))
+    is_first = np.zeros(len(order), bool)
+    for files in np.split(order, np.cumsum(counts)[:-1]):
+        is_first[files[: round(len(files) * share)]] = True
+    return listing.choose(np.flatnonzero(is_first)), listing.choose(np.flatnonzero(~is_first))
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -203,7 +183,14 @@ class ImageFiles(SkippingSource):
         for row, _, (place,) in reads:
             out["labels"][place] = self._listing.labels[row]
             try:
-                out["images"][place] = self._decode(row)
+                image_CHW = self._decode(row)
+                if image_CHW.shape[1:] != self._size:
+                    size = _format_size(image_CHW.shape[1:])
+                    raise UserError(
+                        f"{self._where(row)} has {size} pixels, but the first image has {_format_size(self._size)}; "
+                        "give --size"
+                    )
+                out["images"][place] = image_CHW
             except UserError as error:
                 if self._on_error == "stop":
                     raise UserError(f"{error}; --on-error skip leaves such images out") from None
@@ -213,40 +200,32 @@ class ImageFiles(SkippingSource):
                         f"{len(self.failed)} of {len(self):,} images are broken, more than 1 %; the last: {error}"
                     ) from None
 
+    def _where(self, row: int) -> str:
+        line = f":{self._listing.lines[row]}" if self._listing.lines else ""
+        return f"{self.name}{line}: {self._listing.names[row]}"
+
     def _decode(self, row: int) -> np.ndarray:
-        name = self._listing.names[row]
-        label = f"{self.name}: {name}"
-        if self._listing.lines is not None:
-            label = f"{self.name}:{self._listing.lines[row]}: {name}"
         try:
-            with self._open(name) as file:
-                pixels_CHW = decode(file, self._shape)
+            with self._open(self._listing.names[row]) as file:
+                return decode(file, self._shape)
         except FileNotFoundError:
-            raise UserError(f"{label} does not exist") from None
+            raise UserError(f"{self._where(row)} does not exist") from None
         except UnidentifiedImageError:
-            raise UserError(f"{label} is not an image that Pillow knows") from None
+            raise UserError(f"{self._where(row)} is not an image that Pillow knows") from None
         except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise UserError(f"{label} cannot be decoded: {error}") from None
-        if pixels_CHW.shape[1:] != self._size:
-            own_size = _format_size(pixels_CHW.shape[1:])
-            raise UserError(
-                f"{label} has {own_size} pixels, but the first image has {_format_size(self._size)}; give --size"
-            )
-        return pixels_CHW
+            raise UserError(f"{self._where(row)} cannot be decoded: {error}") from None
 
     def _find_size(self) -> tuple[int, int]:
         """The size of the first image that can be decoded."""
-        reasons = []
-        for name in self._listing.names[:PROBED_FILES]:
+        n_probed = 1 if self._on_error == "stop" else PROBED_FILES
+        errors = []
+        for row in range(min(n_probed, len(self))):
             try:
-                with self._open(name) as file:
-                    _, height, width = decode(file, self._shape).shape
-                    return height, width
-            except Exception as error:  # a decoder may raise anything for damaged bytes
-                reasons.append(f"{name}: {error}")
-                if self._on_error == "stop":
-                    break
-        raise UserError(f"{self.name}: {reasons[0]}")
+                _, height, width = self._decode(row).shape
+                return height, width
+            except UserError as error:
+                errors.append(error)
+        raise errors[0]
 
 
 # ---------------------------------------------------------------------------------------------- one image
@@ -256,62 +235,52 @@ def decode(file: IO[bytes], shape: Shape) -> np.ndarray:
     """An image file -> uint8 (3, H, W)."""
     with Image.open(file) as opened:
         image: Image.Image = opened
-        if shape.size and not shape.crop:
-            _decode_small(opened, shape.size)
-        ImageOps.exif_transpose(opened, in_place=True)
+        if shape.size and not shape.crop:  # a JPEG is decoded at 1/2, 1/4 or 1/8, to twice the size or more
+            height, width = shape.size
+            if image.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
+                height, width = width, height
+            image.draft("RGB", (2 * width, 2 * height))
+        ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):
             image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
         if image.mode == "F":
             raise ValueError("its pixels are floats")
         if image.mode != "RGB":
             image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
-        if shape.crop:
-            image = _crop_centre(image, shape.crop)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         image_CHW = pixels.view(image.height, image.width, 3).permute(2, 0, 1)
-        return _fit(image_CHW, shape).contiguous().numpy()
+    if shape.crop:
+        own_size = image_CHW.shape[1:]
+        if own_size[0] < shape.crop[0] or own_size[1] < shape.crop[1]:
+            raise ValueError(f"it is {_format_size(own_size)}, smaller than --crop {_format_size(shape.crop)}")
+        image_CHW = _centre(image_CHW, shape.crop)
+    if shape.size:
+        image_CHW = _fit(image_CHW, shape.size, shape.resize)
+    return image_CHW.contiguous().numpy()
 
 
-def _decode_small(image: Image.Image, size: tuple[int, int]) -> None:
-    """Have a JPEG decoded at 1/2, 1/4 or 1/8 of its size, but not below twice the size that is needed."""
-    height, width = size
-    if image.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
-        image.draft("RGB", (2 * height, 2 * width))
-    else:
-        image.draft("RGB", (2 * width, 2 * height))
-
-
-def _crop_centre(image: Image.Image, crop: tuple[int, int]) -> Image.Image:
-    height, width = crop
-    left = (image.width - width) // 2
-    top = (image.height - height) // 2
-    if min(left, top) < 0:
-        own_size = _format_size((image.height, image.width))
-        raise ValueError(f"it is {own_size}, smaller than --crop {_format_size(crop)}")
-    return image.crop((left, top, left + width, top + height))
-
-
-def _fit(image_CHW: Tensor, shape: Shape) -> Tensor:
+def _fit(image_CHW: Tensor, size: tuple[int, int], resize: Resize) -> Tensor:
     _, height, width = image_CHW.shape
-    size = shape.size or (height, width)
     if size == (height, width):
         return image_CHW
-    if shape.resize == "shorter":  # the largest part of the image that has the aspect ratio of `size`
+    if resize == "shorter":  # the largest part of the image that has the aspect ratio of `size`
         rows = max(1, min(height, round(width * size[0] / size[1])))
         columns = max(1, min(width, round(height * size[1] / size[0])))
-        top = (height - rows) // 2
-        left = (width - columns) // 2
-        return _resize(image_CHW[:, top : top + rows, left : left + columns], size)
-    if shape.resize == "pad":
+        return _resize(_centre(image_CHW, (rows, columns)), size)
+    if resize == "pad":
         scale = min(size[0] / height, size[1] / width)
-        rows = max(1, round(height * scale))
-        columns = max(1, round(width * scale))
-        top = (size[0] - rows) // 2
-        left = (size[1] - columns) // 2
+        inner_size = (max(1, round(height * scale)), max(1, round(width * scale)))
         padded_CHW = torch.zeros((3, *size), dtype=torch.uint8)
-        padded_CHW[:, top : top + rows, left : left + columns] = _resize(image_CHW, (rows, columns))
+        _centre(padded_CHW, inner_size).copy_(_resize(image_CHW, inner_size))
         return padded_CHW
     return _resize(image_CHW, size)
+
+
+def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
+    """A view of the centre of an image."""
+    top = (image_CHW.shape[1] - size[0]) // 2
+    left = (image_CHW.shape[2] - size[1]) // 2
+    return image_CHW[:, top : top + size[0], left : left + size[1]]
 
 
 def _resize(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
@@ -319,5 +288,5 @@ def _resize(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(image_CHW[None], size, mode="bilinear", antialias=True)[0]
 
 
-def _format_size(size: tuple[int, ...]) -> str:
+def _format_size(size: Sequence[int]) -> str:
     return "x".join(str(length) for length in size)

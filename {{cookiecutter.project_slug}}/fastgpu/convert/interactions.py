@@ -44,7 +44,10 @@ def hold_out_users(
 
     n_held_out: users in each of val and test. Raises UserError if too few users are left to train on.
     """
-    users, items = _drop_repeated(users, items)
+    _, first = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
+    first.sort()
+    users = users[first]
+    items = items[first]
     user_ids, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
     is_kept = counts >= MIN_ITEMS
     users = users[is_kept[user_of_event]]
@@ -120,11 +123,3 @@ def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[s
     """A source of these columns. The ragged ones hold item numbers in range(n_items)."""
     ragged = {field: n_items for field, column in columns.items() if isinstance(column, RaggedArray)}
     return Arrays(name, columns, attributes, n_items=ragged)
-
-
-def _drop_repeated(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    _, first = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
-    if len(first) == len(users):
-        return users, items
-    events = np.sort(first)
-    return users[events], items[events]

@@ -8,17 +8,16 @@ import io
 import re
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from fastgpu.convert.skipping import MAX_SKIPPED_SHARE, OnError
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, explain_errors
 from fastgpu.process.launch import UserError
-from fastgpu.storage.file import not_found
 
 PARSED_ROWS = 1_000_000
 """Lines that are parsed at a time."""
@@ -54,75 +53,54 @@ def read_ratings(
     were read since the last call, and the share of the file that is done. Raises UserError with file and line for a
     line that is not a rating; or with on_error="skip", if more than 1 % of the lines are not.
     """
+    blocks = [np.empty(0, RATING)]
     skipped: list[str] = []
-    try:
-        blocks = [block[block["rating"] > above] for block in _parse_fast(source, columns, on_progress)]
-    except UserError:  # which is a ValueError, too
-        raise
-    except ValueError:  # NumPy does not say in which line
-        all_blocks, skipped = _parse_by_line(source, columns, on_error)
-        blocks = [block[block["rating"] > above] for block in all_blocks]
-    if not sum(len(block) for block in blocks):
-        raise UserError(f"{source} has no rating above {above:g}")
+    n_lines = 1
+    with _open_text(source) as (file, n_bytes):
+        places = _find_columns(source, file.readline(), columns)
+        is_rating = _line_pattern(places).fullmatch
+        while lines := list(islice(file, PARSED_ROWS)):
+            block = _parse(lines, places)
+            if block is None:  # NumPy does not say which line is not a rating
+                good_lines = []
+                for number, line in enumerate(lines, n_lines + 1):
+                    if is_rating(line):
+                        good_lines.append(line)
+                    elif line.strip():
+                        skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
+                        if on_error == "stop":
+                            raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out")
+                block = _parse(good_lines, places)
+                assert block is not None
+            n_lines += len(lines)
+            blocks.append(block[block["rating"] > above])
+            on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
+    if len(skipped) > MAX_SKIPPED_SHARE * (n_lines - 1):
+        raise UserError(
+            f"{len(skipped):,} of {n_lines - 1:,} lines are not ratings, more than 1 %; the first: {skipped[0]}"
+        )
     ratings = np.concatenate(blocks)
+    if not len(ratings):
+        raise UserError(f"{source} has no rating above {above:g}")
     return Ratings(ratings["user"].copy(), ratings["item"].copy(), skipped)
 
 
-def _parse_fast(
-    source: Path, columns: Sequence[str], on_progress: Callable[[int, float], object]
-) -> Iterator[np.ndarray]:
-    """Blocks of ratings, (rows,) RATING. Raises ValueError if a line is not a rating."""
-    with _open_text(source) as (file, n_bytes):
-        places = _find_columns(source, file.readline(), columns)
-        while True:
-            block = _parse(file, places)
-            on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
-            yield block
-            if len(block) < PARSED_ROWS:
-                return
-
-
-def _parse(lines: io.TextIOWrapper | list[str], places: list[int]) -> np.ndarray:
+def _parse(lines: list[str], places: list[int]) -> np.ndarray | None:
+    """(rows,) RATING. None if a line is not a rating."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "input contained no data"
-        block = np.loadtxt(lines, RATING, delimiter=",", usecols=places, max_rows=PARSED_ROWS, comments=None, ndmin=1)
-    if len(block) and (block["user"].min() < 0 or block["item"].min() < 0 or not np.isfinite(block["rating"]).all()):
-        raise ValueError("not a rating")
-    return block
-
-
-def _parse_by_line(source: Path, columns: Sequence[str], on_error: OnError) -> tuple[list[np.ndarray], list[str]]:
-    """(blocks of ratings, messages for the other lines). Five times slower, but it knows which line is wrong."""
-    blocks = []
-    skipped: list[str] = []
-    n_lines = 0
-    with _open_text(source) as (file, _):
-        places = _find_columns(source, file.readline(), columns)
-        is_rating = _line_pattern(places).fullmatch
-        good_lines: list[str] = []
-        for number, line in enumerate(file, 2):
-            n_lines += 1
-            if is_rating(line):
-                good_lines.append(line)
-            elif line.strip():
-                skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
-                if on_error == "stop":
-                    raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out")
-            if len(good_lines) == PARSED_ROWS:
-                blocks.append(_parse(good_lines, places))
-                good_lines = []
-        blocks.append(_parse(good_lines, places))
-    if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
-        raise UserError(
-            f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %; the first: {skipped[0]}"
-        )
-    return blocks, skipped
+        try:
+            block = np.loadtxt(lines, RATING, delimiter=",", usecols=places, comments=None, ndmin=1)
+        except ValueError:
+            return None
+    is_rating = (block["user"] >= 0) & (block["item"] >= 0) & np.isfinite(block["rating"])
+    return block if is_rating.all() else None
 
 
 def _line_pattern(places: list[int]) -> re.Pattern[str]:
     """Matches a line with whole numbers in the first two places and a number in the third."""
     user, item, rating = places
-    patterns = {user: r"\d{1,9}", item: r"\d{1,9}", rating: r"\d+(\.\d+)?"}
+    patterns = {user: "[0-9]{1,9}", item: "[0-9]{1,9}", rating: r"[0-9]{1,9}(\.[0-9]+)?"}
     columns = [patterns.get(place, "[^,]*") for place in range(max(places) + 1)]
     return re.compile(",".join(columns) + r"(,.*)?\s*")
 
@@ -144,35 +122,22 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> list[int
 @contextmanager
 def _open_text(source: Path) -> Iterator[tuple[io.TextIOWrapper, int]]:
     """The text of ratings.csv, alone or in a zip file, and its size in bytes."""
-    try:
+    with explain_errors(source, "ratings.csv, or a whole zip archive with it"):
         if not zipfile.is_zipfile(source):
-            with source.open(encoding="utf-8", newline=None) as file:
-                yield file, max(1, source.stat().st_size)
+            with source.open(encoding="utf-8") as file:
+                yield file, source.stat().st_size
             return
         with zipfile.ZipFile(source) as archive:
-            info = _find_member(source, archive)
+            members = [info for info in archive.infolist() if Path(info.filename).name == "ratings.csv"]
+            if len(members) != 1:
+                raise UserError(
+                    f"{source} has {len(members)} files ratings.csv; give a zip file of MovieLens, or the CSV itself"
+                )
+            (info,) = members
+            if info.file_size > MAX_EXPANSION * info.compress_size:
+                raise UserError(
+                    f"{source}: its ratings.csv grows from {info.compress_size:,} to {info.file_size:,} bytes: this is "
+                    "not MovieLens"
+                )
             with archive.open(info) as member, io.TextIOWrapper(member, encoding="utf-8") as text:
-                yield text, max(1, info.file_size)
-    except FileNotFoundError:
-        raise not_found(source) from None
-    except IsADirectoryError:
-        raise UserError(f"{source} is a folder; name the file ratings.csv in it") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{source} is not text; give ratings.csv, or the zip file that holds it") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise UserError(f"{source} is not a whole zip archive: {error}; fetch it again") from None
-
-
-def _find_member(source: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-    members = [info for info in archive.infolist() if info.filename.rpartition("/")[2] == "ratings.csv"]
-    if len(members) != 1:
-        raise UserError(
-            f"{source} has {len(members)} files ratings.csv; give a zip file of MovieLens, or the CSV itself"
-        )
-    info = members[0]
-    if info.file_size > MAX_EXPANSION * max(1, info.compress_size):
-        raise UserError(
-            f"{source}: its ratings.csv grows from {info.compress_size:,} to {info.file_size:,} bytes: this is not "
-            "MovieLens"
-        )
-    return info
+                yield text, info.file_size

@@ -9,8 +9,6 @@ of Mult-VAE (Liang et al., arXiv:1802.05814) with few latent dimensions.
 Shapes: U users, T topics, I items, N draws.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -36,9 +34,6 @@ CHUNK_USERS = 4096
 SCORED_USERS = 512
 """Users that are scored at a time."""
 NDCG_AT = 100
-
-Score = Callable[[slice], np.ndarray]
-"""Scores of a slice of the users, (U, I)."""
 
 
 def make_interactions(
@@ -69,18 +64,10 @@ def make_interactions(
     val_rows = rows[~is_train] - n_train
     val = split_hidden(val_rows, items[~is_train], draw_hidden(val_rows, seed), n_users - n_train)
 
-    val_theta_UT = theta_UT[n_train:]
-    counts_I = np.bincount(train.values, minlength=n_items)
-
-    def score_by_popularity(users: slice) -> np.ndarray:
-        return np.broadcast_to(counts_I, (len(val_theta_UT[users]), n_items))
-
-    def score_by_law(users: slice) -> np.ndarray:
-        return val_theta_UT[users] @ phi_TI
-
+    counts_1I = np.bincount(train.values, minlength=n_items)[None]
     scores = {
-        f"popularity_ndcg_at_{NDCG_AT}": _mean_ndcg(val, score_by_popularity),
-        f"oracle_ndcg_at_{NDCG_AT}": _mean_ndcg(val, score_by_law),
+        f"popularity_ndcg_at_{NDCG_AT}": _mean_ndcg(val, np.ones((n_users - n_train, 1)), counts_1I),
+        f"oracle_ndcg_at_{NDCG_AT}": _mean_ndcg(val, theta_UT[n_train:], phi_TI),
     }
     name = f"synthetic interactions, seed {seed}"
     return {
@@ -138,15 +125,15 @@ def _draw_items(
     return keys // n_items, keys % n_items
 
 
-def _mean_ndcg(val: Columns, score: Score) -> float:
-    """Mean NDCG over the users that have held-out items."""
+def _mean_ndcg(val: Columns, theta_UT: np.ndarray, phi_TI: np.ndarray) -> float:
+    """Mean NDCG of the scores theta @ phi over the users that have held-out items."""
     items = _as_ragged(val["items"])
     held_out = _as_ragged(val["held_out"])
     total = 0.0
     n_users = 0.0
     for start in range(0, len(items), SCORED_USERS):
         users = slice(start, min(start + SCORED_USERS, len(items)))
-        scores_UI = torch.tensor(score(users), dtype=torch.float32)
+        scores_UI = torch.tensor(theta_UT[users] @ phi_TI, dtype=torch.float32)
         ranking = rank(scores_UI, items[users], held_out[users], recall_at=(), ndcg_at=NDCG_AT)
         total += float((ranking.ndcg * ranking.has_held_out).sum())
         n_users += float(ranking.has_held_out.sum())

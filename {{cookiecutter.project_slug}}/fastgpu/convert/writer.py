@@ -10,32 +10,42 @@
 Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of 4 KiB.
 """
 
+import hashlib
+import os
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import h5py
 import numpy as np
 
-from fastgpu.convert.columns import (
-    Column,
-    Compression,
-    Encoder,
-    RaggedColumn,
-    choose_block_rows,
-    compression_filters,
-)
-from fastgpu.convert.statistics import ImageStatistics
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage import codecs
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
+
+Compression = Literal["none", "gzip", "lz4", "zstd"]
 
 FORMAT = 1
+RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
+"""Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
+MIN_CHUNK_BYTES = 16 << 10
+INDPTR = Field(np.dtype(np.int64), ())
+MAX_PENDING = 8
+"""Blocks of one column that may wait for a thread."""
+STATISTICS_ROWS = 10_000
+"""Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
+STATISTICS_PIXELS = 1024
+"""Minimum number of pixels of each of these images. Images differ more than the pixels of one image."""
 
 
 class WriteOptions(NamedTuple):
@@ -72,24 +82,22 @@ class Writer:
         options: WriteOptions = WriteOptions(),  # noqa: B008 (an immutable tuple)
         may_be_fewer: bool = False,
     ):
-        self.paths = shard_paths(target, options.shards)
-        _check_target(target, self.paths, n_rows, options)
-        if options.compression == "none":
-            _check_space(target, n_rows * sum(field.row_bytes for field in fields.values()))
-        filters = compression_filters(options.compression)
+        _check_target(target, options, n_rows, n_rows * sum(field.row_bytes for field in fields.values()))
+        self.paths = _shard_paths(target, options.shards)
         self.options = options
-        self._n_announced_rows = n_rows
         self.n_rows = 0
         """Rows written so far."""
+        self._n_announced_rows = n_rows
         self._may_be_fewer = may_be_fewer
         self._fields = fields
         self._attributes = dict(attributes or {})
-        self._statistics: ImageStatistics | None = None
-        if "mean" not in self._attributes:
-            self._statistics = ImageStatistics(fields, n_rows)
+        self._statistics = None if "mean" in self._attributes else ImageStatistics(fields, n_rows)
         self._borders = [number * n_rows // options.shards for number in range(options.shards + 1)]
-        self._shards: list[_Shard] = []
-        self._encoder = Encoder(filters, ThreadPoolExecutor(options.threads, "writer"))
+        self._n_shards = 0  # that were opened
+        self._file: h5py.File | None = None
+        self._columns: dict[str, Column | RaggedColumn] = {}
+        self._filters = compression_filters(options.compression)
+        self._threads = ThreadPoolExecutor(options.threads, "writer")
 
     def append(self, rows: Mapping[str, Any]) -> None:
         """The next rows, {field: (n, *shape) or RaggedArray}. Their memory may be used again afterwards."""
@@ -100,15 +108,16 @@ class Writer:
             self._statistics.add(rows, self.n_rows)
         start = 0
         while start < n_new:
-            if self.n_rows == self._borders[len(self._shards)]:
+            if self.n_rows == self._borders[self._n_shards]:
                 self._open_shard()
-            border = self._borders[len(self._shards)]
+            border = self._borders[self._n_shards]
             stop = min(n_new, start + border - self.n_rows)
-            self._shards[-1].append({name: _slice(column, start, stop) for name, column in rows.items()})
+            for name, column in self._columns.items():
+                column.append(_slice(rows[name], start, stop))
             self.n_rows += stop - start
             start = stop
             if self.n_rows == border:
-                self._shards[-1].finish()
+                self._finish_shard()
 
     def __enter__(self) -> "Writer":
         return self
@@ -120,108 +129,298 @@ class Writer:
             if kind is None:
                 self._publish()
         finally:
-            self._encoder.threads.shutdown(cancel_futures=True)
-            for shard in self._shards:
-                shard.abandon()
+            self._threads.shutdown(cancel_futures=True)
+            if self._file:
+                with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
+                    self._file.close()
+            for path in self.paths:
+                _partial(path).unlink(missing_ok=True)
 
     def _open_shard(self) -> None:
-        number = len(self._shards)
-        n_rows = self._borders[number + 1] - self._borders[number]
-        self._shards.append(_Shard(self.paths[number]))  # before the file exists, so that an interrupt cannot leave one
-        self._shards[-1].open(n_rows, self._fields, self._encoder)
-
-    def _publish(self) -> None:
-        """Give all files their names."""
-        if self.n_rows != self._n_announced_rows:
-            self._end_early()
-        attributes = dict(self._attributes)
-        if self._statistics:
-            attributes |= self._statistics.attributes()
-        for shard in self._shards:
-            shard.publish(attributes | {"fastgpu_format": FORMAT})
-
-    def _end_early(self) -> None:
-        if not self._may_be_fewer:
-            raise ValueError(f"{self.n_rows} rows came, but {self._n_announced_rows} were announced")
-        if len(self._shards) < len(self.paths):
-            raise UserError(f"{self.n_rows:,} rows do not fill {len(self.paths)} shards; use fewer")
-        self._shards[-1].finish()
-
-
-class _Shard:
-    """One file, under a temporary name."""
-
-    def __init__(self, target: Path):
-        self.target = target
-        self.partial = target.with_name(f".{target.name}.partial")
-        self._file: h5py.File | None = None
-        self._columns: dict[str, Column | RaggedColumn] = {}
-
-    def open(self, n_rows: int, fields: Mapping[str, Field], encoder: Encoder) -> None:
-        self._file = h5py.File(self.partial, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
-        block_rows = choose_block_rows(n_rows, fields)
-        for name, field in fields.items():
+        path = _partial(self.paths[self._n_shards])
+        n_rows = self._borders[self._n_shards + 1] - self._borders[self._n_shards]
+        self._n_shards += 1
+        self._file = h5py.File(path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
+        block_rows = choose_block_rows(n_rows, self._fields)
+        for name, field in self._fields.items():
             if field.is_ragged:
-                self._columns[name] = RaggedColumn(self._file, name, field, n_rows=n_rows, encoder=encoder)
+                group = self._file.create_group(name)
+                self._columns[name] = RaggedColumn(group, field, n_rows, self._filters, threads=self._threads)
             else:
-                self._columns[name] = Column(
-                    self._file, name, field, n_rows=n_rows, block_rows=block_rows[name], encoder=encoder
-                )
+                data = _create(self._file, name, field, n_rows, block_rows=block_rows[name], filters=self._filters)
+                self._columns[name] = Column(data, self._threads)
 
-    def append(self, rows: Mapping[str, Any]) -> None:
-        for name, column in self._columns.items():
-            column.append(rows[name])
-
-    def finish(self) -> None:
+    def _finish_shard(self) -> None:
         assert self._file
         for column in self._columns.values():
             column.finish()
         self._file.close()
 
-    def publish(self, attributes: Mapping[str, Any]) -> None:
-        with h5py.File(self.partial, "r+", libver="latest") as file:
-            file.attrs.update(attributes)
-        atomic_replace(self.partial, self.target)
+    def _publish(self) -> None:
+        """Give all files their names."""
+        if self.n_rows != self._n_announced_rows:
+            if not self._may_be_fewer:
+                raise ValueError(f"{self.n_rows} rows came, but {self._n_announced_rows} were announced")
+            if self._n_shards < len(self.paths):
+                raise UserError(f"{self.n_rows:,} rows do not fill {len(self.paths)} shards; use fewer")
+            self._finish_shard()
+        attributes = dict(self._attributes)
+        if self._statistics:
+            attributes |= self._statistics.attributes()
+        attributes["fastgpu_format"] = FORMAT
+        for path in self.paths:
+            with h5py.File(_partial(path), "r+", libver="latest") as file:
+                file.attrs.update(attributes)
+            atomic_replace(_partial(path), path)
 
-    def abandon(self) -> None:
-        """Remove the temporary file, if it was not renamed."""
-        if self._file:
-            with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
-                self._file.close()
-        self.partial.unlink(missing_ok=True)
+
+def _partial(target: Path) -> Path:
+    """The name of a file that is not complete."""
+    return target.with_name(f".{target.name}.partial")
 
 
-def shard_paths(target: Path, shards: int) -> list[Path]:
-    """train.h5 -> [train.h5], or [train-00000-of-00002.h5, train-00001-of-00002.h5]."""
-    if shards == 1:
+def _shard_paths(target: Path, n_shards: int) -> list[Path]:
+    if n_shards == 1:
         return [target]
-    return [target.with_name(f"{target.stem}-{i:05d}-of-{shards:05d}{target.suffix}") for i in range(shards)]
+    return [target.with_name(f"{target.stem}-{i:05d}-of-{n_shards:05d}{target.suffix}") for i in range(n_shards)]
 
 
-def _check_target(target: Path, paths: list[Path], n_rows: int, options: WriteOptions) -> None:
+def _check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int) -> None:
     if not 1 <= options.shards <= n_rows:
         raise UserError(f"--shards is {options.shards}, for {n_rows:,} rows; use 1 to {n_rows}")
+    folder = target.parent
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist; make it first")
+    paths = _shard_paths(target, options.shards)
     existing = [path for path in paths if path.exists()]
     if existing and not options.replace:
         raise UserError(f"{existing[0]} exists; choose another name, or --force")
-    other_shards = set(target.parent.glob(f"{target.stem}-?????-of-?????{target.suffix}")) - set(paths)
+    other_shards = set(folder.glob(f"{target.stem}-?????-of-?????{target.suffix}")) - set(paths)
     if options.shards > 1 and other_shards:
         raise UserError(f"{min(other_shards)} is a shard of another file; remove it, or choose another name")
-    if not target.parent.is_dir():
-        raise UserError(f"{target.parent} does not exist; make it first")
-
-
-def _check_space(target: Path, need: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if need > free:
+    free = shutil.disk_usage(folder).free
+    if options.compression == "none" and n_bytes > free:
         raise UserError(
-            f"{target} needs {need / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {target.parent.absolute()}; "
-            "make room, or write it elsewhere"
+            f"{target} needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}; make "
+            "room, or write it elsewhere"
         )
 
 
-def _slice(rows: np.ndarray | RaggedArray, start: int, stop: int) -> np.ndarray | RaggedArray:
+def _slice(rows: np.ndarray | RaggedArray, start: int, stop: int) -> Any:
     if isinstance(rows, np.ndarray):
         return rows[start:stop]
     offsets = rows.offsets[start : stop + 1]
     return RaggedArray(rows.values[offsets[0] :], offsets - offsets[0])
+
+
+# ---------------------------------------------------------------------------------------------- datasets
+
+
+def compression_filters(compression: Compression) -> dict[str, Any]:
+    """Arguments of h5py's create_dataset. Raises UserError if the codec is not installed."""
+    if compression == "none":
+        return {}
+    if compression == "gzip":
+        return {"compression": "gzip", "compression_opts": 1}
+    if not (codecs.imagecodecs and find_spec("hdf5plugin")):
+        raise UserError(f'--compression {compression} needs: pip install ".[codecs]"; or use gzip')
+    plugin = import_module("hdf5plugin")
+    return dict(plugin.LZ4() if compression == "lz4" else plugin.Zstd(clevel=1))
+
+
+def choose_block_rows(n_rows: int, fields: Mapping[str, Field]) -> dict[str, int]:
+    """{field: rows of a block} for the fields that are not ragged: about 2 MiB of whole rows.
+
+    All fields share the blocks of the largest field, except those that readers keep in memory as a whole. The blocks
+    of a small file are smaller: a run needs one for each rank, and many to shuffle.
+    """
+    widest = max(fields.values(), key=lambda field: field.row_bytes)
+    shared = max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), n_rows // MIN_BLOCKS))
+    block_rows = {}
+    for name, field in fields.items():
+        if field.is_ragged:
+            continue
+        block_rows[name] = shared
+        if field is not widest and n_rows * field.row_bytes <= COLUMN_BYTES:
+            block_rows[name] = max(1, min(n_rows, BLOCK_BYTES // max(1, field.row_bytes)))
+    return block_rows
+
+
+def _create(
+    group: h5py.Group, name: str, field: Field, n_rows: int | None, *, block_rows: int, filters: Mapping[str, Any]
+) -> h5py.Dataset:
+    """An empty dataset. Its blocks get their places now if there are no filters and the number of rows is known."""
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if n_rows and not filters:
+        plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    return group.create_dataset(
+        name,
+        (n_rows or 0, *field.shape),
+        field.dtype,
+        maxshape=(n_rows, *field.shape),
+        chunks=(block_rows, *field.shape),
+        fill_time="never",
+        shuffle=bool(filters) and field.dtype.itemsize > 1,  # sorting bytes by their place helps numbers only
+        dcpl=plan,
+        **filters,
+    )
+
+
+class Column:
+    """Fills one dataset. Whole blocks are written in order; the other rows wait until they fill one."""
+
+    def __init__(self, data: h5py.Dataset, threads: ThreadPoolExecutor):
+        self._data = data
+        self._threads = threads
+        self._filters = codecs.filters_of(data.id.get_create_plist())
+        self._offsets = np.empty(data.id.get_num_chunks(), np.int64)  # first byte of each block that has its place
+
+        def note(chunk: h5py.h5d.StoreInfo) -> None:
+            self._offsets[chunk.chunk_offset[0] // data.chunks[0]] = chunk.byte_offset
+
+        data.id.chunk_iter(note)
+        self._descriptor = data.file.id.get_vfd_handle()
+        self._waiting = np.zeros(data.chunks, data.dtype)
+        self._n_waiting = 0
+        self._digests: list[bytes] = []  # SHA-256 of the blocks that are written
+
+    def append(self, rows: np.ndarray) -> None:
+        """The next rows, (n, *shape). Their memory may be used again afterwards."""
+        pending = deque[Future[tuple[codecs.Bytes, bytes]]]()
+        for block in self._cut(np.ascontiguousarray(rows, self._waiting.dtype)):
+            number = len(self._digests) + len(pending)
+            pending.append(self._threads.submit(self._finish_block, number, block, len(block)))
+            if len(pending) > MAX_PENDING:
+                self._write(*pending.popleft().result())
+        while pending:
+            self._write(*pending.popleft().result())
+
+    def finish(self) -> None:
+        """Write the last block, which may be short, and the checksums.
+
+        HDF5 stores a short block at full length. Its checksum covers the rows only.
+        """
+        n_rows = len(self._digests) * len(self._waiting) + self._n_waiting
+        if self._n_waiting:
+            self._waiting[self._n_waiting :] = 0
+            self._write(*self._finish_block(len(self._digests), self._waiting, self._n_waiting))
+        if n_rows < len(self._data):
+            self._data.resize(n_rows, axis=0)
+        digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
+        name = self._data.name.rpartition("/")[2]
+        self._data.parent.create_dataset(f"{DIGESTS}/{name}", data=digests)
+
+    def _cut(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Whole blocks; they are views of `rows` where a block lies in them completely."""
+        block_rows = len(self._waiting)
+        while len(rows):
+            if self._n_waiting == 0 and len(rows) >= block_rows:
+                yield rows[:block_rows]
+                rows = rows[block_rows:]
+                continue
+            count = min(len(rows), block_rows - self._n_waiting)
+            self._waiting[self._n_waiting : self._n_waiting + count] = rows[:count]
+            rows = rows[count:]
+            self._n_waiting += count
+            if self._n_waiting == block_rows:
+                self._n_waiting = 0
+                yield self._waiting.copy()
+
+    def _finish_block(self, number: int, block: np.ndarray, n_rows: int) -> tuple[codecs.Bytes, bytes]:
+        """Runs in a thread: (bytes that are still to be written, SHA-256 of the rows).
+
+        A block that has its place in the file is written here, because the HDF5 library holds Python's lock while it
+        writes, which would stop the threads that decode.
+        """
+        digest = hashlib.sha256(block[:n_rows].data).digest()
+        data = block.reshape(-1).view(np.uint8).data
+        if not len(self._offsets):
+            return codecs.encode(data, self._filters), digest
+        start = int(self._offsets[number])
+        offset = start
+        while data:
+            n_written = os.pwrite(self._descriptor, data, offset)
+            data = data[n_written:]
+            offset += n_written
+        if hasattr(os, "posix_fadvise"):  # Linux begins to write to the disk now, so the last fsync finds little to do
+            os.posix_fadvise(self._descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
+        return b"", digest
+
+    def _write(self, data: codecs.Bytes, digest: bytes) -> None:
+        if data:
+            start = len(self._digests) * len(self._waiting)
+            if start >= len(self._data):
+                self._data.resize(start + len(self._waiting), axis=0)
+            self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), data)
+        self._digests.append(digest)
+
+
+class RaggedColumn:
+    """Fills a group with two datasets: the values of all ragged rows, and `indptr`, where each row begins."""
+
+    def __init__(
+        self, group: h5py.Group, field: Field, n_rows: int, filters: Mapping[str, Any], *, threads: ThreadPoolExecutor
+    ):
+        self._group = group
+        self._n_items = field.n_items
+        self._n_values = 0
+        block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, n_rows // MIN_BLOCKS))
+        block_values = max(MIN_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
+        name = "indices" if field.n_items else "values"
+        values = _create(group, name, field, None, block_rows=block_values, filters=filters)
+        self._values = Column(values, threads)
+        block_rows = min(RAGGED_BLOCK_BYTES // INDPTR.dtype.itemsize, n_rows + 1)
+        indptr = _create(group, "indptr", INDPTR, n_rows + 1, block_rows=block_rows, filters=filters)
+        self._indptr = Column(indptr, threads)
+        self._indptr.append(np.zeros(1, INDPTR.dtype))
+
+    def append(self, rows: RaggedArray) -> None:
+        """The next rows. Their memory may be used again afterwards."""
+        self._values.append(rows.values[: rows.offsets[-1]])
+        self._indptr.append(self._n_values + rows.offsets[1:].astype(INDPTR.dtype))
+        self._n_values += int(rows.offsets[-1])
+
+    def finish(self) -> None:
+        """Write what waits. Item numbers become a CSR matrix as anndata writes it, whose values are all 1."""
+        self._values.finish()
+        self._indptr.finish()
+        if self._n_items:  # `data` is never written, so it takes no room and reads as its fill value
+            shape = (self._n_values,)
+            self._group.create_dataset("data", shape, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
+            matrix_shape = (len(self._group["indptr"]) - 1, self._n_items)
+            self._group.attrs.update(
+                {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix_shape}
+            )
+
+
+# ---------------------------------------------------------------------------------------------- statistics
+
+
+class ImageStatistics:
+    """Mean and standard deviation of each channel of the first uint8 field (C, H, W), from rows spread over all."""
+
+    def __init__(self, fields: Mapping[str, Field], n_rows: int):
+        images = [name for name, field in fields.items() if field.dtype == np.uint8 and len(field.shape) == 3]
+        self._name = next(iter(images), None)
+        self._row_step = -(-n_rows // STATISTICS_ROWS)
+        self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares
+
+    def add(self, rows: Mapping[str, np.ndarray], start: int) -> None:
+        """Take note of the next rows. start: number of the first of them."""
+        if self._name is None:
+            return
+        for image_CHW in rows[self._name][-start % self._row_step :: self._row_step]:
+            pixel_step = image_CHW[0].size // STATISTICS_PIXELS | 1  # odd, so that it does not stay in one column
+            pixels = image_CHW.reshape(len(image_CHW), -1)[:, ::pixel_step].astype(np.float32)
+            counts = np.full(len(image_CHW), pixels.shape[1])
+            squares = np.einsum("cp,cp->c", pixels, pixels)
+            self._sums.append(np.stack([counts, pixels.sum(1), squares]))
+
+    def attributes(self) -> dict[str, list[float]]:
+        """{"mean": C numbers, "std": C numbers}, or nothing if there are no images."""
+        if not self._sums:
+            return {}
+        counts, totals, squares = np.stack(self._sums).sum(0, dtype=np.float64)
+        mean = totals / counts
+        std = np.sqrt(np.maximum(squares / counts - mean**2, 0))
+        return {"mean": mean.round(4).tolist(), "std": np.maximum(std, 1e-3).round(4).tolist()}

@@ -3,23 +3,24 @@
 Rows take the random order, the reader threads and the pools of training, and then go to a `Writer`.
 """
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.signals import exit_if_signalled
-from fastgpu.convert.skipping import SkippingSource
+from fastgpu.convert.reading import SkippingSource
 from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.layout import BLOCK_BYTES
 
@@ -48,10 +49,14 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
     """
     messages = []
     reports: dict[Path, Sequence[str]] = {}
-    if skipped_lines:
-        report = _report_path(target.path)
-        reports[report] = skipped_lines
-        messages.append(f"{len(skipped_lines):,} broken lines were skipped: {report}")
+
+    def report(path: Path, lines: Sequence[str], kind: str) -> None:
+        if lines:
+            path = path.with_name(f"{path.name}.skipped.txt")
+            reports[path] = lines
+            messages.append(f"{len(lines):,} broken {kind} were skipped: {path}")
+
+    report(target.path, skipped_lines, "lines")
     with ExitStack() as stack:
         for name, source in parts.items():
             path = target.path
@@ -63,14 +68,15 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
             may_skip = isinstance(source, SkippingSource)
             writer = Writer(path, len(source), source.fields, attributes, options=target.options, may_be_fewer=may_skip)
             stack.enter_context(writer)
-            _copy_rows(source, order, writer, name)
-            messages.append(f"{writer.n_rows:,} rows, order {order_text}, in {_list_paths(writer.paths)}")
-            if isinstance(source, SkippingSource) and source.failed:
-                report = _report_path(path)
-                reports[report] = [reason for _, reason in sorted(source.failed.items())]
-                messages.append(f"{len(source.failed):,} broken images were skipped: {report}")
-    for report, lines in reports.items():
-        report.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            failed = source.failed if isinstance(source, SkippingSource) else {}
+            _copy_rows(source, order, writer, failed, name=name)
+            paths = ", ".join(str(path) for path in writer.paths[:2])
+            if len(writer.paths) > 2:
+                paths += f" and {len(writer.paths) - 2} more"
+            messages.append(f"{writer.n_rows:,} rows, order {order_text}, in {paths}")
+            report(path, [reason for _, reason in sorted(failed.items())], "images")
+    for path, lines in reports.items():
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(*messages, sep="\n")
 
 
@@ -81,19 +87,15 @@ def progress_bar(total: int, unit: str, name: str = "") -> tqdm:
 
 
 def _choose_order(source: Source, seed: int | None) -> BlockSampler:
-    batch_size = max(1, BLOCK_BYTES // source.row_bytes)
-    pool_batches = -(-_pool_rows(source) // batch_size)
-    return BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
-
-
-def _pool_rows(source: Source) -> int:
-    """Number of rows that are shuffled together."""
     block_rows = int(source.block_rows.max())
-    wanted_bytes = SINGLE_ROW_POOL_BYTES
+    pool_bytes = SINGLE_ROW_POOL_BYTES
     if block_rows > 1:
-        wanted_bytes = max(POOL_BYTES, POOL_BLOCKS * block_rows * source.row_bytes)
-    pool_bytes = min(wanted_bytes, free_host_bytes() // 4)
-    return max(1, min(len(source), pool_bytes // source.row_bytes))
+        pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_rows * source.row_bytes)
+    pool_bytes = min(pool_bytes, free_host_bytes() // 4)
+    pool_rows = max(1, min(len(source), pool_bytes // source.row_bytes))
+    batch_size = max(1, BLOCK_BYTES // source.row_bytes)
+    pool_batches = -(-pool_rows // batch_size)
+    return BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
 
 
 def _describe_order(source: Source, order: BlockSampler) -> str:
@@ -106,12 +108,15 @@ def _describe_order(source: Source, order: BlockSampler) -> str:
     return text
 
 
-def _copy_rows(source: Source, order: BlockSampler, writer: Writer, name: str) -> None:
+def _copy_rows(source: Source, order: BlockSampler, writer: Writer, failed: Mapping[int, str], *, name: str) -> None:
+    """Write all rows but those in `failed`, which grows while rows are read."""
     placement = Placement("disk", torch.device("cpu"), writer.options.threads)
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
     with closing(feed), progress_bar(len(source), "rows", name) as bar:
         for pool in feed.pools(0):
-            is_kept = _find_kept(source, order, pool)
+            is_kept = np.ones(len(pool.rows), bool)
+            if failed:
+                is_kept = ~np.isin(order.row_ids(pool.plan), list(failed))
             for start in range(0, len(pool.rows), order.batch_size):
                 stop = min(start + order.batch_size, len(pool.rows))
                 rows = pool.rows.slice(start, stop).numpy()
@@ -122,19 +127,34 @@ def _copy_rows(source: Source, order: BlockSampler, writer: Writer, name: str) -
                 exit_if_signalled()
 
 
-def _find_kept(source: Source, order: BlockSampler, pool: Pool) -> np.ndarray:
-    """(rows of the pool,) bool: whether each row could be read."""
-    if isinstance(source, SkippingSource) and source.failed:
-        return ~np.isin(order.row_ids(pool.plan), list(source.failed))
-    return np.ones(len(pool.rows), bool)
+# ---------------------------------------------------------------------------------------------- signals
+
+_received_signals: list[int] = []
 
 
-def _list_paths(paths: Sequence[Path]) -> str:
-    text = ", ".join(str(path) for path in paths[:2])
-    if len(paths) > 2:
-        text += f" and {len(paths) - 2} more"
-    return text
+def exit_on_signals() -> None:
+    """End the process at Ctrl-C and SIGTERM without a traceback; context managers remove what is not complete.
+
+    The exit code is 128 + the number of the signal, as shells have it. Python drops an exception that is raised while
+    a destructor runs, so the handler also remembers the signal, and the loop that writes asks for it.
+    """
+    sys.unraisablehook = report_unraisable
+    signal.signal(signal.SIGINT, _handle)
+    signal.signal(signal.SIGTERM, _handle)
 
 
-def _report_path(target: Path) -> Path:
-    return target.with_name(f"{target.name}.skipped.txt")
+def exit_if_signalled() -> None:
+    """Exit if a signal came whose exception was dropped."""
+    if _received_signals:
+        sys.exit(128 + _received_signals[0])
+
+
+def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Report an exception that a destructor raised, unless it is the exit that a signal asked for."""
+    if not isinstance(unraisable.exc_value, SystemExit):
+        sys.__unraisablehook__(unraisable)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    _received_signals.append(number)
+    exit_if_signalled()

@@ -27,8 +27,8 @@ def test_arrays_to_a_file(tmp_path, convert):
         (["x.npy"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
         (["a=y.npz"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
         (["a=none.npy"], "none.npy does not exist"),
-        (["a=text.npy"], "text.npy holds no NumPy arrays"),
-        (["a=objects.npy"], "objects.npy holds no NumPy arrays"),
+        (["a=text.npy"], "text.npy is not a file of NumPy arrays"),
+        (["a=objects.npy"], "objects.npy is not a file of NumPy arrays"),
         (["a=words.npy"], "a is <U1"),
         (["a=x.npy", "b=short.npy"], "unequal length"),
         (["a=empty.npy"], "no rows"),
@@ -119,8 +119,8 @@ def test_what_is_no_sparse_matrix_is_one_line(tmp_path):
         f"x={tmp_path}/bsr.npz": "is a matrix in the format bsr; save it as csr",
         f"x={tmp_path}/far.npz": "is not a whole matrix of 2 x 5; save it again",
         f"{tmp_path}/far.npz": "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone",
-        f"x={tmp_path}/x.h5::a": "holds no NumPy arrays",
-        f"x={tmp_path}/x.h5::none": "holds no NumPy arrays",
+        f"x={tmp_path}/x.h5::a": "is not a file of NumPy arrays",
+        f"x={tmp_path}/x.h5::none": "is not a file of NumPy arrays",
         f"x={tmp_path}/none.h5::a": "does not exist",
     }.items():
         with pytest.raises(UserError, match=message):

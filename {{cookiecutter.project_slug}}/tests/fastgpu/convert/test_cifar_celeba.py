@@ -76,7 +76,7 @@ def test_python_2_pickles_of_numpy_1_are_read():
     text = pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2)
     old = text.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
     assert old != text
-    images, found = cifar_celeba._parse_pickle(old)
+    images, found = cifar_celeba.parse_batch(old, is_binary=False)
     assert (images == data.reshape(-1, 3, 32, 32)).all()
     assert (found == labels).all()
 

@@ -154,7 +154,7 @@ def test_a_bad_csv_is_named_with_its_line(tmp_path, text, message):
 
 def test_a_split_takes_its_share_of_each_class_once(tmp_path):
     labels = np.repeat([0, 1, 2], [100, 10, 3])
-    listing = Listing([str(n) for n in range(113)], labels, list(range(113)), {})
+    listing = Listing([str(n) for n in range(113)], labels, {}, list(range(113)))
     first, second = split_listing(listing, 0.8, seed=1)
     assert np.bincount(first.labels).tolist() == [80, 8, 2]
     assert sorted(map(int, first.names + second.names)) == list(range(113))

@@ -10,9 +10,8 @@ from harness import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged, read_r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpu.convert import columns, statistics
-from fastgpu.convert.columns import choose_block_rows
-from fastgpu.convert.writer import WriteOptions, Writer
+from fastgpu.convert import writer as writer_module
+from fastgpu.convert.writer import WriteOptions, Writer, choose_block_rows
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
@@ -44,8 +43,8 @@ def test_rows_come_back_in_order_whatever_the_parts_blocks_and_shards(
 ):
     folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "BLOCK_BYTES", block_bytes)
-        patch.setattr(columns, "MIN_BLOCKS", 1)
+        patch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
+        patch.setattr(writer_module, "MIN_BLOCKS", 1)
         with Writer(folder / "rows.h5", rows, IMAGES, options=WriteOptions(shards)) as writer:
             fill(writer, rows, part_rows)
     assert sorted(folder.iterdir()) == sorted(writer.paths)
@@ -56,8 +55,8 @@ def test_rows_come_back_in_order_whatever_the_parts_blocks_and_shards(
 @pytest.mark.parametrize("came", [100, 95, 70, 67])
 @pytest.mark.parametrize("block_bytes", [8, 80, 600])
 def test_fewer_rows_than_announced_make_the_last_file_shorter(tmp_path, monkeypatch, came, block_bytes):
-    monkeypatch.setattr(columns, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(columns, "MIN_BLOCKS", 1)
+    monkeypatch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(writer_module, "MIN_BLOCKS", 1)
     with Writer(tmp_path / "rows.h5", 100, IMAGES, options=WriteOptions(shards=3), may_be_fewer=True) as writer:
         fill(writer, came)
     found = read_all([str(path) for path in writer.paths], verify=True)
@@ -133,7 +132,7 @@ def test_mean_and_std_of_each_channel(tmp_path):
 
 
 def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(statistics, "MAX_ROWS", 10)
+    monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
     with Writer(tmp_path / "a.h5", 100, {"images": Field(np.dtype("u1"), (1, 1, 1))}) as writer:
         for start in range(0, 100, 7):
@@ -220,8 +219,8 @@ SPARSE = {
 def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, shards, block_bytes, compression):
     folder, shards = tmp_path_factory.mktemp("writer"), min(shards, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "RAGGED_BLOCK_BYTES", block_bytes)
-        patch.setattr(columns, "MIN_CHUNK_BYTES", 4)
+        patch.setattr(writer_module, "RAGGED_BLOCK_BYTES", block_bytes)
+        patch.setattr(writer_module, "MIN_CHUNK_BYTES", 4)
         with Writer(folder / "rows.h5", rows, SPARSE, options=WriteOptions(shards, compression)) as writer:
             for start in range(0, rows, part_rows):
                 numbers = np.arange(start, min(start + part_rows, rows))
