@@ -11,9 +11,8 @@ from simulated import ALONE
 import train
 import workloads
 from fastgpu.diagnose.bench import Bench, Program
-from fastgpu.diagnose.settings import Setting
 from fastgpu.diagnose.tune import tune
-from fastgpu.diagnose.verdict import Measured, Timing, judge
+from fastgpu.diagnose.verdict import Measured, Rounds, Setting, judge
 from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -76,7 +75,7 @@ def test_other_settings_can_be_timed(bench):
         {"data.batch_size": 128, "loader.prefetch_pools": 1},
         {"hdf5.rdcc_nbytes": 1 << 20},
     ):
-        assert bench.time_supply(overrides).step_s > 0
+        assert bench.time_supply(overrides).median > 0
     assert bench.time_supply({"data.batch_size": 1024}) is None  # there are 512 rows
     assert bench.try_setting("READ", Setting("loader.num_readers", 2)) > 0
 
@@ -129,7 +128,7 @@ def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, m
     monkeypatch.chdir(tmp_path)
     program = Program(train.build, lambda parts, batch, lr: time.sleep(0.01))
     bench = Bench(config, ALONE, program, SECONDS)
-    measured = Measured(64, Timing((0.0101,) * 3), Timing((0.0101,) * 3))
+    measured = Measured(64, Rounds((0.0101,) * 3), Rounds((0.0101,) * 3))
     facts = bench.facts()
     text = tune(bench, measured, judge(measured, facts), facts, tries_batch=True)
     assert "data.batch_size=512: " in text
