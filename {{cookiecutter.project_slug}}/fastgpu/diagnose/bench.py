@@ -41,8 +41,7 @@ if TYPE_CHECKING:  # train.py is the user's; its functions are handed in by the 
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
-TIERS: tuple[Tier, ...] = ("disk", "host", "device")
-"""From the farthest to the nearest."""
+TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
 
 
 class Program(NamedTuple):
@@ -84,7 +83,12 @@ class Bench:
             batch = read_pool(source, self._next_order(source, self.sizes, 1), self.sizes.n_readers)
         self.loop = _make_loop(self.parts, program, batch.to(world.device), world)
         batch_size = config.data.batch_size
-        world.check_everywhere(self._can_step(), f"data.batch_size is {batch_size}: out of memory; use a smaller one")
+        can_step = True
+        try:  # DDP needs a step before the bare model runs, so this is the first
+            self.loop.train_step(self.loop.transform(self.loop.batch))
+        except torch.cuda.OutOfMemoryError:
+            can_step = False
+        world.check_everywhere(can_step, f"data.batch_size is {batch_size}: out of memory; use a smaller one")
         self.compute_s = self._time_step(self.loop.transform)
         slowest_s = self.compute_s
         if self.sizes.tier == "disk" and (supply := self.time_supply({})):
@@ -239,14 +243,6 @@ class Bench:
         can_stay = not self.sizes.uses_workers and max(n_values, default=0) <= MAX_VALUES
         tier = choose_tier("auto", self.sizes.room, self.parts.source.name, can_stay)
         return tier if TIERS.index(tier) > TIERS.index(self.sizes.tier) else None
-
-    def _can_step(self) -> bool:
-        """Whether the device has memory for a step. DDP needs one before the bare model runs, so this is the first."""
-        try:
-            self.loop.train_step(self.loop.transform(self.loop.batch))
-        except torch.cuda.OutOfMemoryError:
-            return False
-        return True
 
     def _time_step(self, transform: Callable[[Rows], Rows]) -> float:
         """Seconds per step on one batch, with this transform."""

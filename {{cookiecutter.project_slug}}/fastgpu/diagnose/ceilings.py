@@ -36,12 +36,9 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.dataset import DatasetSource
 
-MAX_REST_S = 2.0
-"""Maximum rest after a measurement, in which a feed reads ahead as far as it may."""
-STEPS_AT_ONCE = 3
-"""Steps to warm up with. The number of timed steps is a multiple of it."""
-OBSERVED_STEPS = 10
-"""Steps under the profiler, and steps in which places that wait for the device are looked for."""
+MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
+STEPS_AT_ONCE = 3  # steps to warm up with; the number of timed steps is a multiple of it
+OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
 Work = Callable[[int], int]
 """work(n_units) does that many steps, or takes that many pools, and returns the number of steps that this makes."""
@@ -256,24 +253,25 @@ class Meter(NamedTuple):
     device: Device
     seconds: float = 1.0
 
-    def step_s_by_rank(self, work: Work, n_units: int) -> list[float]:
-        """Seconds per step on each rank. All ranks begin together."""
+    def run(self, work: Work, n_units: int) -> tuple[float, int]:
+        """Seconds that the work takes on this rank, and its steps. All ranks begin together."""
         self.device.synchronize()
         self.world.all_reduce_max(0.0)
         t0 = time.perf_counter()
         n_steps = work(n_units)
         self.device.synchronize()
-        return self.world.all_gather((time.perf_counter() - t0) / n_steps)
+        return time.perf_counter() - t0, n_steps
+
+    def step_s_by_rank(self, work: Work, n_units: int) -> list[float]:
+        """Seconds per step on each rank."""
+        seconds, n_steps = self.run(work, n_units)
+        return self.world.all_gather(seconds / n_steps)
 
     def choose_units(self, work: Work, multiple: int) -> int:
         """The number of units that take about `seconds`: a multiple of `multiple`, the same on every rank."""
         n_units = multiple
         while True:
-            self.device.synchronize()
-            t0 = time.perf_counter()
-            work(n_units)
-            self.device.synchronize()
-            passed_s = self.world.all_reduce_max(time.perf_counter() - t0)
+            passed_s = self.world.all_reduce_max(self.run(work, n_units)[0])
             if passed_s > self.seconds / 4:
                 return multiple * max(1, round(n_units / multiple * self.seconds / passed_s))
             n_units *= 4

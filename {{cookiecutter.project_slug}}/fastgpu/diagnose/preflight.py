@@ -49,8 +49,10 @@ def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Findin
     nvml: the driver's library; None: pynvml. Raises UserError if a training file cannot be read.
     """
     uses_dataset = data.dataset != "none"
+    python = sys.version.split()[0]
+    hdf5 = h5py.version.hdf5_version
     findings = [
-        _versions(),
+        Finding("versions", f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {hdf5})"),
         _processes(world),
         _memory(world.local_world_size, uses_dataset),
         _run_folder(run.folder),
@@ -75,12 +77,6 @@ def _try(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Fin
         raise
     except Exception as error:
         return [Finding("not seen", str(error))]
-
-
-def _versions() -> Finding:
-    python = sys.version.split()[0]
-    hdf5 = h5py.version.hdf5_version
-    return Finding("versions", f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {hdf5})")
 
 
 def _processes(world: World) -> Finding:

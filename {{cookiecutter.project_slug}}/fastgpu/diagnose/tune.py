@@ -18,17 +18,12 @@ from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 
-MARGIN = 1.15
-"""The supply is enough if it is this many times as fast as the demand."""
-EQUAL_SHARE = 0.05
-"""A smaller setting that is slower than the best one by at most this share is preferred."""
-MAX_SPREAD = 0.15
-"""Timings with a larger spread show nothing."""
-MAX_POOL_S = 2.0
-"""Pools that take longer to supply are not tried."""
+MARGIN = 1.15  # the supply is enough if it is this many times as fast as the demand
+EQUAL_SHARE = 0.05  # a smaller setting that is slower than the best one by at most this share is preferred
+MAX_SPREAD = 0.15  # timings with a larger spread show nothing
+MAX_POOL_S = 2.0  # pools that take longer to supply are not tried
+MIN_BATCH_GAIN = 0.1  # a larger batch that saves less of the time per row is not worth it
 BATCH_FACTORS = (2, 4, 8, 16, 32, 64)
-MIN_BATCH_GAIN = 0.1
-"""A larger batch that saves less of the time per row is not worth it."""
 CHUNK_CACHES = (8 << 20, 64 << 20, 512 << 20)
 
 Ladder = tuple[str, Sequence[Any]]

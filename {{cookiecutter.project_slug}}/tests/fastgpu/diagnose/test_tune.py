@@ -7,7 +7,7 @@ import yaml
 from harness import in_world
 
 from fastgpu.diagnose import tune
-from fastgpu.diagnose.verdict import Overrides, Rounds
+from fastgpu.diagnose.verdict import Overrides, Rounds, Setting
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 
@@ -141,3 +141,14 @@ def test_the_file_is_a_config_whose_comments_say_where_it_is_from(tmp_path):
     (tmp_path / "tuned.yaml").write_text(text)
     config = load_config(["--config", str(base), "--config", str(tmp_path / "tuned.yaml")])
     assert (config.loader.num_readers, config.data.echo, config.data.batch_size) == (4, 1.5, 64)
+
+
+def test_settings_are_words_of_the_command_line(tmp_path):
+    overrides = {"data.echo": 2.5, "loader.pin_memory": False, "data.tier": "host", "loader.num_readers": 3}
+    assert (
+        tune.format_overrides(overrides) == "data.echo=2.5 loader.pin_memory=false data.tier=host loader.num_readers=3"
+    )
+    (tmp_path / "config.yaml").write_text("workload: mine\ndata: {train: a.h5, val: b.h5, fields: {}}\n")
+    words = [str(Setting(key, value)) for key, value in overrides.items()]
+    given = load_config(["--config", str(tmp_path / "config.yaml"), *words])
+    assert {key: given.flat()[key] for key in overrides} == overrides

@@ -1,6 +1,11 @@
-import pytest
+import re
 
+import pytest
+from harness import ROOT
+
+import workloads
 from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Setting, Verdict, judge, settings_to_try
+from fastgpu.process.config_loader import keys
 
 HOST = Facts(nearer_tier="host")
 FP16 = Facts(is_fp16=True)
@@ -108,3 +113,16 @@ def test_what_else_would_help():
     assert "gzip" in judge(slow_decoding, Facts(filters="gzip")).see_also
     fed = judge(measured(1.0, 1.0), Facts(faster=(Setting("train.compile", True),)))
     assert fed == Verdict("COMPUTE", fed.why, "nothing", 1.0, "high", see_also="train.compile=true")
+
+
+def test_messages_name_keys_of_the_config():
+    sections = "|".join({key.partition(".")[0] for key in keys() if "." in key})
+    for path in [ROOT / "diagnose.py", *(ROOT / "fastgpu" / "diagnose").glob("*.py")]:
+        quoted = re.findall(rf"(?<![\w/.])(?:{sections})\.[a-z_0-9]+", "".join(re.findall(r'".*?"', path.read_text())))
+        assert set(quoted) - {"train.py", "train.h5"} <= keys().keys(), path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "workloads").glob("[a-z]*.py")))
+def test_lighter_values_are_valid_options_of_the_workload(name):
+    workload = workloads.load(name)
+    workload.Options.model_validate(dict(workload.lighter))
