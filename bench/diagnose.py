@@ -96,8 +96,8 @@ def ratios(path: str, loads: tuple[float, ...], rounds: int) -> list[dict[str, A
         say(f"feed ratio at {load}")
         times = Times(step_s=0.012, decode_s=0.012 / load - 0.0002)
         measured = [measure_simulated(path, times) for _ in range(rounds)]
-        theory = [min(1.0, m.compute.step_s / m.supply.step_s) for m in measured if m.supply]
-        rows.append({"load": load, "theory": theory, "measured": [m.feed_ratio.value for m in measured]})
+        theory = [min(1.0, m.compute_s / m.supply_s) for m in measured if m.supply]
+        rows.append({"load": load, "theory": theory, "measured": [m.feed_ratio.median for m in measured]})
     return rows
 
 

@@ -61,7 +61,6 @@ from pathlib import Path
 import train
 from fastgpu.diagnose import preflight, result
 from fastgpu.diagnose.bench import Bench, Program
-from fastgpu.diagnose.plot import bars_page
 from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import judge, settings_to_try
 from fastgpu.process.config import Config
@@ -91,7 +90,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
         world.print_once(f"profile of {args.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
     with world.raise_on_every_rank():
         if world.is_main and args.plot:
-            page = bars_page(f"{verdict.cause}: {bench.title}", result.bars(measured))
+            page = result.bars_page(f"{verdict.cause}: {bench.title}", measured)
             result.save(Path(args.plot), lambda path: path.write_text(page, encoding="utf-8"))
     if world.is_main:
         result.keep(folder, numbers)

@@ -5,12 +5,8 @@ it. A training run reads its result, `diagnosis.json`, as plain numbers (fastgpu
 
     preflight.py   looks at versions, GPUs, memory and files before anything is measured
     bench.py       builds the training of a config with the functions of train.py, to measure its parts
-    feeds.py       the feed of a run, and two feeds that leave a part of the work out
-    device.py      what is asked of a GPU: when it is busy, and where the host waits for it
     ceilings.py    measures how fast each part of the loop is without the others
     verdict.py     concludes from the measurements which part is the bottleneck, and what to change
-    settings.py    the keys of the config that can be advised or tried
     tune.py        tries settings and writes those that help to a config file
-    result.py      the table, diagnosis.json and the bars of the plot
-    plot.py        bars as an HTML page
+    result.py      the table, the page of bars, and diagnosis.json
 """

@@ -2,35 +2,19 @@
 
 import sys
 from collections.abc import Callable
-from itertools import islice
+from itertools import count, islice
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 import workloads
 from fastgpu.diagnose import ceilings
-from fastgpu.diagnose.ceilings import Loop, Meter, Pools
-from fastgpu.diagnose.device import TorchDevice
-from fastgpu.diagnose.feeds import Feeds, open_feeds, open_real_feed, read_batch
+from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
 from fastgpu.diagnose.result import Subject, save
-from fastgpu.diagnose.settings import (
-    CHANNELS_LAST,
-    COMPILE,
-    ECHO,
-    MODEL_SECTION,
-    NUM_READERS,
-    NUM_WORKERS,
-    POOL_BATCHES,
-    PRECISION,
-    Overrides,
-    Setting,
-    override,
-)
-from fastgpu.diagnose.verdict import Cause, Facts, Measured, Timing
+from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, Setting
 from fastgpu.feed.echo import max_echo
 from fastgpu.feed.sizes import (
     Sizes,
@@ -40,57 +24,41 @@ from fastgpu.feed.sizes import (
     choose_tier,
     choose_workers,
 )
-from fastgpu.feed.tiers import Feed, Placement
+from fastgpu.feed.tiers import Placement, make_order
 from fastgpu.process.config import Config, Tier
 from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import MAX_VALUES
-from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_source
 from fastgpu.training.parallel import reseed
-from fastgpu.training.step import MixedPrecision
+
+if TYPE_CHECKING:  # train.py is the user's; its functions are handed in by the script
+    from train import Parts
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
-TIERS: tuple[Tier, ...] = ("disk", "host", "device")
-"""From the farthest to the nearest."""
-
-
-class Parts(Protocol):
-    """What the bench asks of `Parts` in train.py, which no room may import."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def source(self) -> Source: ...
-    @property
-    def val_source(self) -> Source: ...
-    @property
-    def sizes(self) -> Sizes: ...
-    @property
-    def feed(self) -> Feed: ...
-    @property
-    def val_feed(self) -> Feed: ...
-    @property
-    def workload(self) -> workloads.Workload: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def ddp(self) -> nn.Module: ...
-    @property
-    def precision(self) -> MixedPrecision: ...
-    def _replace(self, *, feed: Any = ..., val_feed: Any = ..., ddp: nn.Module = ...) -> Self: ...
+TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
 
 
 class Program(NamedTuple):
-    """The functions of train.py that are measured. The script hands them in, because no room imports a script."""
+    """The functions of train.py that are measured."""
 
-    build: Callable[[Config, World], Parts]
-    train_step: Callable[[Any, Rows, float], object]
+    build: Callable[[Config, World], "Parts"]
+    train_step: Callable[["Parts", Rows, float], object]
     """(parts, batch, learning rate)"""
+
+
+def as_sections(overrides: Overrides) -> dict[str, dict[str, object]]:
+    """{section: {key: value}}, as in config.yaml."""
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
 class Bench:
@@ -101,25 +69,30 @@ class Bench:
         self.config = config
         self.world = world
         self.program = program
-        self.meter = Meter(world, TorchDevice(world.device), seconds)
-        parts = program.build(config, world)
-        parts.feed.close()
-        parts.val_feed.close()
-        self.parts = parts._replace(feed=None, val_feed=None)  # the bench opens others, and memory is short
-        del parts
+        self.meter = Meter(world, Device(world.device), seconds)
+        self.parts = program.build(config, world)
+        self.parts.feed.close()
+        self.parts.val_feed.close()
+        self.parts = self.parts._replace(feed=None, val_feed=None)  # type: ignore[arg-type]  # others need the memory
         self.sizes = self.parts.sizes
         world.check_equal(self.sizes.tier, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
         source = self.parts.source
         with world.raise_on_every_rank():
-            batch = read_batch(source, self._next_order(source, self.sizes, 1), self.sizes.n_readers)
+            batch = read_pool(source, self._next_order(source, self.sizes, 1), self.sizes.n_readers)
         self.loop = _make_loop(self.parts, program, batch.to(world.device), world)
         batch_size = config.data.batch_size
-        world.check_everywhere(self._can_step(), f"data.batch_size is {batch_size}: out of memory; use a smaller one")
-        self.compute_s = self.time_step(self.loop.transform).step_s
-        supply = self.time_supply({}) if self.sizes.tier == "disk" else None
-        slowest_s = max(self.compute_s, supply.step_s if supply else 0.0)
+        can_step = True
+        try:  # DDP needs a step before the bare model runs, so this is the first
+            self.loop.train_step(self.loop.transform(self.loop.batch))
+        except torch.cuda.OutOfMemoryError:
+            can_step = False
+        world.check_everywhere(can_step, f"data.batch_size is {batch_size}: out of memory; use a smaller one")
+        self.compute_s = self._time_step(self.loop.transform)
+        slowest_s = self.compute_s
+        if self.sizes.tier == "disk" and (supply := self.time_supply({})):
+            slowest_s = max(slowest_s, supply.median)
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
@@ -130,17 +103,7 @@ class Bench:
         self._show("")
         return measured
 
-    def time_step(self, transform: Callable[[Rows], Rows]) -> Timing:
-        """Steps on one batch, with this transform."""
-
-        def work(n_steps: int) -> int:
-            for _ in range(n_steps):
-                self.loop.train_step(transform(self.loop.batch))
-            return n_steps
-
-        return self.meter.timing(work, ceilings.STEPS_AT_ONCE)
-
-    def time_supply(self, overrides: Overrides) -> Timing | None:
+    def time_supply(self, overrides: Overrides) -> Rounds | None:
         """The supply of rows with other settings. None: they are not possible here, for instance for want of memory."""
         try:
             feeds = self._open_feeds(overrides, only_real=True)
@@ -158,17 +121,28 @@ class Bench:
         """Seconds per step of the part that the setting changes (see `verdict.judge`); inf if it is not possible."""
         overrides = {setting.key: setting.value}
         if cause == "AUGMENT":
-            return self._time_transform(overrides).step_s
+            config = self.parts.config.resolved(**as_sections(overrides))
+            workload_class = workloads.load(config.workload)
+            options = read_options(config, workload_class.Options)
+            workload = workload_class(options, self.parts.source, self.parts.val_source)
+            rng = reseed(self.world, config.run.seed)
+            return self._time_step(lambda rows: workload.transform(rows, rng))
         if cause == "COPY":
-            return self._time_copies(overrides).step_s
-        timing = self.time_supply(overrides)
-        return timing.step_s if timing else inf
+            feeds = self._open_feeds(overrides)
+            assert feeds.staged
+            pools = Pools(feeds.staged, self.loop)
+            pools.train(2 * feeds.n_ready_pools)
+            timing = self.meter.timing(pools.train, 2)
+            feeds.close()
+            return timing.median
+        supply = self.time_supply(overrides)
+        return supply.median if supply else inf
 
     @property
     def subject(self) -> Subject:
         """What was measured."""
         machine = self.world.identity | {"row_bytes": self.parts.source.row_bytes}
-        return Subject(str(self.world), machine, self.parts.config.flat() | {ECHO: self.loop.echo})
+        return Subject(str(self.world), machine, self.parts.config.flat() | {"data.echo": self.loop.echo})
 
     @property
     def title(self) -> str:
@@ -181,22 +155,34 @@ class Bench:
         parts = self.parts
         source = parts.source
         config = parts.config
-        floats = {name: field.dtype.itemsize for name, field in source.fields.items() if field.dtype.kind == "f"}
+        train = config.train
+        lighter = parts.workload.lighter
+        uses_workers = self.sizes.uses_workers
+        is_unused = {
+            Setting("train.compile", True): not train.compile,
+            Setting("train.precision", "bf16"): train.precision == "fp32",
+            Setting("train.channels_last", True): not train.channels_last,
+        }
+        is_gpu = self.world.device.type == "cuda"
         repack = f"python convert.py repack --dataset {config.data.dataset} {config.data.train} train.h5"
         return Facts(
-            readers_key=NUM_WORKERS if self.sizes.uses_workers else NUM_READERS,
+            readers_key="loader.num_workers" if uses_workers else "loader.num_readers",
             n_readers=self.sizes.n_readers,
             nearer_tier=self._nearer_tier(),
             max_batch_size=len(source),
             echo=self.loop.echo,
             max_echo=max_echo(parts.workload.is_random),
-            float_fields=floats,
+            float_fields={
+                name: field.dtype.itemsize for name, field in source.fields.items() if field.dtype.kind == "f"
+            },
             filters=source.filters,
             pin_memory=config.loader.pin_memory,
             is_fp16=parts.precision.name == "fp16",
-            lighter=self._lighter(),
-            repack_command=repack if self.sizes.uses_workers else "",
-            faster=self._faster(),
+            lighter=tuple(
+                Setting(f"model.{key}", lighter[key]) for key in lighter if config.model[key] != lighter[key]
+            ),
+            repack_command=repack if uses_workers else "",
+            faster=tuple(setting for setting in is_unused if is_gpu and is_unused[setting]),
         )
 
     def trace(self, n_steps: int, path: Path) -> None:
@@ -205,7 +191,8 @@ class Bench:
         if self.world.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         feeds = self._open_feeds({}, only_real=True)
-        steps = Pools(feeds.real, self.loop).steps()
+        pools = Pools(feeds.real, self.loop)
+        steps = (step for _ in count() for step in pools.steps())
         list(islice(steps, ceilings.STEPS_AT_ONCE))
         with torch.profiler.profile(activities=activities) as profile:
             list(islice(steps, n_steps))
@@ -215,16 +202,13 @@ class Bench:
             if self.world.is_main:
                 save(path, lambda path: profile.export_chrome_trace(str(path)))
 
-    # ------------------------------------------------------------------------------------------ the feed
-
     def _open_feeds(self, overrides: Overrides, *, only_real: bool = False) -> Feeds:
         """Feeds as with other settings. Pools are as small as `POOL_S` says, unless their size is one of the settings.
 
         Raises UserError on every rank if the settings are not possible on one.
         """
-        config = override(self.config, overrides)
-        pool_batches = overrides.get(POOL_BATCHES, self._pool_batches)
-        open_some = open_real_feed if only_real else open_feeds
+        config = self.config.resolved(**as_sections(overrides))
+        pool_batches = overrides.get("data.pool_batches", self._pool_batches)
         with self.world.raise_on_every_rank():
             source = self.parts.source
             sizes = self.sizes
@@ -233,28 +217,24 @@ class Bench:
                 sizes = self._choose_sizes(config, source)
             order = self._next_order(source, sizes, pool_batches)
             placement = Placement(sizes.tier, self.world.device, sizes.n_readers)
-            return open_some(source, order, placement, config.loader)
+            return open_feeds(source, order, placement, config.loader, only_real=only_real)
 
     def _choose_sizes(self, config: Config, source: Source) -> Sizes:
         """The sizes of this training with another batch size or number of readers."""
         data = config.data
-        local_world_size = self.world.local_world_size
-        accumulation_steps = config.optim.accumulation_steps
-        batch_size = choose_rank_batch(data.batch_size, self.world.world_size, accumulation_steps, source)
-        canonical_ranks = choose_canonical_ranks(data.canonical_ranks, data.batch_size, self.world.world_size, source)
+        world = self.world
+        batch_size = choose_rank_batch(data.batch_size, world.world_size, config.optim.accumulation_steps, source)
+        canonical_ranks = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world.world_size, source)
         if self.sizes.uses_workers:
-            n_readers = choose_workers(config.loader, batch_size * source.row_bytes, local_world_size)
+            n_readers = choose_workers(config.loader, batch_size * source.row_bytes, world.local_world_size)
         else:
-            n_readers = choose_readers(config.loader.num_readers, local_world_size)
+            n_readers = choose_readers(config.loader.num_readers, world.local_world_size)
         return self.sizes._replace(batch_size=batch_size, canonical_ranks=canonical_ranks, n_readers=n_readers)
 
     def _next_order(self, source: Source, sizes: Sizes, pool_batches: int) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
-        shard = Shard(self.world.rank, self.world.world_size, sizes.canonical_ranks)
-        return BlockSampler(
-            source.block_rows, sizes.batch_size, shard=shard, pool_batches=pool_batches, seed=self._seed
-        )
+        return make_order(source, sizes._replace(pool_batches=pool_batches), self.world, self._seed)
 
     def _nearer_tier(self) -> Tier | None:
         """The tier that data.tier=auto would choose, if it is nearer to the device than the one in use."""
@@ -264,52 +244,10 @@ class Bench:
         tier = choose_tier("auto", self.sizes.room, self.parts.source.name, can_stay)
         return tier if TIERS.index(tier) > TIERS.index(self.sizes.tier) else None
 
-    # ------------------------------------------------------------------------------------------ the step
-
-    def _can_step(self) -> bool:
-        """Whether the device has memory for a step. DDP needs one before the bare model runs, so this is the first."""
-        try:
-            self.loop.train_step(self.loop.transform(self.loop.batch))
-        except torch.cuda.OutOfMemoryError:
-            return False
-        return True
-
-    def _time_transform(self, overrides: Overrides) -> Timing:
-        config = override(self.parts.config, overrides)
-        workload_class = workloads.load(config.workload)
-        options = read_options(config, workload_class.Options)
-        workload = workload_class(options, self.parts.source, self.parts.val_source)
-        rng = reseed(self.world, config.run.seed)
-        return self.time_step(lambda rows: workload.transform(rows, rng))
-
-    def _time_copies(self, overrides: Overrides) -> Timing:
-        feeds = self._open_feeds(overrides)
-        assert feeds.staged
-        pools = Pools(feeds.staged, self.loop)
-        pools.train(2 * feeds.n_ready_pools)
-        timing = self.meter.timing(pools.train, 2)
-        feeds.close()
-        return timing
-
-    def _lighter(self) -> tuple[Setting, ...]:
-        """Settings of the workload that each make its transform do less."""
-        options = self.parts.config.model
-        lighter = self.parts.workload.lighter
-        return tuple(Setting(f"{MODEL_SECTION}.{key}", lighter[key]) for key in lighter if options[key] != lighter[key])
-
-    def _faster(self) -> tuple[Setting, ...]:
-        """Settings that are not in use and may make a step faster on a GPU."""
-        if self.world.device.type != "cuda":
-            return ()
-        train = self.parts.config.train
-        settings = []
-        if not train.compile:
-            settings.append(Setting(COMPILE, True))
-        if train.precision == "fp32":
-            settings.append(Setting(PRECISION, "bf16"))
-        if not train.channels_last:
-            settings.append(Setting(CHANNELS_LAST, True))
-        return tuple(settings)
+    def _time_step(self, transform: Callable[[Rows], Rows]) -> float:
+        """Seconds per step on one batch, with this transform."""
+        work = steps_of(lambda: self.loop.train_step(transform(self.loop.batch)))
+        return self.meter.timing(work, ceilings.STEPS_AT_ONCE).median
 
     def _show(self, text: str) -> None:
         """Replace the line at the bottom of the terminal, if there is one."""
@@ -317,7 +255,7 @@ class Bench:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _make_loop(parts: Parts, program: Program, batch: Rows, world: World) -> Loop:
+def _make_loop(parts: "Parts", program: Program, batch: Rows, world: World) -> Loop:
     local_parts = parts
     if world.world_size > 1:
         local_parts = parts._replace(ddp=parts.model)

@@ -13,33 +13,172 @@ of steps and pools, because a rank that averages gradients must not wait for one
 """
 
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import ceil
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 
-from fastgpu.diagnose.device import Device
-from fastgpu.diagnose.feeds import Feeds
-from fastgpu.diagnose.verdict import Measured, Timing
+from fastgpu.diagnose.verdict import Measured, Rounds
 from fastgpu.feed.echo import echo, echo_passes
-from fastgpu.feed.tiers import Feed
+from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool
+from fastgpu.rows.contract import BlockRead, Pool, Source
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
+from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.dataset import DatasetSource
 
-MAX_REST_S = 2.0
-"""Maximum rest after a measurement, in which a feed reads ahead as far as it may."""
-STEPS_AT_ONCE = 3
-"""Steps to warm up with. The number of timed steps is a multiple of it."""
-OBSERVED_STEPS = 10
-"""Steps under the profiler, and steps in which places that wait for the device are looked for."""
+MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
+STEPS_AT_ONCE = 3  # steps to warm up with; the number of timed steps is a multiple of it
+OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
 Work = Callable[[int], int]
 """work(n_units) does that many steps, or takes that many pools, and returns the number of steps that this makes."""
+
+
+# ---------------------------------------------------------------------------------------------- the feeds
+
+
+class Feeds(NamedTuple):
+    """The feed of a run, and feeds that leave a part of its work out. None: there is none on this tier or device."""
+
+    real: Feed
+    staged: Feed | None = None
+    """Copies pools to the device from staging memory that is filled already."""
+    cached: Feed | None = None
+    """Reads the same few blocks again and again."""
+    n_ready_pools: int = 0
+    """Pools that lie ready when a feed has rested. They are taken before a measurement begins."""
+    n_cached_pools: int = 0
+    """Pools of `cached` until each of its blocks has been read once."""
+    n_joint_pools: int = 1
+    """Pools that may arrive at the same time, because as many worker processes started at the same time."""
+
+    def close(self) -> None:
+        """End the threads of all feeds."""
+        for feed in (self.real, self.staged, self.cached):
+            if feed:
+                feed.close()
+
+
+def open_feeds(
+    source: Source, order: BlockSampler, placement: Placement, loader: Loader, *, only_real: bool = False
+) -> Feeds:
+    """The feed of a run and, if its rows are streamed, those that leave a part of the work out."""
+    feeds = Feeds(make_feed(source, order, placement, loader))
+    if placement.tier == "device":
+        return feeds
+    feeds = feeds._replace(n_ready_pools=loader.prefetch_pools + 1)
+    if isinstance(source, DatasetSource):  # its workers hold batches ready, too
+        n_held_pools = ceil(placement.n_readers * loader.prefetch_factor / order.pool_batches)
+        n_joint_pools = max(1, ceil(placement.n_readers / order.pool_batches))
+        feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
+    if placement.tier == "disk" and not only_real:
+        few = first_blocks(source, order)
+        feeds = feeds._replace(cached=make_feed(source, few, placement, loader), n_cached_pools=few.pools_per_epoch)
+    if placement.device.type == "cuda" and not only_real:
+        staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
+        staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)
+        feeds = feeds._replace(staged=make_feed(staged, staged_order, Placement("disk", placement.device, 1), loader))
+    return feeds
+
+
+def first_blocks(source: Source, order: BlockSampler) -> BlockSampler:
+    """The same kind of order over the fewest blocks with two pools for all ranks, and one for each canonical rank."""
+    n_rows = 2 * order.pool_batches * order.global_batch_size
+    n_blocks = int(np.searchsorted(np.cumsum(source.block_rows), n_rows)) + 1
+    block_rows = source.block_rows[: max(order.canonical_ranks, n_blocks)]
+    pool_batches = order.pool_batches
+    return BlockSampler(block_rows, order.batch_size, shard=order.shard, pool_batches=pool_batches, seed=order.seed)
+
+
+def read_pool(source: Source, order: BlockSampler, n_readers: int) -> Rows:
+    """The first pool of epoch 0 on the host, in memory of its own, without gaps between ragged values."""
+    placement = Placement("disk", torch.device("cpu"), n_readers)
+    feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
+    rows = next(feed.pools(0)).rows
+    pool = rows.take(torch.arange(len(rows)))
+    feed.close()
+    return pool
+
+
+class FilledOnce(Arrays):
+    """The rows of one pool. Each slot of a feed gets them once; afterwards they lie in its staging memory already."""
+
+    def __init__(self, pool: Rows, source: Source, n_slots: int):
+        columns = {name: column.numpy() for name, column in pool.columns.items()}
+        n_items = {name: field.n_items for name, field in source.fields.items()}
+        super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), n_items=n_items)
+        self._n_rows_left = n_slots * len(pool)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        if self._n_rows_left <= 0:
+            return
+        for read in reads:
+            self._n_rows_left -= len(read.places)
+            super().read([read], out)
+
+
+# ---------------------------------------------------------------------------------------------- the device
+
+
+class Device:
+    """What is asked of a GPU. A CPU has no queue to wait for."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until everything that is queued has been done."""
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def busy_s(self, work: Callable[[], object]) -> float:
+        """Seconds in which the device was busy while `work` ran. 0: they cannot be seen."""
+        if not self._is_gpu:
+            return 0.0
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work()
+            self.synchronize()
+        kernels_us = 0.0
+        for event in profile.events():
+            is_on_device = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+            if is_on_device and not event.name.startswith("Mem"):
+                kernels_us += event.time_range.elapsed_us()
+        return kernels_us / 1e6  # a container that forbids profiling shows no kernel at all
+
+    def syncs(self, work: Callable[[], object]) -> list[str]:
+        """The lines of code at which `work` made the host wait for the device, as `file.py:12`."""
+        if not self._is_gpu:
+            return []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                work()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        places = []
+        for warning in caught:
+            if "called a synchronizing" in str(warning.message):
+                path = Path(warning.filename)
+                name = "/".join(path.parts[-2:])
+                if path.is_relative_to(Path.cwd()):
+                    name = str(path.relative_to(Path.cwd()))
+                places.append(f"{name}:{warning.lineno}")
+        return list(dict.fromkeys(places))
+
+
+# ---------------------------------------------------------------------------------------------- the loop
 
 
 class Loop(NamedTuple):
@@ -56,39 +195,15 @@ class Loop(NamedTuple):
     echo: float = 1.0
 
 
-class Meter(NamedTuple):
-    """Measures times, on all ranks at once. Each measurement takes about `seconds`."""
+def steps_of(step: Callable[[], object]) -> Work:
+    """The same step again and again."""
 
-    world: World
-    device: Device
-    seconds: float = 1.0
+    def work(n_steps: int) -> int:
+        for _ in range(n_steps):
+            step()
+        return n_steps
 
-    def step_s_by_rank(self, work: Work, n_units: int) -> list[float]:
-        """Seconds per step on each rank. All ranks begin together."""
-        self.device.synchronize()
-        self.world.all_reduce_max(0.0)
-        t0 = time.perf_counter()
-        n_steps = work(n_units)
-        self.device.synchronize()
-        return self.world.all_gather((time.perf_counter() - t0) / n_steps)
-
-    def choose_units(self, work: Work, multiple: int) -> int:
-        """The number of units that take about `seconds`: a multiple of `multiple`, the same on every rank."""
-        n_units = multiple
-        while True:
-            self.device.synchronize()
-            t0 = time.perf_counter()
-            work(n_units)
-            self.device.synchronize()
-            passed_s = self.world.all_reduce_max(time.perf_counter() - t0)
-            if passed_s > self.seconds / 4:
-                return multiple * max(1, round(n_units / multiple * self.seconds / passed_s))
-            n_units *= 4
-
-    def timing(self, work: Work, multiple: int, n_rounds: int = 3) -> Timing:
-        """Seconds per step on the slowest rank. The first units, in which kernels are chosen, do not count."""
-        n_units = self.choose_units(work, multiple)
-        return Timing(tuple(max(self.step_s_by_rank(work, n_units)) for _ in range(n_rounds)))
+    return work
 
 
 class Pools:
@@ -96,49 +211,85 @@ class Pools:
 
     def __init__(self, feed: Feed, loop: Loop):
         self._loop = loop
-        self._pools = _endless(feed)
+        self._pools = (pool for epoch in count() for pool in feed.pools(epoch))
         self._number = 0
+
+    def _next(self) -> tuple[Pool, int]:
+        """(pool, number of times to train on it)"""
+        self._number += 1
+        return next(self._pools), echo_passes(self._loop.echo, self._number)
+
+    def steps(self) -> Iterator[object]:
+        """The steps on one pool."""
+        pool, passes = self._next()
+        rng = torch.Generator(next(iter(pool.rows.columns.values())).device)
+        for batch in echo(pool.rows, self._loop.batch_size, passes, rng):
+            yield self._loop.train_step(self._loop.transform(batch))
 
     def train(self, n_pools: int) -> int:
         """Train on that many pools. Returns the number of steps."""
-        return sum(1 for _ in self.steps(n_pools))
-
-    def steps(self, n_pools: int | None = None) -> Iterator[object]:
-        """The steps on that many pools, one after the other. None: without end."""
-        for pool, passes in self._take(n_pools):
-            rng = torch.Generator(next(iter(pool.rows.columns.values())).device)
-            for batch in echo(pool.rows, self._loop.batch_size, passes, rng):
-                yield self._loop.train_step(self._loop.transform(batch))
+        return sum(1 for _ in range(n_pools) for _ in self.steps())
 
     def drain(self, n_pools: int) -> int:
         """Take that many pools without training on them. Returns the number of steps that they are good for."""
-        return sum(passes * ceil(len(pool.rows) / self._loop.batch_size) for pool, passes in self._take(n_pools))
+        n_steps = 0
+        for _ in range(n_pools):
+            pool, passes = self._next()
+            n_steps += passes * ceil(len(pool.rows) / self._loop.batch_size)
+        return n_steps
 
     def warm_up(self, n_pools: int) -> int:
         """Drain the pools that lie ready, then train on as many: a slow feed is slow at once, not only after those."""
         return self.drain(n_pools) + self.train(n_pools)
 
-    def _take(self, n_pools: int | None) -> Iterator[tuple[Pool, int]]:
-        """(pool, number of times to train on it)."""
-        for _ in count() if n_pools is None else range(n_pools):
-            self._number += 1
-            yield next(self._pools), echo_passes(self._loop.echo, self._number)
+
+# ---------------------------------------------------------------------------------------------- the measurements
 
 
-def _endless(feed: Feed) -> Iterator[Pool]:
-    for epoch in count():
-        yield from feed.pools(epoch)
+class Meter(NamedTuple):
+    """Measures times, on all ranks at once. Each measurement takes about `seconds`."""
+
+    world: World
+    device: Device
+    seconds: float = 1.0
+
+    def run(self, work: Work, n_units: int) -> tuple[float, int]:
+        """Seconds that the work takes on this rank, and its steps. All ranks begin together."""
+        self.device.synchronize()
+        self.world.all_reduce_max(0.0)
+        t0 = time.perf_counter()
+        n_steps = work(n_units)
+        self.device.synchronize()
+        return time.perf_counter() - t0, n_steps
+
+    def step_s_by_rank(self, work: Work, n_units: int) -> list[float]:
+        """Seconds per step on each rank."""
+        seconds, n_steps = self.run(work, n_units)
+        return self.world.all_gather(seconds / n_steps)
+
+    def choose_units(self, work: Work, multiple: int) -> int:
+        """The number of units that take about `seconds`: a multiple of `multiple`, the same on every rank."""
+        n_units = multiple
+        while True:
+            passed_s = self.world.all_reduce_max(self.run(work, n_units)[0])
+            if passed_s > self.seconds / 4:
+                return multiple * max(1, round(n_units / multiple * self.seconds / passed_s))
+            n_units *= 4
+
+    def timing(self, work: Work, multiple: int) -> Rounds:
+        """Seconds per step on the slowest rank. The first units, in which kernels are chosen, do not count."""
+        n_units = self.choose_units(work, multiple)
+        return Rounds(tuple(max(self.step_s_by_rank(work, n_units)) for _ in range(3)))
 
 
 class _Task(NamedTuple):
-    """One of the things to measure."""
-
     work: Work
     warm_up: Work
     n_warm_up_units: int
     multiple: int
     """The number of timed units is a multiple of this."""
-    uses_feed: bool
+    n_ready_pools: int = 0
+    """Pools to read ahead after a measurement: this must not take the CPUs from the next one."""
 
 
 def measure(
@@ -166,85 +317,56 @@ def measure(
             if name == "loop":
                 n_cpus = (_cpu_s() - cpu_t0) / passed_s * meter.world.local_world_size
                 cpu_shares.append(n_cpus / available_cpus())
-            if task.uses_feed:  # its reading ahead must not take the CPUs from the next measurement
-                time.sleep(min(MAX_REST_S, feeds.n_ready_pools * passed_s / n_units[name]))
+            time.sleep(min(MAX_REST_S, task.n_ready_pools * passed_s / n_units[name]))
 
-    timings = {name: Timing(tuple(max(ranks_s) for ranks_s in rounds)) for name, rounds in step_s.items()}
-    local = "local" if "local" in tasks else "compute"
     report("the device")
-    busy_s, syncs = _observe(meter, loop)
+    observed = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
+    busy_s = meter.device.busy_s(lambda: observed(OBSERVED_STEPS)) / OBSERVED_STEPS
+    syncs = meter.device.syncs(lambda: observed(OBSERVED_STEPS))
+
+    slowest = {name: Rounds(tuple(max(ranks_s) for ranks_s in rounds)) for name, rounds in step_s.items()}
+    by_rank = {}
+    for name, rounds in step_s.items():
+        by_rank[name] = tuple(Rounds(rank_rounds).median for rank_rounds in zip(*rounds, strict=True))
     return Measured(
         batch_size=loop.batch_size * meter.world.world_size,
-        compute=timings["compute"],
-        loop=timings["loop"],
-        copy=timings.get("copy"),
-        supply=timings.get("supply"),
-        cached=timings.get("cached"),
-        transform_s=max(0.0, timings["compute"].step_s - timings["untransformed"].step_s),
-        ranks_compute_s=_by_rank(step_s[local]),
-        ranks_supply_s=_by_rank(step_s.get("supply", [])),
-        busy_s=busy_s,
-        syncs=syncs,
-        cpu_share=meter.world.all_reduce_max(Timing(tuple(cpu_shares)).step_s),
+        compute=slowest["compute"],
+        loop=slowest["loop"],
+        copy=slowest.get("copy"),
+        supply=slowest.get("supply"),
+        cached=slowest.get("cached"),
+        transform_s=max(0.0, slowest["compute"].median - slowest["untransformed"].median),
+        ranks_compute_s=by_rank.get("local", by_rank["compute"]),
+        ranks_supply_s=by_rank.get("supply", ()),
+        busy_s=meter.world.all_reduce_max(busy_s) or None,
+        syncs=tuple(syncs),
+        cpu_share=meter.world.all_reduce_max(Rounds(tuple(cpu_shares)).median),
     )
 
 
 def _tasks(loop: Loop, feeds: Feeds, world: World) -> dict[str, _Task]:
     transformed = loop.transform(loop.batch)
-
-    def compute(n_steps: int) -> int:
-        for _ in range(n_steps):
-            loop.train_step(loop.transform(loop.batch))
-        return n_steps
-
-    def untransformed(n_steps: int) -> int:
-        for _ in range(n_steps):
-            loop.train_step(transformed)
-        return n_steps
-
-    def local(n_steps: int) -> int:
-        for _ in range(n_steps):
-            loop.local_step(loop.transform(loop.batch))
-        return n_steps
-
-    def of_steps(work: Work) -> _Task:
-        return _Task(work, work, STEPS_AT_ONCE, STEPS_AT_ONCE, uses_feed=False)
-
-    def of_pools(work: Work, warm_up: Work, n_warm_up_pools: int) -> _Task:
-        return _Task(work, warm_up, n_warm_up_pools, 2 * feeds.n_joint_pools, uses_feed=True)
+    steps = {
+        "compute": steps_of(lambda: loop.train_step(loop.transform(loop.batch))),
+        "untransformed": steps_of(lambda: loop.train_step(transformed)),
+    }
+    if world.world_size > 1:
+        steps["local"] = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
+    tasks = {name: _Task(work, work, STEPS_AT_ONCE, STEPS_AT_ONCE) for name, work in steps.items()}
 
     n_ready = feeds.n_ready_pools
-    tasks = {"compute": of_steps(compute), "untransformed": of_steps(untransformed)}
-    if world.world_size > 1:
-        tasks["local"] = of_steps(local)
+    multiple = 2 * feeds.n_joint_pools
     real = Pools(feeds.real, loop)
-    tasks["loop"] = of_pools(real.train, real.warm_up, n_ready)
+    tasks["loop"] = _Task(real.train, real.warm_up, n_ready, multiple, n_ready)
     if n_ready:
-        tasks["supply"] = of_pools(real.drain, real.drain, n_ready)
+        tasks["supply"] = _Task(real.drain, real.drain, n_ready, multiple, n_ready)
     if feeds.staged:
         staged = Pools(feeds.staged, loop)
-        tasks["copy"] = of_pools(staged.train, staged.warm_up, n_ready)
+        tasks["copy"] = _Task(staged.train, staged.warm_up, n_ready, multiple, n_ready)
     if feeds.cached:
         cached = Pools(feeds.cached, loop)
-        tasks["cached"] = of_pools(cached.drain, cached.drain, n_ready + feeds.n_cached_pools)
+        tasks["cached"] = _Task(cached.drain, cached.drain, n_ready + feeds.n_cached_pools, multiple, n_ready)
     return tasks
-
-
-def _observe(meter: Meter, loop: Loop) -> tuple[float | None, tuple[str, ...]]:
-    """Seconds of a step in which the device is busy, and the lines of code that make the host wait for it."""
-
-    def work() -> None:
-        for _ in range(OBSERVED_STEPS):
-            loop.local_step(loop.transform(loop.batch))
-
-    busy_s = meter.device.busy_s(work) or 0.0
-    syncs = meter.device.syncs(work)
-    return meter.world.all_reduce_max(busy_s / OBSERVED_STEPS) or None, tuple(syncs)
-
-
-def _by_rank(rounds: list[list[float]]) -> tuple[float, ...]:
-    """The median over the rounds, for each rank."""
-    return tuple(Timing(of_rank).step_s for of_rank in zip(*rounds, strict=True))
 
 
 def _cpu_s() -> float:

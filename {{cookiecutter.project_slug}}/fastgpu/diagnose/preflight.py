@@ -21,20 +21,8 @@ from fastgpu.storage.store import expand
 from fastgpu.telemetry.monitor import clock_limits, gpu_handle, open_nvml
 from fastgpu.training import apex
 
-NETWORK_FILE_SYSTEMS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "9p",
-    "fuse.",
-    "virtiofs",
-    "glusterfs",
-    "afs",
-)
+# beginnings of the names of network file systems
+NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
 MIN_OPEN_FILES = 1024
 MIN_SHM_BYTES = 1 << 30
 MIN_DISK_BYTES = 2 << 30
@@ -61,8 +49,10 @@ def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Findin
     nvml: the driver's library; None: pynvml. Raises UserError if a training file cannot be read.
     """
     uses_dataset = data.dataset != "none"
+    python = sys.version.split()[0]
+    hdf5 = h5py.version.hdf5_version
     findings = [
-        _versions(),
+        Finding("versions", f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {hdf5})"),
         _processes(world),
         _memory(world.local_world_size, uses_dataset),
         _run_folder(run.folder),
@@ -72,11 +62,9 @@ def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Findin
     why_no_apex = apex.why_unusable("optimizers", "FusedAdam", "amp_C")
     findings.append(Finding("Apex", why_no_apex or "NVIDIA Apex is installed, with its kernels"))
     paths = _training_files(data)
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    if paths and uses_dataset:
-        findings += _try(_place, paths[0], more)
-    elif paths:
-        findings += _try(_place, paths[0], more)
+    if paths:
+        findings += _try(_place, paths)
+    if paths and not uses_dataset:
         findings += _try(_layout, paths[0], list(data.fields.values()))
     return findings
 
@@ -89,12 +77,6 @@ def _try(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Fin
         raise
     except Exception as error:
         return [Finding("not seen", str(error))]
-
-
-def _versions() -> Finding:
-    python = sys.version.split()[0]
-    hdf5 = h5py.version.hdf5_version
-    return Finding("versions", f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {hdf5})")
 
 
 def _processes(world: World) -> Finding:
@@ -166,13 +148,18 @@ def _training_files(data: Data) -> list[str]:
     return files
 
 
-def _place(path: str, more: str) -> Iterator[Finding]:
-    """The file system that holds a file. more: text about the other files."""
-    kind = file_system(split_group(path)[0])
+def _place(paths: Sequence[str]) -> Iterator[Finding]:
+    """The file system that holds the first file."""
+    path = Path(split_group(paths[0])[0]).resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    kind = "a file system of unknown type"
+    if mounts:
+        kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype  # such as ext4 or nfs4
     advice = ""
-    if kind.startswith(NETWORK_FILE_SYSTEMS):
+    if kind.startswith(NETWORK):
         advice = f"{kind} is a network file system: the first epoch is no faster than the network"
-    yield Finding("data", f"{path}{more} on {kind}", advice)
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    yield Finding("data", f"{paths[0]}{more} on {kind}", advice)
 
 
 def _layout(path: str, datasets: Sequence[str]) -> Iterator[Finding]:
@@ -188,12 +175,3 @@ def _layout(path: str, datasets: Sequence[str]) -> Iterator[Finding]:
         name, advice = line.split(": ", 1)
         if "checksums" not in advice:  # to have none costs no time
             yield Finding("", name, advice)
-
-
-def file_system(path: str) -> str:
-    """The type of the file system that holds a path, such as ext4 or nfs4."""
-    resolved = Path(path).resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
-    if not mounts:
-        return "a file system of unknown type"
-    return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype

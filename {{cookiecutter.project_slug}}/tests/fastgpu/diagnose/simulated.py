@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastgpu.diagnose.ceilings import Loop, Meter, measure
-from fastgpu.diagnose.feeds import open_feeds, read_batch
-from fastgpu.diagnose.settings import NUM_READERS, Setting
-from fastgpu.diagnose.verdict import Cause, Facts, Measured
+from fastgpu.diagnose.ceilings import Device, Loop, Meter, measure, open_feeds, read_pool
+from fastgpu.diagnose.verdict import Cause, Facts, Measured, Setting
 from fastgpu.feed.prefetch import ReadTime
 from fastgpu.feed.tiers import Feed, Placement
 from fastgpu.process.config import Loader
@@ -32,10 +30,11 @@ BLOCK_ROWS = 16
 FIELDS = {"images": "images", "labels": "labels"}
 
 
-class SimulatedDevice:
+class SimulatedDevice(Device):
     """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
 
     def __init__(self) -> None:
+        super().__init__(CPU)
         self._end = 0.0
         self._worked_s = 0.0
         self._waited_at: list[str] = []
@@ -191,7 +190,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE) -> Measured
             device.synchronize()
             world.all_reduce_max(0.0)
 
-    batch = read_batch(source, order, 1)
+    batch = read_pool(source, order, 1).slice(0, times.batch_size)
     feeds = open_feeds(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
     if times.bus_bytes_per_s:
         ready = ReadyFeed(Pool(next(order.pools(0)), batch), order)
@@ -206,7 +205,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE) -> Measured
 
 def speed(m: Measured) -> float:
     """Rows per second of the loop."""
-    return m.batch_size / m.loop.step_s
+    return m.batch_size / m.loop_s
 
 
 class Planted(NamedTuple):
@@ -232,7 +231,7 @@ PLANTED = [
         "READ",
         "loader.num_readers=2",
         Times(disk_s=0.012, n_readers=2),
-        tried={Setting(NUM_READERS, 2): 0.006},
+        tried={Setting("loader.num_readers", 2): 0.006},
     ),
     Planted("slow decoding", Times(decode_s=0.012), "DECODE", "data.tier=host", Times(), Facts(nearer_tier="host")),
     Planted(

@@ -10,10 +10,9 @@ from simulated import ALONE
 
 import train
 import workloads
-from fastgpu.diagnose.bench import Bench, Program
-from fastgpu.diagnose.settings import Setting
+from fastgpu.diagnose.bench import Bench, Program, as_sections
 from fastgpu.diagnose.tune import tune
-from fastgpu.diagnose.verdict import Measured, Timing, judge
+from fastgpu.diagnose.verdict import Measured, Rounds, Setting, judge
 from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -76,7 +75,7 @@ def test_other_settings_can_be_timed(bench):
         {"data.batch_size": 128, "loader.prefetch_pools": 1},
         {"hdf5.rdcc_nbytes": 1 << 20},
     ):
-        assert bench.time_supply(overrides).step_s > 0
+        assert bench.time_supply(overrides).median > 0
     assert bench.time_supply({"data.batch_size": 1024}) is None  # there are 512 rows
     assert bench.try_setting("READ", Setting("loader.num_readers", 2)) > 0
 
@@ -129,7 +128,7 @@ def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, m
     monkeypatch.chdir(tmp_path)
     program = Program(train.build, lambda parts, batch, lr: time.sleep(0.01))
     bench = Bench(config, ALONE, program, SECONDS)
-    measured = Measured(64, Timing((0.0101,) * 3), Timing((0.0101,) * 3))
+    measured = Measured(64, Rounds((0.0101,) * 3), Rounds((0.0101,) * 3))
     facts = bench.facts()
     text = tune(bench, measured, judge(measured, facts), facts, tries_batch=True)
     assert "data.batch_size=512: " in text
@@ -159,3 +158,15 @@ def test_ranks_average_gradients_while_they_are_measured(config):
     assert len(first_shared) == 2
     assert first_shared == second_shared
     assert first_local != second_local
+
+
+def test_overrides_replace_their_keys_and_no_others():
+    config = Config(workload="mine", data=Data(train="a.h5", val="b.h5", fields={}), model={"width": 8, "depth": 2})
+    overrides = {"data.batch_size": 128, "model.width": 16, "hdf5.rdcc_nbytes": 1}
+    assert as_sections(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}, "hdf5": {"rdcc_nbytes": 1}}
+    changed = config.resolved(**as_sections(overrides))
+    assert changed.data == Data(train="a.h5", val="b.h5", fields={}, batch_size=128)
+    assert changed.model == {"width": 16, "depth": 2}
+    assert changed.hdf5.rdcc_nbytes == 1
+    assert (changed.loader, changed.optim, changed.run) == (config.loader, config.optim, config.run)
+    assert config.data.batch_size == 64

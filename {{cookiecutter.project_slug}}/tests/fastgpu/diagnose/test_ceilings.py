@@ -21,9 +21,7 @@ from simulated import (
     speed,
 )
 
-from fastgpu.diagnose.ceilings import Loop, Pools
-from fastgpu.diagnose.device import TorchDevice
-from fastgpu.diagnose.feeds import Head, open_feeds, read_batch
+from fastgpu.diagnose.ceilings import Device, Loop, Pools, first_blocks, open_feeds, read_pool
 from fastgpu.diagnose.verdict import Facts, Measured, judge
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
@@ -97,11 +95,11 @@ def test_feed_ratio_is_that_of_theory(path, load):
     tries = Tries()
     while True:
         m = measure_simulated(path, Times(step_s=0.012, decode_s=0.012 / load - 0.0002))
-        theory = min(1.0, m.compute.step_s / m.supply.step_s)  # with the sleeps as long as they really were
+        theory = min(1.0, m.compute_s / m.supply_s)  # with the sleeps as long as they really were
         is_planted = theory == pytest.approx(min(1.0, load), rel=0.2)
-        if is_planted and m.feed_ratio.value == pytest.approx(theory, rel=0.03):
+        if is_planted and m.feed_ratio.median == pytest.approx(theory, rel=0.03):
             return
-        tries.notes.append(f"{m.feed_ratio.value:.3f}, in theory {theory:.3f}")
+        tries.notes.append(f"{m.feed_ratio.median:.3f}, in theory {theory:.3f}")
         assert tries.again(m), tries.notes
 
 
@@ -121,7 +119,7 @@ def test_pools_are_those_of_the_feed(path):
 
     for passes in (1, 2):
         trained.clear()
-        loop = Loop(lambda rows: rows, keep, keep, read_batch(source, order, 1), BATCH_SIZE, echo=passes)
+        loop = Loop(lambda rows: rows, keep, keep, read_pool(source, order, 1), BATCH_SIZE, echo=passes)
         assert Pools(feeds.real, loop).train(order.pools_per_epoch) == len(trained) == passes * N_ROWS // BATCH_SIZE
         assert sorted(chain(*trained)) == sorted([*range(N_ROWS)] * passes)
     assert feeds.cached
@@ -135,26 +133,24 @@ def test_draining_counts_the_steps_of_echoed_pools(path):
     source = open_store("data.train", path, FIELDS)
     order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
     feeds = open_feeds(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2))
-    loop = Loop(lambda rows: rows, lambda _: None, lambda _: None, read_batch(source, order, 1), BATCH_SIZE, echo=2.5)
+    loop = Loop(lambda rows: rows, lambda _: None, lambda _: None, read_pool(source, order, 1), BATCH_SIZE, echo=2.5)
     assert Pools(feeds.real, loop).drain(8) == 8 * 2.5 * POOL_BATCHES
     feeds.close()
 
 
-def test_the_head_of_a_source_reads_the_same_rows(write_ragged):
+def test_the_first_blocks_of_a_source_are_its_first_rows(write_ragged):
     source = open_store("data.train", write_ragged(100, chunks=(16,)), {"items": "items", "number": "number"})
-    head = Head(source, 1)
-    assert len(head) == source.block_rows[0] < len(source)
-    assert head.row_bytes == source.row_bytes
-    order = BlockSampler(head.block_rows, len(head), seed=None)
-    batch = read_batch(head, order, 1)
-    assert batch["number"].tolist() == list(range(len(head)))
-    np.testing.assert_array_equal(batch["items"].offsets.diff(), source.lengths["items"][: len(head)])
+    few = first_blocks(source, BlockSampler(source.block_rows, 8, seed=None))
+    assert 2 * 8 <= few.n_rows < len(source)
+    batch = read_pool(source, BlockSampler(few._block_rows, few.n_rows, seed=None), 1)
+    assert batch["number"].tolist() == list(range(few.n_rows))
+    np.testing.assert_array_equal(batch["items"].offsets.diff(), source.lengths["items"][: few.n_rows])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpus_syncs_and_work_are_seen():
-    device = TorchDevice(torch.device("cuda", 0))
+    device = Device(torch.device("cuda", 0))
     x = torch.ones(2048, 2048, device="cuda")
 
     def work() -> None:

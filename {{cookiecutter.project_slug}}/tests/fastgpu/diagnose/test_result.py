@@ -1,17 +1,18 @@
 import json
+import re
 
 import pytest
 
 from fastgpu.diagnose import result
 from fastgpu.diagnose.preflight import Finding
-from fastgpu.diagnose.verdict import Facts, Measured, Timing, Verdict, judge
+from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Verdict, judge
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry.ceiling import read_ceiling, read_summary
 
 CONFIG = {"workload": "mine", "data.batch_size": 64, "loader.num_readers": 2, "model.shape": (3, 4)}
 MACHINE = {"device": "CPU process", "world_size": 1, "local_world_size": 1, "row_bytes": 72}
 SUBJECT = result.Subject("1 CPU process", MACHINE, CONFIG)
-SLOW = Measured(64, Timing((0.01,) * 3), Timing((0.04,) * 3), supply=Timing((0.04,) * 3), cached=Timing((0.001,) * 3))
+SLOW = Measured(64, Rounds((0.01,) * 3), Rounds((0.04,) * 3), supply=Rounds((0.04,) * 3), cached=Rounds((0.001,) * 3))
 VERDICT = judge(SLOW, Facts())
 
 
@@ -29,17 +30,22 @@ def test_the_table_has_every_part_and_one_verdict():
 
 
 def test_the_table_of_a_fed_gpu_shows_its_work_and_no_change():
-    fed = Measured(64, Timing((0.01,) * 3), Timing((0.01,) * 3), busy_s=0.009)
+    fed = Measured(64, Rounds((0.01,) * 3), Rounds((0.01,) * 3), busy_s=0.009)
     text = result.table("title", fed, judge(fed, Facts()))
     assert "device busy, part of compute" in text
     assert "change" not in text
 
 
-def test_bars_are_the_parts_and_the_loop_stands_out():
-    bars = {bar.name: bar for bar in result.bars(SLOW)}
-    assert list(bars) == list(result.ceilings(SLOW))
-    assert (bars["compute"].value, bars["compute"].text) == (6400, "6,400 rows/s")
-    assert len({bar.color for bar in bars.values()}) == 2
+def test_bars_are_the_parts_in_proportion_and_the_loop_stands_out():
+    page = result.bars_page("title & all", SLOW)
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', page)]
+    speeds = [6400, 64_000, 1600, 1600]
+    assert widths == pytest.approx([widths[1] * speed / max(speeds) for speed in speeds], abs=0.1)
+    assert all(f">{name}<" in page for name in result.ceilings(SLOW))
+    assert "6,400 rows/s" in page
+    assert re.findall(r'fill="(#\w+)"', page) == ["#2563eb"] * 3 + ["#dc2626"]
+    assert "title &amp; all" in page
+    assert "http" not in page
 
 
 def test_numbers_survive_json():

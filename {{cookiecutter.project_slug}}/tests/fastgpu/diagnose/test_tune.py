@@ -7,8 +7,7 @@ import yaml
 from harness import in_world
 
 from fastgpu.diagnose import tune
-from fastgpu.diagnose.settings import Overrides
-from fastgpu.diagnose.verdict import Timing
+from fastgpu.diagnose.verdict import Overrides, Rounds, Setting
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 
@@ -59,8 +58,8 @@ def test_as_good_as_an_exhaustive_grid(name, demand):
     rows_per_s = MACHINES[name]
     rng = np.random.default_rng(0)
 
-    def supply(overrides: Overrides) -> Timing:
-        return Timing(tuple(1 / rows_per_s(overrides) / rng.normal(1, 0.01, 3)))
+    def supply(overrides: Overrides) -> Rounds:
+        return Rounds(tuple(1 / rows_per_s(overrides) / rng.normal(1, 0.01, 3)))
 
     choice = tune.search(supply, 1 / rows_per_s({}), 1 / demand, LADDERS)
     grid = itertools.product(*(values for _, values in LADDERS))
@@ -73,14 +72,14 @@ def test_as_good_as_an_exhaustive_grid(name, demand):
 
 def test_a_setting_that_does_not_help_is_left_as_it_is():
     choice = tune.search(
-        lambda overrides: Timing((1 / min(2, overrides["loader.num_readers"]),) * 3), 1.0, 0.1, LADDERS
+        lambda overrides: Rounds((1 / min(2, overrides["loader.num_readers"]),) * 3), 1.0, 0.1, LADDERS
     )
     assert (choice.overrides, choice.outcome) == ({"loader.num_readers": 2}, "not enough")
 
 
 def test_the_smallest_setting_that_is_enough():
     choice = tune.search(
-        lambda overrides: Timing((1 / (1_000 * overrides["loader.num_readers"]),) * 3), 1e-3, 1 / 3_000, LADDERS
+        lambda overrides: Rounds((1 / (1_000 * overrides["loader.num_readers"]),) * 3), 1e-3, 1 / 3_000, LADDERS
     )
     assert (choice.overrides, choice.outcome) == (
         {"loader.num_readers": 4},
@@ -93,23 +92,23 @@ def test_a_supply_that_is_enough_is_left_as_it_is():
 
 
 def test_a_noisy_machine_is_reported_and_not_tuned():
-    choice = tune.search(lambda _: Timing((1.0, 1.5, 1.0, 0.7, 1.3)), 1.0, 0.1, LADDERS)
+    choice = tune.search(lambda _: Rounds((1.0, 1.5, 1.0, 0.7, 1.3)), 1.0, 0.1, LADDERS)
     assert (choice.overrides, choice.outcome) == ({}, "inconclusive")
 
 
 def test_a_setting_that_is_not_possible_is_passed_over():
-    def supply(overrides: Overrides) -> Timing | None:
+    def supply(overrides: Overrides) -> Rounds | None:
         n_readers = overrides["loader.num_readers"]
-        return Timing((1 / n_readers,) * 3) if n_readers < 8 else None
+        return Rounds((1 / n_readers,) * 3) if n_readers < 8 else None
 
     choice = tune.search(supply, 1.0, 0.01, LADDERS)
     assert (choice.overrides, choice.outcome) == ({"loader.num_readers": 4}, "not enough")
 
 
 def test_ladders():
-    assert tune.doublings(1, 8) == [1, 2, 4, 8]
-    assert tune.doublings(1, 6) == [1, 2, 4, 6]
-    assert tune.doublings(1, 1) == [1]
+    assert tune.doublings(8) == [1, 2, 4, 8]
+    assert tune.doublings(6) == [1, 2, 4, 6]
+    assert tune.doublings(1) == [1]
     of_dataset = tune.make_ladders(2, [16], uses_workers=True, by_h5py=False)
     assert [key for key, _ in of_dataset] == ["loader.num_workers", "loader.prefetch_factor", "data.pool_batches"]
     assert of_dataset[0][1] == [1, 2, 4]
@@ -142,3 +141,14 @@ def test_the_file_is_a_config_whose_comments_say_where_it_is_from(tmp_path):
     (tmp_path / "tuned.yaml").write_text(text)
     config = load_config(["--config", str(base), "--config", str(tmp_path / "tuned.yaml")])
     assert (config.loader.num_readers, config.data.echo, config.data.batch_size) == (4, 1.5, 64)
+
+
+def test_settings_are_words_of_the_command_line(tmp_path):
+    overrides = {"data.echo": 2.5, "loader.pin_memory": False, "data.tier": "host", "loader.num_readers": 3}
+    assert (
+        tune.format_overrides(overrides) == "data.echo=2.5 loader.pin_memory=false data.tier=host loader.num_readers=3"
+    )
+    (tmp_path / "config.yaml").write_text("workload: mine\ndata: {train: a.h5, val: b.h5, fields: {}}\n")
+    words = [str(Setting(key, value)) for key, value in overrides.items()]
+    given = load_config(["--config", str(tmp_path / "config.yaml"), *words])
+    assert {key: given.flat()[key] for key in overrides} == overrides

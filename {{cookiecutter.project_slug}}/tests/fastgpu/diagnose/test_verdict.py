@@ -1,16 +1,20 @@
-import pytest
+import re
 
-from fastgpu.diagnose.settings import NUM_READERS, PIN_MEMORY, Setting
-from fastgpu.diagnose.verdict import Facts, Measured, Ratio, Timing, Verdict, judge, settings_to_try
+import pytest
+from harness import ROOT
+
+import workloads
+from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Setting, Verdict, judge, settings_to_try
+from fastgpu.process.config_loader import keys
 
 HOST = Facts(nearer_tier="host")
 FP16 = Facts(is_fp16=True)
 FLOATS = Facts(float_fields={"images": 4})
 
 
-def quiet(step_s: float) -> Timing:
+def quiet(step_s: float) -> Rounds:
     """Rounds that differ by 1 %."""
-    return Timing((step_s, 0.99 * step_s, 1.01 * step_s))
+    return Rounds((step_s, 0.99 * step_s, 1.01 * step_s))
 
 
 def measured(compute_s: float, loop_s: float, **others: object) -> Measured:
@@ -65,14 +69,14 @@ def test_the_change_as_settings():
 
 def test_the_best_setting_that_was_tried_is_the_change():
     slow_supply = measured(1.0, 4.0, supply=4.0, cached=0.5)
-    four_readers = Setting(NUM_READERS, 4)
+    four_readers = Setting("loader.num_readers", 4)
     assert settings_to_try("READ", Facts(n_readers=2)) == [four_readers]
     verdict = judge(slow_supply, Facts(n_readers=2), {four_readers: 2.0})
     assert (verdict.change, verdict.gain) == ("loader.num_readers=4", 2.0)
     assert judge(slow_supply, Facts(n_readers=2), {four_readers: 3.95}).change == "data.echo=4"
 
     slow_copies = measured(1.0, 3.0, copy=3.0, supply=3.0)
-    pinned = Setting(PIN_MEMORY, True)
+    pinned = Setting("loader.pin_memory", True)
     assert settings_to_try("COPY", Facts(pin_memory=False)) == [pinned]
     assert settings_to_try("COPY", Facts(pin_memory=True)) == []
     verdict = judge(slow_copies, Facts(pin_memory=False), {pinned: 1.5})
@@ -87,8 +91,8 @@ def test_the_best_setting_that_was_tried_is_the_change():
 
 
 def test_a_noisy_machine_gives_no_verdict_where_noise_could_decide_it():
-    noisy = Timing((0.8, 1.0, 1.4, 1.0, 1.2))
-    m = Measured(64, Timing((1.0,) * 5), noisy, supply=quiet(1.1), cached=quiet(0.2))
+    noisy = Rounds((0.8, 1.0, 1.4, 1.0, 1.2))
+    m = Measured(64, Rounds((1.0,) * 5), noisy, supply=quiet(1.1), cached=quiet(0.2))
     verdict = judge(m, HOST)
     assert (verdict.cause, verdict.gain, verdict.confidence) == ("INCONCLUSIVE", 1.0, "low")
     ten_times_as_fast = judge(m._replace(supply=quiet(0.1)), HOST)
@@ -96,9 +100,9 @@ def test_a_noisy_machine_gives_no_verdict_where_noise_could_decide_it():
 
 
 def test_feed_ratio_pairs_the_rounds():
-    m = Measured(64, Timing((1.0, 2.0, 4.0)), Timing((2.0, 4.0, 8.0)))
-    assert m.feed_ratio == Ratio((0.5, 0.5, 0.5))
-    assert m.feed_ratio.value == 0.5
+    m = Measured(64, Rounds((1.0, 2.0, 4.0)), Rounds((2.0, 4.0, 8.0)))
+    assert m.feed_ratio == Rounds((0.5, 0.5, 0.5))
+    assert m.feed_ratio.median == 0.5
     assert m.feed_ratio.spread == 0
 
 
@@ -109,3 +113,16 @@ def test_what_else_would_help():
     assert "gzip" in judge(slow_decoding, Facts(filters="gzip")).see_also
     fed = judge(measured(1.0, 1.0), Facts(faster=(Setting("train.compile", True),)))
     assert fed == Verdict("COMPUTE", fed.why, "nothing", 1.0, "high", see_also="train.compile=true")
+
+
+def test_messages_name_keys_of_the_config():
+    sections = "|".join({key.partition(".")[0] for key in keys() if "." in key})
+    for path in [ROOT / "diagnose.py", *(ROOT / "fastgpu" / "diagnose").glob("*.py")]:
+        quoted = re.findall(rf"(?<![\w/.])(?:{sections})\.[a-z_0-9]+", "".join(re.findall(r'".*?"', path.read_text())))
+        assert set(quoted) - {"train.py", "train.h5"} <= keys().keys(), path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "workloads").glob("[a-z]*.py")))
+def test_lighter_values_are_valid_options_of_the_workload(name):
+    workload = workloads.load(name)
+    workload.Options.model_validate(dict(workload.lighter))
