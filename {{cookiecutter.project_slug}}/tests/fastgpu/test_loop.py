@@ -130,7 +130,7 @@ def test_every_tier_trains_the_same_weights(folder, tier):
 
 @pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
 def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at):
-    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1")
+    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2")
     train("run.name=whole", *options)
     step = script.train_step
     n_steps = [0]
