@@ -2,6 +2,8 @@
 #               users and items
 # make test     all tests: of the project in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
+# make test-project   those in the project, in place
+# make test-template  those of the template
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make config.schema.json, docs/config.md and the tree in README.md again
 # make lines    count the lines of Python in a project, for each workload
@@ -19,7 +21,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test slow check fix lines gpu bench bench-peers clean
+.PHONY: demo test test-project test-template slow check fix lines gpu bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -31,13 +33,18 @@ IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
+# The project's tests and the template's run side by side; each prints its output when it is done.
 test: .venv/installed
-	$(IN_PLACE) pytest -p no:cacheprovider
-	"$(BIN)/python" -m pytest
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template
 
 slow: .venv/installed
-	$(IN_PLACE) pytest -p no:cacheprovider -m slow
-	"$(BIN)/python" -m pytest -m slow
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m slow'
+
+test-project: .venv/installed
+	$(IN_PLACE) pytest -p no:cacheprovider $(ONLY)
+
+test-template: .venv/installed
+	"$(BIN)/python" -m pytest $(ONLY)
 
 check: .venv/installed
 	"$(BIN)/ruff" format --check

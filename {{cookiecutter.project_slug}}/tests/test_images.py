@@ -296,7 +296,7 @@ def test_easy_images_are_learned(image_folder):
 
 
 def test_a_setting_of_another_workload_is_an_error(image_folder):
-    message = r"config.yaml:\d+: unknown key model.hidden_dim \(allowed are: model.width, .*model.label_smoothing\)"
+    message = r"config.yaml:\d+: unknown key model.hidden_dim \(allowed are: .*model.width, .*model.label_smoothing\)"
     text = (image_folder / "config.yaml").read_text()
     (image_folder / "config.yaml").write_text(text.replace("  flip: true", "  flip: true\n  hidden_dim: 200"))
     with pytest.raises(UserError, match=message):
