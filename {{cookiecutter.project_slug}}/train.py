@@ -44,7 +44,7 @@ from workloads import Workload
 class Parts(NamedTuple):
     """What the loop is made of. diagnose.py measures these very objects."""
 
-    config: Config  # with a number for every `auto`
+    config: Config  # `auto` is replaced by what was chosen: precision, tier, sizes, readers
     source: Source
     val_source: Source
     sizes: Sizes
@@ -146,7 +146,7 @@ def train(cfg: Config, world: World) -> None:
                     fresh_rows += step_rows
                     run.count(loss, step_rows, cfg.data.batch_size)
                     if run.clock.steps == cfg.log.every_steps:
-                        run.report(fresh_rows, lr)  # the only place where the host waits for the device
+                        run.report(fresh_rows, lr)  # inside a pool, the host waits for the device only here
                 at.consumed = pool.plan.consumed
                 run.save_if_due(parts.model)
             if run.clock.steps:  # none are left if the run was resumed at the end of an epoch

@@ -1,7 +1,8 @@
 """What is trained: one module for each workload, selected by `workload:` in config.yaml. Your own code lives here.
 
 To write a workload, copy minimal.py to workloads/<name>.py, change its class `Workload`, and set `workload: <name>`.
-The class must fit the protocol below; that is all the training loop asks of it.
+The class must fit the protocol below; that is all the training loop asks of it. Then replace the sections `data` and
+`model` of config.yaml, too: keys of another workload are errors.
 """
 
 from abc import abstractmethod
@@ -71,8 +72,8 @@ class Workload(Protocol):
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """What is needed to use the trained model without the training data, as JSON values: shapes, class names,
-        mean and std. It is stored with the run."""
+        """What the training data decided about the model, as JSON values: shapes, class names, normalisation. With the
+        section `model` of the run's config.yaml it is enough to build the model again. It is stored in run.json."""
 
 
 def load(name: str) -> type[Workload]:

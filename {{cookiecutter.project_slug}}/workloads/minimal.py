@@ -1,4 +1,4 @@
-"""The smallest workload: a linear model on any arrays, to be copied. It predicts the numbers `y` from the numbers `x`.
+"""The smallest workload, to be copied: a network with one hidden layer predicts the numbers `y` from the numbers `x`.
 
 data:
   fields: {x: x, y: y}        # datasets of the file: x (N, ...) and y (N,) or (N, K)
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.process.config import Section
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import Sum
@@ -28,6 +29,11 @@ class Workload(workloads.Workload):
         """Width of the hidden layer."""
 
     def __init__(self, options: Options, train: Source, val: Source):
+        for source in (train, val):
+            if not {"x", "y"} <= source.fields.keys():
+                raise UserError(
+                    f"{source.name}: data.fields has {', '.join(source.fields)}; this workload needs x and y"
+                )
         self.options = options
         self.n_inputs = int(torch.Size(train.fields["x"].shape).numel())
         self.n_outputs = int(torch.Size(train.fields["y"].shape).numel())

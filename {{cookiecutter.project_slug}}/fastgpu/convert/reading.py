@@ -35,5 +35,7 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise not_found(path) from None
+    except (PermissionError, IsADirectoryError) as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, ValueError, KeyError, EOFError, csv.Error, TarError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is not {expected}: {error}; fetch it again") from None

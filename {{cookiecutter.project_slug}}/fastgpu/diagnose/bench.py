@@ -73,7 +73,7 @@ class Bench:
         self.parts = program.build(config, world)
         self.parts.feed.close()
         self.parts.val_feed.close()
-        self.parts = self.parts._replace(feed=None, val_feed=None)  # type: ignore[arg-type]  # others need the memory
+        self.parts = self.parts._replace(feed=None, val_feed=None)  # type: ignore[arg-type]  # measurements open feeds of their own
         self.sizes = self.parts.sizes
         world.check_equal(self.sizes.tier, "set data.tier: free memory differs")
         self._seed = config.run.seed

@@ -150,8 +150,8 @@ class BlockSampler(DistributedSampler):
     def max_values(self, lengths: np.ndarray) -> int:
         """An upper bound on the values in a pool of this rank, where row n has lengths[n] values: (rows,).
 
-        The smaller of two bounds: the longest rows, as many as a pool has; and the fullest blocks, counting the two
-        blocks that a pool may cut in each canonical rank as whole.
+        The smaller of two bounds: the sum of the n longest rows, where n is the size of a pool; and the values in the
+        densest blocks, where the two blocks that a pool may cut in each canonical rank count in full.
         """
         n_rows = self.max_pool_rows
         longest = np.partition(lengths, len(lengths) - min(n_rows, len(lengths)))[-n_rows:].sum(dtype=np.int64)

@@ -68,7 +68,7 @@ def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) ->
 
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
-    """The number of items of a CSR matrix. Raises UserError if it is none, or if its indices cannot be item numbers."""
+    """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
     attributes = attributes_of(group)
     kind = attributes.get("encoding-type", "csr_matrix")
     if kind != "csr_matrix":

@@ -95,8 +95,10 @@ class Layout:
         self._digests: np.ndarray | None = None  # (chunks, 32) uint8
         for applied in self._filters:
             if self._chunks is None and not h5py.h5z.filter_avail(applied[0]):
-                name = codecs.name_of([applied])
-                raise UserError(f"{self._name} is compressed by {name}, which is not installed; pip install hdf5plugin")
+                codec = codecs.name_of([applied])
+                raise UserError(
+                    f"{self._name} is compressed by {codec}, which is not installed; pip install hdf5plugin"
+                )
         if options.verify:
             self._digests = self._read_digests(data)
         self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify

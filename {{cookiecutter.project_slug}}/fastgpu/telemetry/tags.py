@@ -1,4 +1,4 @@
-"""Every scalar that a run logs: one table for TensorBoard's charts, the summary, report.html and docs/measuring.md.
+"""Every scalar that a run logs: one table for TensorBoard's charts, the summary and report.html.
 
 A tag is `group/name_unit`. A job on several machines logs the tags of `gpu<n>` and `host` once for each machine, those
 of the second one as `machine1/host/...`. `python -m fastgpu.telemetry.tags` prints the table of that page.
@@ -129,7 +129,7 @@ EXPLANATIONS = {
         "of which file",
     ),
 }
-"""{tag: (what it is, what it does not say)}, for docs/measuring.md"""
+"""{tag: (what it is, what it does not say)}, for docs/measuring.md of the template"""
 
 
 @cache
@@ -145,7 +145,7 @@ def charts() -> dict[str, list[Tag]]:
 
 
 def markdown_table() -> str:
-    """The table of docs/measuring.md."""
+    """The table of docs/measuring.md of the template."""
     lines = ["| tag | unit | meaning | what it does not say |", "|---|---|---|---|"]
     for tag in TAGS:
         meaning, caveat = EXPLANATIONS[tag.name]

@@ -25,4 +25,5 @@ def make_optimizer(model: nn.Module, settings: Optim, kernels: Kernels = "torch"
     is_fused = kernels == "torch"
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=is_fused)
+    assert settings.name == "sgd", f"optim.name is {settings.name}: add a branch here"
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=is_fused)
