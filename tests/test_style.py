@@ -181,7 +181,7 @@ FILE_SUFFIXES = {
     "csv",
 }
 HISTORY = ("CHANGELOG.md", "bench/results/")  # these name the keys as they were then
-NOT_KEYS = {"train.build", "run.report"}
+NOT_KEYS = {"train.build", "run.count", "run.report"}
 """Words that look like a key and are none: functions and attributes that a sentence names."""
 
 

@@ -1,9 +1,9 @@
 """The settings of a run: one class for each section of config.yaml.
 
 Every field has a type, a default where there is a sensible one, and a docstring, which `python train.py --help` prints.
-Functions take the section they need, never the whole `Config`; only the scripts (and the bench of diagnose) see that. The section `model` belongs
-to the workload, which declares its settings itself (see workloads/__init__.py). This module does not import torch, so a
-typing error in the config is reported at once.
+Functions take the section they need, never the whole `Config`; only the scripts (and the bench of diagnose) see that.
+The section `model` belongs to the workload, which declares its settings itself (see workloads/__init__.py). This module
+does not import torch, so a typing error in the config is reported at once.
 """
 
 from typing import Annotated, Any, Literal
@@ -67,8 +67,8 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of rows."""
     canonical_ranks: Count | Auto = "auto"
-    """Any world size that divides this number sees the same global batches. auto: the least common multiple of 8 and the
-    world size, if it divides the batch size and the file has as many blocks; otherwise the world size."""
+    """Any world size that divides this number sees the same global batches. auto: the least common multiple of 8 and
+    the world size, if it divides the batch size and the file has as many blocks; otherwise the world size."""
     echo: Annotated[float, Field(ge=1)] | Auto = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). Useful where reading is the
     bottleneck. auto: as often as costs no time, measured in the previous epoch, at most 4 times (2 if rows look the

@@ -1,7 +1,7 @@
 """Every scalar that a run logs: one table for TensorBoard's charts, the summary and report.html.
 
 A tag is `group/name_unit`. A job on several machines logs the tags of `gpu<n>` and `host` once for each machine, those
-of the second one as `machine1/host/...`. `python -m fastgpu.telemetry.tags` prints the table of that page.
+of the second one as `machine1/host/...`. `python -m fastgpu.telemetry.tags` prints a table that explains them.
 """
 
 import re

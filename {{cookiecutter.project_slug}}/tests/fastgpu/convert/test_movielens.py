@@ -108,7 +108,7 @@ def _text(text: str | bytes):
     ("make", "message"),
     [
         (lambda folder: folder / "none.csv", "none.csv does not exist"),
-        (lambda folder: folder, "is not ratings.csv, .*Is a directory"),
+        (lambda folder: folder, "cannot be read: Is a directory"),
         (_bomb, "this is not MovieLens"),
         (_cut, "cut.zip is not .* a whole zip archive"),
         (_empty_zip, "has 0 files ratings.csv"),
