@@ -222,8 +222,8 @@ def make_folder(parent: str, name: str, is_resumed: bool) -> Path:
         (folder / ".writable").unlink()
     except OSError as error:
         raise UserError(
-            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it writable, or free "
-            "disk space"
+            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
+            "writable, or free disk space"
         ) from None
     return folder
 

@@ -60,7 +60,7 @@ def test_resuming_without_a_run_starts_one(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder or free it"):
+    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
         make_folder(str(tmp_path / "file"), "x", False)
     with pytest.raises(UserError, match="run.folder: cannot write"):
         make_folder(str(tmp_path), "x" * 300, False)
