@@ -40,6 +40,9 @@ test: .venv/installed
 slow: .venv/installed
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m slow'
 
+# Two test runs share the CPUs: one thread each, or they wait for each other's threads.
+test-project test-template: export OMP_NUM_THREADS := 1
+
 test-project: .venv/installed
 	$(IN_PLACE) pytest -p no:cacheprovider $(ONLY)
 
