@@ -23,11 +23,13 @@ ONLY_FOR = {
         "fastgpu/convert/commands_images.py",
         "fastgpu/convert/image_files.py",
         "fastgpu/convert/synthetic_images.py",
+        "fastgpu/storage/images.py",
         "fastgpu/training/augment.py",
         "tests/test_images.py",
         "tests/fastgpu/convert/test_cifar_celeba.py",
         "tests/fastgpu/convert/test_image_files.py",
         "tests/fastgpu/convert/test_synthetic_images.py",
+        "tests/fastgpu/storage/test_images.py",
         "tests/fastgpu/training/test_augment.py",
     ],
     "recsys": [

@@ -14,10 +14,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, Shape
+from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile
 from fastgpu.convert.reading import OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.images import Preprocessing
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger. An archive with a larger one is another archive, or a decompression bomb."""
@@ -125,7 +126,7 @@ def _unpickle(content: bytes) -> Any:
 # ---------------------------------------------------------------------------------------------- CelebA
 
 
-def open_celeba(folder: Path, shape: Shape, on_error: OnError) -> dict[str, ImageFiles]:
+def open_celeba(folder: Path, preprocessing: Preprocessing, on_error: OnError) -> dict[str, ImageFiles]:
     """{"train", "val", "test"}: the official split. Labels are 40 attributes, uint8 (N, 40), 1 where one is present.
 
     folder: it holds img_align_celeba (or .zip), list_attr_celeba.txt and list_eval_partition.txt. Raises UserError if
@@ -148,7 +149,9 @@ def open_celeba(folder: Path, shape: Shape, on_error: OnError) -> dict[str, Imag
     for number, split in enumerate(CELEBA_SPLITS):
         rows = np.flatnonzero(parts == number)
         if len(rows):
-            sources[split] = ImageFiles(str(folder), listing.choose(rows), open_file, shape=shape, on_error=on_error)
+            sources[split] = ImageFiles(
+                str(folder), listing.choose(rows), open_file, preprocessing=preprocessing, on_error=on_error
+            )
     return sources
 
 

@@ -21,10 +21,11 @@ from fastgpu.convert.command_line import (
     add_target_flags,
     read_target,
 )
-from fastgpu.convert.image_files import ImageFiles, Listing, Resize, Shape, list_csv, list_folder, split_listing
+from fastgpu.convert.image_files import ImageFiles, Listing, list_csv, list_folder, split_listing
 from fastgpu.convert.synthetic_images import SyntheticImages
 from fastgpu.convert.writing import write_files
 from fastgpu.rows.contract import Source
+from fastgpu.storage.images import Preprocessing, Resize
 
 SYNTHETIC_ROWS = 50_000
 
@@ -66,7 +67,11 @@ def images(args: Namespace) -> None:
 
     def open_part(files: Listing) -> ImageFiles:
         return ImageFiles(
-            args.source, files, lambda name: (root / name).open("rb"), shape=_read_shape(args), on_error=args.on_error
+            args.source,
+            files,
+            lambda name: (root / name).open("rb"),
+            preprocessing=_read_preprocessing(args),
+            on_error=args.on_error,
         )
 
     if args.split:
@@ -86,7 +91,7 @@ def celeba(args: Namespace) -> None:
 
     The lists are list_attr_celeba.txt and list_eval_partition.txt.
     """
-    parts = open_celeba(Path(args.source), _read_shape(args), args.on_error)
+    parts = open_celeba(Path(args.source), _read_preprocessing(args), args.on_error)
     write_files(parts, read_target(args))
 
 
@@ -116,8 +121,8 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     add_on_error_flag(parser, "image")
 
 
-def _read_shape(args: Namespace) -> Shape:
-    return Shape(args.size, args.resize, args.crop)
+def _read_preprocessing(args: Namespace) -> Preprocessing:
+    return Preprocessing(args.size, args.resize, args.crop)
 
 
 def _parse_size(text: str) -> tuple[int, int]:

@@ -1,47 +1,24 @@
-"""Image files as rows of one shape: decoded once by Pillow and resized by torch, in the reader threads.
-
-Whatever Pillow opens becomes RGB and upright, as its EXIF orientation says: grey, palette, CMYK and 16-bit images, too.
-An alpha channel is dropped.
-
-Shapes: C channels, H and W pixels.
-"""
+"""Image files as rows of one shape: lists of files with their labels, decoded in the reader threads."""
 
 import csv
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
+from PIL import Image, UnidentifiedImageError
 
 from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, SkippingSource, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.field import Field
+from fastgpu.storage.images import Preprocessing, decode, format_size
 
-Resize = Literal["shorter", "exact", "pad"]
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
-EXIF_ORIENTATION = 0x0112
-EXIF_ON_ITS_SIDE = 5
-"""From this EXIF orientation on, images are stored on their side."""
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
-
-
-class Shape(NamedTuple):
-    """How an image becomes (height, width) pixels."""
-
-    size: tuple[int, int] | None = None
-    """(height, width). None: the images have one size already."""
-    resize: Resize = "shorter"
-    """shorter: cover the size and take the centre. exact: stretch. pad: fit inside and fill up with black."""
-    crop: tuple[int, int] | None = None
-    """(height, width) of the centre to take before."""
 
 
 class Listing(NamedTuple):
@@ -154,7 +131,9 @@ class ImageFiles(SkippingSource):
     `failed`, and raises UserError if more than 1 % are broken.
     """
 
-    def __init__(self, name: str, listing: Listing, open_file: OpenFile, *, shape: Shape, on_error: OnError):
+    def __init__(
+        self, name: str, listing: Listing, open_file: OpenFile, *, preprocessing: Preprocessing, on_error: OnError
+    ):
         if not listing.names:
             raise UserError(f"{name} has no images")
         self.name = name
@@ -162,9 +141,9 @@ class ImageFiles(SkippingSource):
         self.failed = {}
         self._listing = listing
         self._open = open_file
-        self._shape = shape
+        self._preprocessing = preprocessing
         self._on_error = on_error
-        self._size = shape.size or self._find_size()
+        self._size = preprocessing.size or self._find_size()
         self.fields = {
             "images": Field(np.dtype(np.uint8), (3, *self._size)),
             "labels": Field(listing.labels.dtype, listing.labels.shape[1:]),
@@ -185,9 +164,9 @@ class ImageFiles(SkippingSource):
             try:
                 image_CHW = self._decode(row)
                 if image_CHW.shape[1:] != self._size:
-                    size = _format_size(image_CHW.shape[1:])
+                    size = format_size(image_CHW.shape[1:])
                     raise UserError(
-                        f"{self._where(row)} has {size} pixels, but the first image has {_format_size(self._size)}; "
+                        f"{self._where(row)} has {size} pixels, but the first image has {format_size(self._size)}; "
                         "give --size"
                     )
                 out["images"][place] = image_CHW
@@ -207,7 +186,7 @@ class ImageFiles(SkippingSource):
     def _decode(self, row: int) -> np.ndarray:
         try:
             with self._open(self._listing.names[row]) as file:
-                return decode(file, self._shape)
+                return decode(file, self._preprocessing)
         except FileNotFoundError:
             raise UserError(f"{self._where(row)} does not exist") from None
         except UnidentifiedImageError:
@@ -226,67 +205,3 @@ class ImageFiles(SkippingSource):
             except UserError as error:
                 errors.append(error)
         raise errors[0]
-
-
-# ---------------------------------------------------------------------------------------------- one image
-
-
-def decode(file: IO[bytes], shape: Shape) -> np.ndarray:
-    """An image file -> uint8 (3, H, W)."""
-    with Image.open(file) as opened:
-        image: Image.Image = opened
-        if shape.size and not shape.crop:  # a JPEG is decoded at 1/2, 1/4 or 1/8, to twice the size or more
-            height, width = shape.size
-            if image.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
-                height, width = width, height
-            image.draft("RGB", (2 * width, 2 * height))
-        ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I"):
-            image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-        if image.mode == "F":
-            raise ValueError("its pixels are floats")
-        if image.mode != "RGB":
-            image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        image_CHW = pixels.view(image.height, image.width, 3).permute(2, 0, 1)
-    if shape.crop:
-        own_size = image_CHW.shape[1:]
-        if own_size[0] < shape.crop[0] or own_size[1] < shape.crop[1]:
-            raise ValueError(f"it is {_format_size(own_size)}, smaller than --crop {_format_size(shape.crop)}")
-        image_CHW = _centre(image_CHW, shape.crop)
-    if shape.size:
-        image_CHW = _fit(image_CHW, shape.size, shape.resize)
-    return image_CHW.contiguous().numpy()
-
-
-def _fit(image_CHW: Tensor, size: tuple[int, int], resize: Resize) -> Tensor:
-    _, height, width = image_CHW.shape
-    if size == (height, width):
-        return image_CHW
-    if resize == "shorter":  # the largest part of the image that has the aspect ratio of `size`
-        rows = max(1, min(height, round(width * size[0] / size[1])))
-        columns = max(1, min(width, round(height * size[1] / size[0])))
-        return _resize(_centre(image_CHW, (rows, columns)), size)
-    if resize == "pad":
-        scale = min(size[0] / height, size[1] / width)
-        inner_size = (max(1, round(height * scale)), max(1, round(width * scale)))
-        padded_CHW = torch.zeros((3, *size), dtype=torch.uint8)
-        _centre(padded_CHW, inner_size).copy_(_resize(image_CHW, inner_size))
-        return padded_CHW
-    return _resize(image_CHW, size)
-
-
-def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
-    """A view of the centre of an image."""
-    top = (image_CHW.shape[1] - size[0]) // 2
-    left = (image_CHW.shape[2] - size[1]) // 2
-    return image_CHW[:, top : top + size[0], left : left + size[1]]
-
-
-def _resize(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
-    """torch's kernel for bytes gives Pillow's values, up to one level, in a fifth of the time."""
-    return F.interpolate(image_CHW[None], size, mode="bilinear", antialias=True)[0]
-
-
-def _format_size(size: Sequence[int]) -> str:
-    return "x".join(str(length) for length in size)

@@ -12,8 +12,8 @@ from PIL import Image
 
 from fastgpu.convert import cifar_celeba
 from fastgpu.convert.cifar_celeba import CIFAR_TRAIN, open_celeba, open_cifar10
-from fastgpu.convert.image_files import Shape
 from fastgpu.process.launch import UserError
+from fastgpu.storage.images import Preprocessing
 
 STEMS = [*CIFAR_TRAIN, "test_batch"]
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -200,7 +200,7 @@ def test_a_bad_list_is_named_with_its_line(tmp_path, file, old, new, message):
     path = tmp_path / "celeba" / file
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(UserError, match=message):
-        open_celeba(tmp_path / "celeba", Shape(), "stop")
+        open_celeba(tmp_path / "celeba", Preprocessing(), "stop")
 
 
 def test_an_image_that_is_missing_from_the_zip_is_named(tmp_path, convert):

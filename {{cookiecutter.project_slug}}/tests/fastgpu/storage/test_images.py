@@ -1,0 +1,84 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from fastgpu.storage.images import Preprocessing, decode
+
+
+def pixels(height: int = 30, width: int = 40) -> np.ndarray:
+    """A smooth picture, which JPEG keeps, that has no symmetry."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    return np.stack([rows * 200 // height, columns * 200 // width, (rows + columns) % 50 * 4], axis=2).astype(np.uint8)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> io.BytesIO:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16"])
+def test_whatever_is_opened_becomes_rgb_bytes(mode):
+    rgb = Image.fromarray(pixels())
+    if mode == "I;16":
+        grey = np.asarray(rgb.convert("L")).astype(np.uint16)
+        image, expected = Image.fromarray(grey * 257), np.stack([grey] * 3).astype(np.uint8)
+    else:
+        image = rgb.convert(mode)
+        expected = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+    found = decode(encoded(image, "TIFF" if mode == "CMYK" else "PNG"), Preprocessing())
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [None, (15, 20), (20, 15)])
+def test_a_picture_stands_upright(orientation, size):
+    upright = Image.fromarray(pixels(60, 80))
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # EXIF orientation -> Image.Transpose that it asks to undo
+    stored = upright.transpose(Image.Transpose(undo[orientation])) if orientation > 1 else upright
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    found = decode(encoded(stored, "JPEG", exif=exif, quality=95), Preprocessing(size, "exact"))
+    expected = np.asarray(upright.resize((size or (60, 80))[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    assert found.shape == expected.shape
+    assert np.abs(found.astype(int) - expected).mean() < 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        (Preprocessing((15, 15), "shorter"), (5, 0, 35, 30)),
+        (Preprocessing((10, 40), "shorter"), (0, 10, 40, 20)),
+        (Preprocessing((15, 20), "exact"), (0, 0, 40, 30)),
+        (Preprocessing(crop=(10, 20)), (10, 10, 30, 20)),
+        (Preprocessing((5, 5), crop=(20, 20)), (10, 5, 30, 25)),
+    ],
+)
+def test_resizing_takes_the_part_it_should(shape, box):
+    found = decode(encoded(Image.fromarray(pixels())), shape)
+    height, width = shape.size or shape.crop
+    expected = Image.fromarray(pixels()).crop(box).resize((width, height), Image.Resampling.BILINEAR)
+    assert found.shape == (3, height, width)
+    assert np.abs(found.transpose(1, 2, 0).astype(int) - expected).max() <= 1
+
+
+def test_padding_keeps_the_whole_picture_between_black_borders():
+    found = decode(encoded(Image.fromarray(np.full((30, 40, 3), 200, np.uint8))), Preprocessing((20, 20), "pad"))
+    assert found.shape == (3, 20, 20)
+    np.testing.assert_array_equal(found[0, :, 0] == 200, [False] * 2 + [True] * 15 + [False] * 3)
+
+
+def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
+    large = Image.fromarray(pixels(800, 1000))
+    found = decode(encoded(large, "JPEG", quality=95), Preprocessing((100, 100)))
+    expected = np.asarray(ImageOps.fit(large, (100, 100), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    assert np.abs(found.astype(int) - expected).mean() < 6
+
+
+@pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "pad", (5, 6))])
+def test_preprocessing_comes_back_from_json(value):
+    assert Preprocessing.from_json(value.to_json()) == value
