@@ -5,7 +5,7 @@
 # make test-project   those in the project, in place
 # make test-template  those of the template
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make config.schema.json, docs/config.md and the tree in README.md again
+# make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
 # make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
@@ -63,8 +63,8 @@ fix: .venv/installed
 	"$(BIN)/python" tools/config_schema.py > .cache/config.schema.json
 	mv .cache/config.schema.json "$(PROJECT)/config.schema.json"
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
-	mv .cache/config.md docs/config.md
-	"$(BIN)/python" tools/readme_tree.py
+	mv .cache/config.md "$(PROJECT)/docs/config.md"
+	"$(BIN)/python" tools/file_tree.py
 
 lines: .venv/installed
 	"$(BIN)/python" tools/count_lines.py

@@ -17,7 +17,7 @@ from test_template import expected, files, parses
 OTHER = {"images": "recsys", "recsys": "images"}
 WORDS_OF = {
     "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|commands_images|synthetic_images|mixup|cutout",
-    "recsys": r"recsys|movielens|mult-?(vae|dae)|autoencoder|\bndcg|commands_recsys|interactions",
+    "recsys": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|commands_recsys|interactions",
 }
 """What only the files of one workload speak of."""
 SPEAK_OF_BOTH = {"constraints.txt"}
@@ -64,7 +64,8 @@ def test_a_project_has_the_files_of_its_workload(baked, answer):
     meta = parses(project)
     shipped = yaml.safe_load((project / "config.yaml").read_text())
     assert shipped["workload"] == ("recsys" if answer == "recsys" else "images")
-    assert "\n\n\n" not in (project / "README.md").read_text()
+    for page in project.rglob("*.md"):
+        assert "\n\n\n" not in page.read_text(), page
     assert any(name.startswith("pillow") for name in meta["project"]["dependencies"]) == (answer != "recsys")
 
 

@@ -102,7 +102,7 @@ def test_the_file_of_a_recsys_project_trains_as_its_recipe_does():
 
 @pytest.mark.parametrize(
     ("tool", "product"),
-    [("config_schema", PROJECT / "config.schema.json"), ("config_page", ROOT / "docs/config.md")],
+    [("config_schema", PROJECT / "config.schema.json"), ("config_page", PROJECT / "docs/config.md")],
 )
 def test_what_make_fix_generates_is_up_to_date(tool, product):
     command = [sys.executable, ROOT / f"tools/{tool}.py"]

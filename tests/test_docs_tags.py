@@ -1,11 +1,11 @@
-"""docs/measuring.md explains the scalars of a run as the project's table of tags has them."""
+"""The page docs/measuring.md of a project explains the scalars of a run as the project's table of tags has them."""
 
 import re
 
 import pytest
-from template import PROJECT, ROOT
+from template import PROJECT
 
-PAGE = ROOT / "docs/measuring.md"
+PAGE = PROJECT / "docs/measuring.md"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from template import PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
-OF_A_PROJECT = [name for name in DOCUMENTS if name.startswith((PROJECT.name, "docs/"))]
+OF_A_PROJECT = [name for name in DOCUMENTS if name.startswith(PROJECT.name)]
 
 
 def fenced_blocks(text: str) -> list[str]:
@@ -31,9 +31,9 @@ def paths_in_tree(tree: str) -> set[str]:
 
 
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
-def test_the_tree_in_a_projects_readme_is_the_tree_on_disk(baked, answer):
+def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
     project = baked(answer)
-    section = (project / "README.md").read_text().split("## What is where\n")[1]
+    section = (project / "docs/code.md").read_text().split("## What is where\n")[1]
     shown = paths_in_tree(fenced_blocks(section)[0])
     assert {path for path in shown if not (project / path).exists()} == set()
     files = {path.relative_to(project).as_posix() for path in project.rglob("*.py")}
@@ -45,9 +45,9 @@ def test_the_tree_in_a_projects_readme_is_the_tree_on_disk(baked, answer):
 
 def test_the_tree_is_the_one_that_make_fix_writes():
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/readme_tree.py", "--print"], capture_output=True, text=True, check=True
+        [sys.executable, ROOT / "tools/file_tree.py", "--print"], capture_output=True, text=True, check=True
     )
-    assert f"made by `make fix` #}}\n{done.stdout.rstrip()}\n{{#- tree:end" in (PROJECT / "README.md").read_text()
+    assert f"made by `make fix` #}}\n{done.stdout.rstrip()}\n{{#- tree:end" in (PROJECT / "docs/code.md").read_text()
 
 
 def test_the_tree_in_the_templates_readme_names_every_folder():

@@ -43,7 +43,7 @@ def parses(project: Path) -> dict:
             assert list(yaml.safe_load_all(path.read_text()))
         elif path.suffix == ".json":
             json.loads(path.read_text())
-        if name in ("README.md", "LICENSE", "pyproject.toml"):
+        if path.suffix == ".md" or name in ("LICENSE", "pyproject.toml"):
             assert not re.search("cookiecutter|{[{%#]|[}%#]}", path.read_text())
     return tomllib.loads((project / "pyproject.toml").read_text())
 

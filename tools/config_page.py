@@ -1,23 +1,25 @@
-"""Print docs/config.md: every key of config.yaml with its default, the allowed values and its meaning."""
+"""Print the page docs/config.md of a project: every key of config.yaml with its default, allowed values and meaning.
+
+Workloads that only some projects have stand between the Jinja conditions under which the hook keeps them.
+"""
 
 import json
 from typing import Any
 
-from template import ONLY_FOR
+from template import PROJECT, condition_of
 
 import workloads
 from fastgpu.process.config import Config
 
 HEAD = """# Configuration
 
-For those who edit `config.yaml`: every key, as `python train.py --help` prints it. This page is made by `make fix` from
-`fastgpu/process/config.py` and the `Options` of the workloads; do not edit it.
+For those who edit `config.yaml`: every key with its default value. `python train.py --help` prints the same, and
+the keys of your own workload, too.
 
 Of several `--config` files, later ones win over earlier ones, and `section.key=value` on the command line wins over all
 files. An unknown key or a value that is not allowed is an error.
 """
-WORKLOAD_HEAD = """
-## Workload `{name}`
+WORKLOAD_HEAD = """## Workload `{name}`
 
 The section `model` with `workload: {name}`: the class `Options` in `workloads/{name}.py`.
 """
@@ -61,10 +63,14 @@ def main() -> None:
             continue
         for key, key_field in section["properties"].items():
             print_row(f"{name}.{key}", key_field)
-    for workload in ONLY_FOR:
-        print(WORKLOAD_HEAD.format(name=workload) + TABLE_HEAD)
-        for key, field in workloads.find_options(workload).model_json_schema()["properties"].items():
+    for path in sorted(PROJECT.glob("workloads/[a-z]*.py")):
+        condition = condition_of(f"workloads/{path.name}")
+        print(f"{{%- if {condition} %}}\n" if condition else "")
+        print(WORKLOAD_HEAD.format(name=path.stem) + TABLE_HEAD)
+        for key, field in workloads.find_options(path.stem).model_json_schema()["properties"].items():
             print_row(f"model.{key}", field)
+        if condition:
+            print("{%- endif %}")
 
 
 if __name__ == "__main__":

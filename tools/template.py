@@ -46,3 +46,14 @@ def removed_files(answer: str) -> set[str]:
         return {"config.recsys.yaml"}
     names = {name for workload, names in ONLY_FOR.items() if workload != answer for name in names}
     return names | {"config.recsys.yaml"}
+
+
+def condition_of(path: str) -> str:
+    """The Jinja expression under which a project has a file or folder; empty if every project has it."""
+    for workload, names in ONLY_FOR.items():
+        if path in names:
+            return f'cookiecutter.workload in ("{workload}", "both")'
+    question = hook_constant("OPTIONAL_FOLDERS").get(path.rstrip("/"))
+    if question:
+        return f"cookiecutter.{question}"
+    return ""

@@ -129,7 +129,7 @@ EXPLANATIONS = {
         "of which file",
     ),
 }
-"""{tag: (what it is, what it does not say)}, for docs/measuring.md of the template"""
+"""{tag: (what it is, what it does not say)}, for docs/measuring.md"""
 
 
 @cache
@@ -145,7 +145,7 @@ def charts() -> dict[str, list[Tag]]:
 
 
 def markdown_table() -> str:
-    """The table of docs/measuring.md of the template."""
+    """The table of docs/measuring.md."""
     lines = ["| tag | unit | meaning | what it does not say |", "|---|---|---|---|"]
     for tag in TAGS:
         meaning, caveat = EXPLANATIONS[tag.name]

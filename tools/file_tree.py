@@ -1,4 +1,4 @@
-"""Write the file tree into the project's README.md, between its two `tree` marks. With --print, only print it.
+"""Write the file tree into docs/code.md of the project, between its two `tree` marks. With --print, only print it.
 
 A Python file is described by the first sentence of its docstring, a folder of fastgpu/ by that of its __init__.py.
 Files that only some projects have stand between the Jinja conditions under which the hook keeps them.
@@ -9,7 +9,7 @@ import re
 import sys
 from typing import NamedTuple
 
-from template import ONLY_FOR, PROJECT, hook_constant, project_files
+from template import PROJECT, condition_of, project_files
 
 BEGIN = "{# tree:begin, made by `make fix` #}\n"
 END = "\n{#- tree:end #}"
@@ -41,17 +41,6 @@ class Entry(NamedTuple):
         """The last part of the path, with a slash if it is a folder."""
         is_folder = self.path.endswith("/")
         return self.path.rstrip("/").rpartition("/")[2] + "/" * is_folder
-
-
-def condition_of(path: str) -> str:
-    """The Jinja expression under which the hook keeps a file or folder."""
-    for workload, names in ONLY_FOR.items():
-        if path in names:
-            return f'cookiecutter.workload in ("{workload}", "both")'
-    question = hook_constant("OPTIONAL_FOLDERS").get(path.rstrip("/"))
-    if question:
-        return f"cookiecutter.{question}"
-    return ""
 
 
 def entries() -> list[Entry]:
@@ -123,11 +112,11 @@ def make_tree() -> str:
 
 
 def main() -> None:
-    """Print the tree, or write it into README.md."""
+    """Print the tree, or write it into docs/code.md."""
     if "--print" in sys.argv:
         print(make_tree())
         return
-    path = PROJECT / "README.md"
+    path = PROJECT / "docs/code.md"
     text = path.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
