@@ -49,6 +49,16 @@ def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return project
 
 
+@pytest.fixture
+def own_copy(baked: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """own_copy(workload) is a project that the test may change."""
+
+    def copy(workload: str) -> Path:
+        return shutil.copytree(baked(workload), tmp_path / workload)
+
+    return copy
+
+
 def run_cookiecutter(
     folder: Path, template: Path, *options: str, source: Path | None = None, **answers: object
 ) -> Done:

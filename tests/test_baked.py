@@ -43,16 +43,6 @@ def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return run_in(project, ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments])
 
 
-@pytest.fixture
-def own_copy(baked, tmp_path):
-    """own_copy(workload) is a project that the test may change."""
-
-    def copy(workload: str) -> Path:
-        return shutil.copytree(baked(workload), tmp_path / workload)
-
-    return copy
-
-
 # ---------------------------------------------------------------------------------------------- pruned to a workload
 
 

@@ -1,0 +1,127 @@
+"""The tutorial of a project does what it says: its blocks are run in order, and what it shows is what is printed.
+
+A block with the language `bash` is run. A block whose first line names a file, such as `# workloads/mynet.py`, is that file.
+A block with the language `console` is a part of what the block before has printed: three dots stand for lines and ends
+of lines that it leaves out, and numbers and times may differ. A block after a comment `<!-- not run: reason -->` is skipped.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from template import ONLY_FOR, PROJECT
+from test_readme import fenced_blocks
+
+NOT_RUN = {"needs the network", "needs GPUs", "serves until it is stopped"}
+"""The reasons for which a block is not run."""
+TRANSLATIONS = sorted(path.name for path in (PROJECT / "docs/ko").glob("*.md"))
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    reason: str
+    """Why it is not run; empty if it is."""
+    line: int
+
+    @property
+    def target(self) -> str:
+        """The file that the block is, if its first line names one."""
+        named = re.match(r"# ([\w./-]+\.(?:py|yaml))\n", self.text)
+        return named[1] if named else ""
+
+
+def read_blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    pattern = r"(?ms)^(?:<!-- not run: ([^>]+?) -->\n)?```(\w*)\n(.*?)^```$"
+    return [
+        Block(match[2], match[3], match[1] or "", page.count("\n", 0, match.start(3)))
+        for match in re.finditer(pattern, page)
+    ]
+
+
+def normalised(line: str) -> str:
+    """A line in which every number is 0 and every run of spaces one space."""
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d,.]*(?:e[+-]?\d+)?", "0", line)).strip()
+
+
+def missing_lines(shown: str, printed: str) -> list[str]:
+    """The lines of a console block that the command did not print, or not in this order."""
+    remaining = [normalised(line) for line in re.split(r"[\n\r]", printed)]
+    missing = []
+    for line in shown.splitlines():
+        start, dots, _ = normalised(line).partition("...")
+        fits = (lambda text, start=start: text.startswith(start.strip())) if dots else start.__eq__
+        found = next((number for number, text in enumerate(remaining) if fits(text)), None)
+        if found is None:
+            missing.append(line)
+        else:
+            remaining = remaining[found + (1 if start else 0) :]
+    return missing
+
+
+def run_block(project: Path, block: Block) -> str:
+    """Run the commands of a block as a person types them, in the environment of these tests. Returns their output."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-eu", "-o", "pipefail", "-c", block.text],
+        cwd=project,
+        env=os.environ | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"line {block.line}: {block.text}{done.stdout}"
+    return done.stdout
+
+
+def follow(project: Path, blocks: list[Block]) -> None:
+    """Do what a page says, in its order."""
+    printed = ""
+    for block in blocks:
+        if block.reason:
+            continue
+        if block.target:
+            (project / block.target).write_text(block.text)
+        elif block.language == "bash":
+            printed = run_block(project, block)
+        elif block.language == "console":
+            missing = missing_lines(block.text, printed)
+            assert not missing, f"line {block.line}: not printed: {missing}\n{printed}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ONLY_FOR)
+def test_every_step_of_the_tutorial_works(own_copy, workload):
+    project = own_copy(workload)
+    follow(project, read_blocks((project / "docs/tutorial.md").read_text()))
+
+
+def test_blocks_that_are_not_run_say_why():
+    blocks = read_blocks((PROJECT / "docs/tutorial.md").read_text())
+    assert {block.reason for block in blocks} - {""} <= NOT_RUN
+    assert [block.line for block in blocks if block.language not in ("bash", "console") and not block.target] == []
+
+
+def test_output_is_compared_line_by_line_without_numbers():
+    printed = "epoch 1/5 loss 0.31, 2,048 rows/s\ndone: epoch 5, runs/20261122-034307\n"
+    assert missing_lines("epoch 2/5 loss 1.5, 7 rows/s\n...\ndone: ...\n", printed) == []
+    assert missing_lines("done: ...\nepoch 2/5 loss 1.5, 7 rows/s\n", printed) == ["epoch 2/5 loss 1.5, 7 rows/s"]
+    assert missing_lines("epoch 1/5 top1 0.31, 2,048 rows/s\n", printed) != []
+
+
+@pytest.mark.parametrize("name", TRANSLATIONS)
+def test_a_translation_has_the_same_commands(name):
+    """Comments behind a command may be translated."""
+    folder = PROJECT if name == "README.md" else PROJECT / "docs"
+    original, translated = ((path / name).read_text() for path in (folder, PROJECT / "docs/ko"))
+    without_comments = [re.sub(r"(?m) *# .*$", "", "\n".join(fenced_blocks(text))) for text in (original, translated)]
+    assert without_comments[0] == without_comments[1]
