@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fastgpu.training.augment import random_crop, random_flip
 
 ROUNDS = 5
-SECONDS = 3.0
+SECONDS = 2.0
 """Time of each measurement in each round."""
 FOLDER = Path(__file__).parent / "data" / "idle"
 N_CIFAR = 50_000

@@ -1,8 +1,8 @@
 """The tutorial of a project does what it says: its blocks are run in order, and what it shows is what is printed.
 
-A block with the language `bash` is run. A block whose first line names a file, such as `# workloads/mynet.py`, is that file.
-A block with the language `console` is a part of what the block before has printed: three dots stand for lines and ends
-of lines that it leaves out, and numbers and times may differ. A block after a comment `<!-- not run: reason -->` is skipped.
+A block in the language `bash` is run. A block whose first line names a file, such as `# workloads/mynet.py`, is that
+file. A block in the language `console` is a part of what the block before has printed: three dots stand for lines and
+ends of lines that it leaves out, and numbers may differ. A block below `<!-- not run: reason -->` is skipped.
 """
 
 import os
