@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import layouts
 import numpy as np
 import project  # noqa: F401
+import psutil
 import report
 import torch
 from PIL import Image
@@ -153,18 +155,34 @@ def ours(name: str, images: np.ndarray, augments: bool) -> Callable[[], Iterable
     return batches
 
 
-def rows_per_s(batches: Callable[[], Iterable]) -> float:
-    """Rows a second, after the batches that lay ready."""
+class Speed(NamedTuple):
+    """A measurement of a stream of batches."""
+
+    rows_per_s: float
+    cpu_us_per_row: float
+    """CPU time of this process and its workers: it hardly depends on what else the machine does."""
+
+
+def cpu_s() -> float:
+    """CPU time so far of this process and its workers."""
+    me = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children()))
+
+
+def measure(batches: Callable[[], Iterable]) -> Speed:
+    """The speed of a stream after the batches that lay ready."""
     stream = iter(batches())
     t0 = time.perf_counter()
     while time.perf_counter() - t0 < 1:
         next(stream)
-    n_batches = 0
+    n_rows = 0
     t0 = time.perf_counter()
+    cpu_before_s = cpu_s()
     while time.perf_counter() - t0 < SECONDS:
         next(stream)
-        n_batches += 1
-    return n_batches * BATCH_SIZE / (time.perf_counter() - t0)
+        n_rows += BATCH_SIZE
+    used_s = cpu_s() - cpu_before_s
+    return Speed(n_rows / (time.perf_counter() - t0), 1e6 * used_s / n_rows)
 
 
 def wait_pct(prefetch_factor: int) -> float:
@@ -183,20 +201,22 @@ def wait_pct(prefetch_factor: int) -> float:
     return 100 * waited / (time.perf_counter() - begin)
 
 
-def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[report.Table, dict[str, list[float]]]:
+def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[report.Table, dict[str, list[Speed]]]:
     """A table of rounds in which the ways take turns; the ratios are to the first way, within a round."""
-    measured: dict[str, list[float]] = {name: [] for name in ways}
+    measured: dict[str, list[Speed]] = {name: [] for name in ways}
     for number in range(ROUNDS):
         for name, batches in ways.items():
             print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
-            measured[name].append(rows_per_s(batches))
+            measured[name].append(measure(batches))
     first = next(iter(measured.values()))
     rows = []
     for name, values in measured.items():
-        ratios = [a / b for a, b in zip(values, first, strict=True)]
-        rows.append([name, spread(values, ",.0f"), spread(ratios, ".2f") + "x"])
+        ratios = [a.rows_per_s / b.rows_per_s for a, b in zip(values, first, strict=True)]
+        speed = spread([value.rows_per_s for value in values], ",.0f")
+        cpu = spread([value.cpu_us_per_row for value in values], ",.3g")
+        rows.append([name, speed, f"{spread(ratios, '.3g')}", cpu])
     note = f"Batches of {BATCH_SIZE}. Median of {ROUNDS} rounds in which they take turns, minimum and maximum."
-    return report.Table(title, ["way", "rows/s", "/ the first"], rows, note), measured
+    return report.Table(title, ["way", "rows/s", "x the first", "CPU us a row"], rows, note), measured
 
 
 def spread(values: list[float], form: str) -> str:

@@ -86,6 +86,16 @@ def test_links_lead_somewhere(name):
     assert [link for link in links if not (folder / link).exists()] == []
 
 
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_to_headings_lead_to_headings(name):
+    folder = (ROOT / name).parent
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", (ROOT / name).read_text()):
+        target = folder / link if link else ROOT / name
+        headings = re.findall(r"(?m)^#+ (.+)$", target.read_text())
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{link}#{anchor}"
+
+
 @pytest.fixture(scope="session")
 def convert_commands() -> set[str]:
     """The sub-commands of convert.py."""
