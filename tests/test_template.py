@@ -44,7 +44,7 @@ def parses(project: Path) -> dict:
         elif path.suffix == ".json":
             json.loads(path.read_text())
         if path.suffix == ".md" or name in ("LICENSE", "pyproject.toml"):
-            assert not re.search("cookiecutter|{[{%#]|[}%#]}", path.read_text())
+            assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
