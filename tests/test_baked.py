@@ -55,7 +55,7 @@ def test_a_project_has_the_files_of_its_workload(baked, answer):
     shipped = yaml.safe_load((project / "config.yaml").read_text())
     assert shipped["workload"] == ("recsys" if answer == "recsys" else "images")
     for page in project.rglob("*.md"):
-        prose = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+        prose = re.sub(r"(?ms)^```.*?^```$", "block", page.read_text())
         assert "\n\n\n" not in prose, page
     assert any(name.startswith("pillow") for name in meta["project"]["dependencies"]) == (answer != "recsys")
 
