@@ -83,7 +83,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
 
     # ------------------------------------------------------------ tell
     world.print_once(f"\n{result.table(bench.title, measured, verdict)}")
-    numbers = result.as_json(measured, verdict, findings, **bench.subject)
+    numbers = result.as_json(bench.subject, measured, verdict, findings)
     folder = Path(cfg.run.folder)
     if args.trace:
         bench.trace(args.trace, folder / "trace.json")

@@ -129,7 +129,7 @@ class Bench:
 
     @property
     def subject(self) -> dict[str, Any]:
-        """What was measured: the arguments of `result.as_json`."""
+        """What was measured. config: {dotted key: value}, without `auto`."""
         return {
             "world": str(self.world),
             "machine": self.world.identity | {"row_bytes": self.parts.source.row_bytes},
@@ -156,7 +156,7 @@ class Bench:
             Setting("train.precision", "bf16"): config.train.precision == "fp32",
             Setting("train.channels_last", True): not config.train.channels_last,
         }
-        is_gpu = self.world.device.type == "cuda"
+        faster = [setting for setting in is_unused if is_unused[setting]]
         repack = f"python convert.py repack --dataset {config.data.dataset} {config.data.train} train.h5"
         return Facts(
             readers_key="loader.num_workers" if uses_workers else "loader.num_readers",
@@ -173,7 +173,7 @@ class Bench:
                 Setting(f"model.{key}", value) for key, value in lighter.items() if config.model[key] != value
             ),
             repack_command=repack if uses_workers else "",
-            faster=tuple(setting for setting in is_unused if is_gpu and is_unused[setting]),
+            faster=tuple(faster) if self.world.device.type == "cuda" else (),
         )
 
     def trace(self, n_steps: int, path: Path) -> None:

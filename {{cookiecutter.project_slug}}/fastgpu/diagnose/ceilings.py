@@ -1,15 +1,8 @@
-"""Measures how fast each part of the training loop is without the others. verdict.py draws the conclusions.
+"""Measures how fast each part of the training loop is without the others.
 
-    compute        transform and step on one batch that stays on the device
-    untransformed  the step on that batch, transformed beforehand
-    local          like compute, but no rank averages gradients with the others
-    copy           transform and step on pools that are copied from staging memory which is filled already
-    supply         the feed, without a step behind it
-    cached         the feed of a few blocks again and again, so from the page cache
-    loop           the training loop itself
-
-They take turns in each of eight rounds, and all ranks measure the same thing at once. The ranks agree on the number of
-steps and pools, because a rank that averages gradients must not wait for one that has stopped.
+The parts are the fields of `Measured` in verdict.py, which draws the conclusions. They take turns in each of eight
+rounds, and all ranks measure the same thing at once. The ranks agree on the number of steps and pools, because a rank
+that averages gradients must not wait for one that has stopped.
 """
 
 import os
@@ -312,16 +305,11 @@ def measure(
     busy_s = meter.device.busy_s(lambda: observed(OBSERVED_STEPS)) / OBSERVED_STEPS
     syncs = meter.device.syncs(lambda: observed(OBSERVED_STEPS))
 
-    slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items()}
     by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
+    slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
     return Measured(
         batch_size=loop.batch_size * meter.world.world_size,
-        compute=slowest["compute"],
-        loop=slowest["loop"],
-        untransformed=slowest["untransformed"],
-        copy=slowest.get("copy"),
-        supply=slowest.get("supply"),
-        cached=slowest.get("cached"),
+        **slowest,
         ranks_compute=by_rank.get("local", ()),
         ranks_supply=by_rank.get("supply", ()),
         busy_s=meter.world.all_reduce_max(busy_s) or None,

@@ -104,18 +104,10 @@ def bars_page(title: str, m: Measured, verdict: Verdict) -> str:
     )
 
 
-def as_json(
-    m: Measured,
-    verdict: Verdict,
-    findings: Sequence[Finding],
-    *,
-    world: str,
-    machine: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
+def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
     """Everything as JSON values. A later run reads the keys from `machine` to `summary` (telemetry/ceiling.py).
 
-    machine: `World.identity` and `row_bytes`. config: {dotted key: value}, without `auto`.
+    subject: see `Bench.subject`.
     """
     date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     parts = {}
@@ -124,11 +116,10 @@ def as_json(
         parts[name] = {"step_s": timing.median, "rounds": timing.values, "rows_per_s": rows_per_s}
     gain = f"{verdict.gain:.2f} x the speed predicted"
     return {
+        **subject,
         "date": date,
-        "world": world,
-        "machine": dict(machine),
-        "step": step_identity(config),
-        "feed": feed_identity(config),
+        "step": step_identity(subject["config"]),
+        "feed": feed_identity(subject["config"]),
         "compute_rows_per_s": m.batch_size / m.compute_s,
         "is_conclusive": verdict.cause != "INCONCLUSIVE",
         "summary": f"diagnose.py, {date}: {verdict.cause}: {sentence(verdict)}; change: {verdict.change}, {gain}",
@@ -146,7 +137,6 @@ def as_json(
             "ranks_supply_s": [timing.median for timing in m.ranks_supply],
         },
         "preflight": [finding._asdict() for finding in findings],
-        "config": dict(config),
     }
 
 

@@ -53,11 +53,8 @@ class Setting(NamedTuple):
     value: bool | int | float | str
 
     def __str__(self) -> str:
-        if isinstance(self.value, bool):
-            return f"{self.key}={str(self.value).lower()}"
-        if isinstance(self.value, float):
-            return f"{self.key}={self.value:g}"
-        return f"{self.key}={self.value}"
+        text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value).lower()
+        return f"{self.key}={text}"
 
 
 def as_words(overrides: Overrides) -> str:
@@ -237,6 +234,14 @@ class Suspect(NamedTuple):
     why: str
 
 
+class _Cost(NamedTuple):
+    cause: Cause
+    share: Rounds
+    """Share of the step that could be saved."""
+    threshold: float
+    where: str = ""
+
+
 def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
     """Settings whose effect does not follow from the ceilings. Measure them, and call `judge` with the results."""
     if cause in ("READ", "DECODE"):
@@ -289,7 +294,7 @@ def find_suspects(m: Measured) -> list[Suspect]:
 
 
 def _find_in_feed(m: Measured) -> list[Suspect]:
-    """Which part of the way to the device may be the slowest. The supply includes the copies, and those a step."""
+    """Which part of the way to the device may be the slowest. `copy` includes compute; the supply includes copies."""
     copies = m.copy or m.compute
     supply = m.supply or copies
     copies_are_slower = exceeds(saved(m.compute, copies), 0.0)
@@ -314,7 +319,7 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
         rank, share = find_straggler(m.ranks_supply)
         is_straggler = exceeds(share, STRAGGLER_SHARE)
         if is_straggler is not False:
-            suspects.append(Suspect("STRAGGLER", f"rank {rank} supplies a batch later than others, by {share}"))
+            suspects.append(Suspect("STRAGGLER", f"{share} of the supply's time for rank {rank}"))
         if is_straggler:
             return suspects
     if not (m.supply and m.cached):
@@ -346,38 +351,30 @@ def _find_in_between(m: Measured) -> list[Suspect]:
 
 def _find_in_step(m: Measured) -> list[Suspect]:
     """What may cost most of the step. COMPUTE: maybe nothing costs enough to be worth a change."""
-    costs: list[tuple[Suspect, Rounds, float]] = []  # with the share of the step, and from which share it counts
-    why = f"the transform takes {m.transform} of a step"
-    costs.append((Suspect("AUGMENT", why), m.transform, AUGMENT_SHARE))
+    costs = [_Cost("AUGMENT", m.transform, AUGMENT_SHARE)]
     if len(m.ranks_compute) > 1:
         rank, share = find_straggler(m.ranks_compute)
-        waits = saved(m.local, m.compute)
-        why = f"{waits} of a step passes until all gradients have arrived"
-        costs.append(
-            (Suspect("STRAGGLER", f"rank {rank} is slower than the others by {share}"), share, STRAGGLER_SHARE)
-        )
-        costs.append((Suspect("COMM", why), waits, DEAD_BAND))
+        costs.append(_Cost("STRAGGLER", share, STRAGGLER_SHARE, f"for rank {rank}"))
+        costs.append(_Cost("COMM", saved(m.local, m.compute), DEAD_BAND))
     if m.busy_s is not None:
         busy_s = m.busy_s
         idle = each_round(lambda step_s: 1 - busy_s / step_s, m.local)
-        why = f"the device is idle for {idle} of a step"
         if m.syncs:  # without them, the host's time and that of the device overlap
             overlap = each_round(lambda share: min(share, 1 - share), idle)
-            costs.append((Suspect("SYNC", f"{why}; the host waits at {', '.join(m.syncs)}"), overlap, IDLE_SHARE))
+            costs.append(_Cost("SYNC", overlap, IDLE_SHARE, f"at {', '.join(m.syncs)}"))
         if not m.syncs or idle.median > 2 / 3:
-            costs.append((Suspect("LAUNCH", f"{why}, although its batch is there"), idle, IDLE_SHARE))
+            costs.append(_Cost("LAUNCH", idle, IDLE_SHARE))
 
-    costs = [cost for cost in costs if exceeds(cost[1], cost[2]) is not False]
-    costs.sort(key=lambda cost: cost[1].median, reverse=True)
-    fed = Suspect("COMPUTE", f"the feed costs at most {100 * max(0.0, m.lost.high):.1f} % of the time")
-    if not costs:
-        return [fed]
-    worst, share, threshold = costs[0]
-    suspects = [worst]
-    for rival, rival_share, _ in costs[1:]:
-        if exceeds(each_round(lambda one, other: one - other, rival_share, share), 0.0) is not False:
-            suspects.append(rival)
-    return suspects if exceeds(share, threshold) else [*suspects, fed]
+    costs = [cost for cost in costs if exceeds(cost.share, cost.threshold) is not False]
+    costs.sort(key=lambda cost: cost.share.median, reverse=True)
+    suspects = []
+    for cost in costs:
+        is_rival = exceeds(each_round(float.__sub__, cost.share, costs[0].share), 0.0) is not False
+        if cost is costs[0] or is_rival:
+            suspects.append(Suspect(cost.cause, f"{cost.share} of a step {cost.where}".rstrip()))
+    if not costs or not exceeds(costs[0].share, costs[0].threshold):
+        suspects.append(Suspect("COMPUTE", f"the loop loses {m.lost} of its time to the feed"))
+    return suspects
 
 
 def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:

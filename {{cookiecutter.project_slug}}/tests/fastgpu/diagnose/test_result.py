@@ -47,7 +47,7 @@ def test_a_loop_that_seems_faster_than_compute_alone_is_as_fast():
     assert text.count(" 1.00 x") == 3
     assert not re.search(r"1\.0[1-9]|10[1-9]| -\d", text)
     assert "0.100 - 20.000" in text  # not +-9950 %
-    numbers = result.as_json(noisy, verdict, [], **SUBJECT)
+    numbers = result.as_json(SUBJECT, noisy, verdict, [])
     assert numbers["feed_ratio"] == pytest.approx(0.01 / 0.0097)
     assert numbers["feed_ratio_shown"] == "1.00, noise +-3 %"
     assert numbers["feed_ratio_rounds"] == noisy.feed_ratio.values
@@ -76,7 +76,7 @@ def test_bars_are_the_times_of_the_parts_in_proportion_with_noise_and_an_axis():
 
 def test_numbers_survive_json():
     findings = [Finding("versions", "python 3")]
-    numbers = json.loads(json.dumps(result.as_json(SLOW, VERDICT, findings, **SUBJECT)))
+    numbers = json.loads(json.dumps(result.as_json(SUBJECT, SLOW, VERDICT, findings)))
     assert numbers["feed_ratio"] == 0.25
     assert numbers["compute_rows_per_s"] == 6400
     assert numbers["ceilings"]["supply"]["rows_per_s"] == 1600
@@ -87,14 +87,14 @@ def test_numbers_survive_json():
 
 
 def test_later_runs_read_what_is_written(tmp_path):
-    numbers = result.as_json(SLOW, VERDICT, [], **SUBJECT)
+    numbers = result.as_json(SUBJECT, SLOW, VERDICT, [])
     result.keep(tmp_path / "runs", numbers)
     folder = tmp_path / "runs"
     assert read_ceiling(folder, MACHINE, CONFIG) == 6400
     assert "READ: the loop waits for bytes" in read_summary(folder, CONFIG)
     assert "change: data.echo=4, 4.00 x the speed" in read_summary(folder, CONFIG)
     noisy = VERDICT._replace(cause="INCONCLUSIVE")
-    numbers = result.as_json(SLOW, noisy, [], **SUBJECT)
+    numbers = result.as_json(SUBJECT, SLOW, noisy, [])
     result.keep(tmp_path / "runs", numbers)
     assert read_ceiling(folder, MACHINE, CONFIG) is None
     assert read_summary(folder, CONFIG) == ""
