@@ -24,6 +24,7 @@ import project
 import report
 import torch
 
+from fastgpu.diagnose.ceilings import N_ROUNDS
 from fastgpu.diagnose.verdict import Facts, judge
 from fastgpu.feed import prefetch
 from fastgpu.telemetry import monitor as monitor_module
@@ -65,7 +66,7 @@ def causes(path: str, planted: list[Planted], rounds: int) -> list[dict[str, Any
         row: dict[str, Any] = {"planted": plan.name, "cause": plan.cause, "named": [], "said": [], "given": []}
         for number in range(rounds):
             say(f"round {number + 1}: {plan.name}")
-            slow = measure_simulated(path, plan.times)
+            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
             verdict = judge(slow, plan.facts, plan.tried)
             row["named"].append(verdict.cause)
             row["said"].append(verdict.gain)
@@ -80,7 +81,7 @@ def stragglers(path: str, rounds: int) -> dict[str, Any]:
     row |= {"named": [], "said": [], "given": []}
     for number in range(rounds):
         say(f"round {number + 1}: {row['planted']}")
-        slow = in_world(2, measure_slow_second_rank, path, 0.03)[0]
+        slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
         cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
         verdict = judge(slow, Facts())
         row["named"].append(verdict.cause)

@@ -17,8 +17,9 @@ LOOP = "the training loop"
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$cause</title>
 <style>
-  body { color-scheme: light dark; font: 15px system-ui; margin: 2em auto; max-width: 60em; padding: 0 1em }
-  div { display: grid; gap: 1em; grid-template-columns: 13em 1fr 9em; height: 2.2em; align-items: center }
+  :root { color-scheme: light dark }
+  body { font: 15px system-ui; margin: 2em auto; max-width: 60em; padding: 0 1em }
+  div { display: grid; gap: 1em; grid-template-columns: 15em 1fr 9em; height: 2.2em; align-items: center }
   b { background: #2563eb; display: block; height: 1.5em }
   .loop b { background: #dc2626 }
   i { border: solid; border-width: 0 2px; height: .8em; position: absolute; top: .35em }

@@ -267,7 +267,7 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
             why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {', '.join(causes)}"
         advice = "run it again on a quieter machine, with larger --seconds, or look at --trace"
         return Verdict("INCONCLUSIVE", why, advice, candidates=causes)
-    change, changed_loop_s = _CHANGES[cause](m, facts, tried or {})
+    change, changed_loop_s = _choose_change(cause, m, facts, tried or {})
     return Verdict(
         cause,
         why,
@@ -336,12 +336,9 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
 
 def _find_in_between(m: Measured) -> list[Suspect]:
     """Why the loop takes longer than each of its parts."""
-    if m.supply and m.cpu_share.low > CPU_SHARE:
-        share = each_round(lambda supply_s, loop_s: supply_s / loop_s, m.supply, m.loop)
-        matters = each_round(lambda share, lost: share - lost / 4, share, m.lost)
-        if exceeds(matters, 0.0):
-            used_pct = 100 * m.cpu_share.median
-            return [Suspect("DECODE", f"supply and step share the CPUs, of which {used_pct:.0f} % are used")]
+    supply_matters = m.supply and m.supply.low > m.lost.high * m.loop.high / 4
+    if supply_matters and m.cpu_share.low > CPU_SHARE:
+        return [Suspect("DECODE", f"supply and step share the CPUs, of which {m.cpu_share} are used")]
     factor = m.loop_s / max(m.copy_s, m.supply_s, m.compute_s)
     unknown = Suspect("INCONCLUSIVE", f"the loop takes {factor:.2f} x as long as its slowest part alone")
     in_step = _find_in_step(m)
@@ -387,105 +384,80 @@ def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:
 # ---------------------------------------------------------------------------------------------- the change
 
 
-def _change_supply(m: Measured, facts: Facts, tried: Tried) -> Change:
-    shares_cpus = m.supply_s < (1 - NEAR) * m.loop_s  # the supply is fast enough alone, but takes CPUs from the step
-    if shares_cpus and not facts.nearer_tier and 2 * facts.echo <= facts.max_echo:
-        return Setting("data.echo", 2 * facts.echo), (m.compute_s + m.loop_s) / 2
-    copies_s = m.copy_s or m.compute_s
-    options = {} if shares_cpus else {setting: max(copies_s, step_s) for setting, step_s in tried.items()}
-    return _change_feed(m, facts, options, m.supply_s)
+def _choose_change(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> Change:
+    """The first change that gains something; if none does, the last one."""
+    changes = _find_changes(cause, m, facts, tried)
+    gaining = [change for change in changes if change[1] < (1 - DEAD_BAND) * m.loop_s]
+    return gaining[0] if gaining else changes[-1]
 
 
-def _change_copies(m: Measured, facts: Facts, tried: Tried) -> Change:
-    options = {setting: max(m.compute_s, step_s) for setting, step_s in tried.items()}
-    if facts.float_fields and facts.nearer_tier != "device" and not _best(options, m.loop_s):
+def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
+    """What could be changed, in the order in which it should be tried."""
+    local_s = m.local.median
+    if cause in ("READ", "DECODE", "COPY"):
+        return _find_feed_changes(cause, m, facts, tried)
+    if cause == "AUGMENT":
+        changes: list[Change] = [
+            (setting, _with_step(m, tried[setting])) for setting in sorted(tried, key=tried.__getitem__)
+        ]
+        advice = "make `transform` of the workload lighter, or try train.compile=true"
+        return [*changes, (advice, _with_step(m, (1 - m.transform.median) * m.compute_s))]
+    if cause == "SYNC":
+        busy_s = m.busy_s or 0.0
+        loop_s = _with_step(m, m.compute_s - local_s + max(busy_s, local_s - busy_s))
+        if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
+            return [(Setting("train.precision", "bf16"), loop_s)]
+        return [(f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s)]
+    if cause == "LAUNCH":  # the host takes as long for a large batch as for a small one
+        busy_s = m.busy_s or m.compute_s
+        factor = min(MAX_BATCH_FACTOR, 1 << max(1, int(m.compute_s / busy_s).bit_length() - 1))
+        while factor > 1 and m.batch_size * factor > facts.max_batch_size:
+            factor //= 2
+        if factor == 1:
+            return [("try train.compile=true: there are no rows for a larger batch", m.loop_s)]
+        return [(Setting("data.batch_size", m.batch_size * factor), max(busy_s, _with_step(m, m.compute_s / factor)))]
+    if cause == "COMM":
+        if m.batch_size * 2 > facts.max_batch_size:
+            return [("use fewer ranks: there are no rows for a larger batch", m.loop_s)]
+        return [(Setting("data.batch_size", m.batch_size * 2), _with_step(m, (m.compute_s + local_s) / 2))]
+    if cause == "STRAGGLER":
+        is_supply = exceeds(m.lost, 0.0)
+        rank, share = find_straggler(m.ranks_supply if is_supply else m.ranks_compute)
+        loop_s = _with_step(m, m.compute_s - share.median * local_s)
+        if is_supply:
+            loop_s = max(m.loop_s - share.median * m.supply_s, m.compute_s)
+        return [(f"look at the machine of rank {rank}: other processes, clocks, its disk", loop_s)]
+    return [("nothing", m.loop_s)]
+
+
+def _find_feed_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
+    behind_s = m.compute_s if cause == "COPY" else max(m.compute_s, m.copy_s)
+    feed_s = m.copy_s if cause == "COPY" else m.supply_s
+    shares_cpus = feed_s < (1 - NEAR) * m.loop_s  # the supply is fast enough alone, but takes CPUs from the step
+    changes: list[Change] = []
+    if not shares_cpus:
+        changes += [(setting, max(behind_s, step_s)) for setting, step_s in tried.items()]
+    if facts.nearer_tier:
+        tier_s = m.compute_s if facts.nearer_tier == "device" else max(m.compute_s, m.copy_s)
+        changes.append((Setting("data.tier", facts.nearer_tier), tier_s))
+    changes.sort(key=lambda change: change[1])
+    if cause == "COPY" and facts.float_fields:
         names = ", ".join(facts.float_fields)
         factor = max(facts.float_fields.values())
         advice = f"store {names} as uint8: {factor} x fewer bytes; the transform turns them into floats on the device"
-        return advice, max(m.compute_s, m.copy_s / factor, m.supply_s / factor)
-    return _change_feed(m, facts, options, m.copy_s)
+        changes.append((advice, max(m.compute_s, m.copy_s / factor, m.supply_s / factor)))
+    if shares_cpus and 2 * facts.echo <= facts.max_echo:
+        changes.append((Setting("data.echo", 2 * facts.echo), (m.compute_s + m.loop_s) / 2))
+    echo = round(min(facts.max_echo, facts.echo * feed_s / m.compute_s), 2)
+    if echo > (1 + DEAD_BAND) * facts.echo:
+        changes.append((Setting("data.echo", echo), max(m.compute_s, feed_s * facts.echo / echo)))
+    advice = "store fewer bytes per row, or use a faster machine (python convert.py info rates the file)"
+    return [*changes, (advice, m.loop_s)]
 
 
-def _change_feed(m: Measured, facts: Facts, options: Tried, feed_s: float) -> Change:
-    """The best of the options and the nearer tier; else, train on each pool as often as costs no time."""
-    if facts.nearer_tier:
-        tier_s = m.compute_s if facts.nearer_tier == "device" else m.copy_s or m.compute_s
-        options = {**options, Setting("data.tier", facts.nearer_tier): tier_s}
-    if best := _best(options, m.loop_s):
-        return best, options[best]
-    factor = round(min(facts.max_echo, facts.echo * feed_s / m.compute_s), 2)
-    if factor < (1 + DEAD_BAND) * facts.echo:
-        advice = "store fewer bytes per row, or use a faster machine (python convert.py info rates the file)"
-        return advice, m.loop_s
-    return Setting("data.echo", factor), max(m.compute_s, feed_s * facts.echo / factor)
-
-
-def _change_transform(m: Measured, facts: Facts, tried: Tried) -> Change:
-    if best := _best(tried, m.compute_s):
-        return best, _loop_with_step(m, tried[best])
-    advice = "make `transform` of the workload lighter, or try train.compile=true"
-    return advice, _loop_with_step(m, (1 - m.transform.median) * m.compute_s)
-
-
-def _change_syncs(m: Measured, facts: Facts, tried: Tried) -> Change:
-    assert m.busy_s is not None
-    local_s = m.local.median
-    loop_s = _loop_with_step(m, m.compute_s - local_s + max(m.busy_s, local_s - m.busy_s))
-    if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
-        return Setting("train.precision", "bf16"), loop_s
-    return f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s
-
-
-def _change_launches(m: Measured, facts: Facts, tried: Tried) -> Change:
-    """Use a larger batch: the host takes as long for it as for a small one."""
-    assert m.busy_s is not None
-    factor = min(MAX_BATCH_FACTOR, 1 << max(1, int(m.compute_s / m.busy_s).bit_length() - 1))
-    while factor > 1 and m.batch_size * factor > facts.max_batch_size:
-        factor //= 2
-    if factor == 1:
-        return "try train.compile=true: there are no rows for a larger batch", m.loop_s
-    loop_s = max(_loop_with_step(m, m.compute_s / factor), m.busy_s)
-    return Setting("data.batch_size", m.batch_size * factor), loop_s
-
-
-def _change_communication(m: Measured, facts: Facts, tried: Tried) -> Change:
-    if m.batch_size * 2 > facts.max_batch_size:
-        return "use fewer ranks: there are no rows for a larger batch", m.loop_s
-    return Setting("data.batch_size", m.batch_size * 2), _loop_with_step(m, (m.compute_s + m.local.median) / 2)
-
-
-def _change_straggler(m: Measured, facts: Facts, tried: Tried) -> Change:
-    if exceeds(m.lost, 0.0):
-        rank, share = find_straggler(m.ranks_supply)
-        loop_s = max(m.loop_s - share.median * m.supply_s, m.compute_s)
-    else:
-        rank, share = find_straggler(m.ranks_compute)
-        loop_s = _loop_with_step(m, m.compute_s - share.median * m.local.median)
-    return f"look at the machine of rank {rank}: other processes, clocks, its disk", loop_s
-
-
-def _loop_with_step(m: Measured, step_s: float) -> float:
+def _with_step(m: Measured, step_s: float) -> float:
     """Seconds of the loop if compute took that long."""
     return max(0.0, m.loop_s - m.compute_s) + step_s
-
-
-_CHANGES: Mapping[Cause, Callable[[Measured, Facts, Tried], Change]] = {
-    "READ": _change_supply,
-    "DECODE": _change_supply,
-    "COPY": _change_copies,
-    "AUGMENT": _change_transform,
-    "SYNC": _change_syncs,
-    "LAUNCH": _change_launches,
-    "COMM": _change_communication,
-    "STRAGGLER": _change_straggler,
-    "COMPUTE": lambda m, facts, tried: ("nothing", m.loop_s),
-}
-
-
-def _best(options: Tried, now_s: float) -> Setting | None:
-    """The fastest setting, if it is faster than now."""
-    best = min(options, key=lambda setting: options[setting], default=None)
-    return best if best and options[best] < (1 - DEAD_BAND) * now_s else None
 
 
 def _see_also(cause: Cause, facts: Facts) -> str:
