@@ -61,7 +61,6 @@ class Bench:
         self.world = world
         self.program = program
         self.meter = Meter(world, Device(world.device), seconds)
-        self.show(f"building the training with data.batch_size={config.data.batch_size}")
         parts = program.build(config, world)
         parts.feed.close()
         parts.val_feed.close()

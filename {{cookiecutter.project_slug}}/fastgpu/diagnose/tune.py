@@ -52,7 +52,7 @@ def tune(bench: Bench, verdict: Verdict, facts: Facts, *, tries_batch: bool) -> 
     notes: list[str] = []
     if tries_batch:
         overrides = _find_batch_size(bench, notes)
-        bench = _with_settings(bench, overrides)
+        bench = _with_settings(bench, overrides) if overrides else bench
     demand_s = bench.compute.median
     batch_size = bench.config.data.batch_size
     notes.append(f"demand: {batch_size / demand_s:,.0f} rows/s")
@@ -119,6 +119,7 @@ def _find_batch_size(bench: Bench, notes: list[str]) -> dict[str, Any]:
 
 
 def _with_settings(bench: Bench, overrides: Overrides) -> Bench:
+    bench.show(f"trying {as_words(overrides)}")
     gc.collect()  # frees the bench before this one
     torch.cuda.empty_cache()
     config = bench.config.resolved(**as_sections(overrides))

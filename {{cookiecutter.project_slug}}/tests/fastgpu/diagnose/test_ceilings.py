@@ -32,6 +32,7 @@ from fastgpu.diagnose.ceilings import (
     open_feeds,
     read_pool,
 )
+from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Facts, Measured, judge
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
@@ -60,7 +61,7 @@ class Tries:
 
     def again(self, *measured: Measured) -> bool:
         """Whether another try is allowed after these measurements, which missed."""
-        noise = max(max(m.loop.noise, m.compute.noise, m.feed_ratio.noise) for m in measured)
+        noise = max(timing.noise for m in measured for timing in (m.feed_ratio, *ceilings(m).values()))
         self._n_quiet += noise < LOADED_NOISE
         return self._n_quiet < MAX_TRIES and len(self.notes) < MAX_TRIES_UNDER_LOAD
 
