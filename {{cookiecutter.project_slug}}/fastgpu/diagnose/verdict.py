@@ -261,12 +261,14 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
     """
     suspects = find_suspects(m)
     cause, why = suspects[0]
-    if len(suspects) > 1 or cause == "INCONCLUSIVE":
-        causes = tuple(dict.fromkeys(suspect.cause for suspect in suspects if suspect.cause != "INCONCLUSIVE"))
-        if causes:
-            why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {', '.join(causes)}"
+    causes = tuple(dict.fromkeys(suspect.cause for suspect in suspects))
+    if causes != (cause,) or cause == "INCONCLUSIVE":
+        if len(causes) > 1:
+            possible = ", ".join(causes).replace("INCONCLUSIVE", "parts that slow each other down")
+            why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {possible}"
         advice = "run it again on a quieter machine, with larger --seconds, or look at --trace"
-        return Verdict("INCONCLUSIVE", why, advice, candidates=causes)
+        candidates = tuple(each for each in causes if each != "INCONCLUSIVE")
+        return Verdict("INCONCLUSIVE", why, advice, candidates=candidates)
     change, changed_loop_s = _choose_change(cause, m, facts, tried or {})
     return Verdict(
         cause,

@@ -161,7 +161,8 @@ def test_a_ratio_whose_interval_says_nothing_gives_no_verdict():
         verdict = judge(Measured(64, compute, loop, **parts), HOST)
         assert (verdict.cause, verdict.certainty, verdict.gain) == ("INCONCLUSIVE", "low", 1.0)
         assert "the loop loses 0 to 4" in verdict.why
-        assert "COMPUTE" in verdict.candidates
+        assert verdict.candidates == ("COMPUTE",)
+        assert verdict.why.endswith("COMPUTE, parts that slow each other down")
         assert "quieter machine" in verdict.change
         assert "--seconds" in verdict.change
 
