@@ -54,6 +54,8 @@ class Workload(workloads.Workload):
         self.dtype = image.dtype
         self.shape_CHW = (1, *image.shape)[-3:]
         self.n_classes = images.count_classes(train, "masks", IGNORED)
+        if self.n_classes < 2:
+            raise UserError(f"{train.name}: masks have one class, because {IGNORED} is ignored; write foreground as 1")
         for source in (train, val):
             images.check_range(source, "masks", self.n_classes - 1, IGNORED)
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
