@@ -444,7 +444,7 @@ def test_every_dtype_comes_through_every_tier_unchanged(image_folder, capsys):
         for tier in ("device", "host", "disk"):
             train_in(image_folder, f"{dtype}-{tier}", pixels.astype(dtype), labels, *short, f"data.tier={tier}")
             assert same_weights(image_folder / f"runs/{dtype}-{tier}", image_folder / f"runs/{dtype}-device")
-        assert f"images: 1 channels, 8 x 8 pixels, {dtype}; labels: 4 classes" in capsys.readouterr().out
+        assert f"images: 1 x 8 x 8 (channels x height x width), {dtype}; labels: 4 classes" in capsys.readouterr().out
     assert same_weights(image_folder / "runs/float16-disk", image_folder / "runs/float32-disk")
 
 

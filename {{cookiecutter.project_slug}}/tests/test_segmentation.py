@@ -70,7 +70,7 @@ def batch_of(n_rows: int) -> Rows:
 def test_the_workload_fits_the_protocol(shapes, options):
     workload = make_workload(shapes, **options)
     assert workload.is_random == (not options)
-    assert workload.summary == "images: 1 channels, 16 x 16 pixels, uint8; masks: 3 classes"
+    assert workload.summary == "images: 1 x 16 x 16 (channels x height x width), uint8; masks: 3 classes"
     check_workload(workload, batch_of(12), batch_of(12))
 
 

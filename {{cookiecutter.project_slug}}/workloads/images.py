@@ -87,10 +87,10 @@ class Workload(workloads.Workload):
             self.n_outputs = labels.shape[0] if labels.shape else 1
         else:
             self.n_outputs = count_classes(train, "labels")
-        for source in (train, val):
-            if self.is_regression:
-                _check_numbers(source)
-            else:
+        if self.is_regression:
+            _check_numbers(train, val)
+        else:
+            for source in (train, val):
                 check_range(source, "labels", 1 if self.has_attributes else self.n_outputs - 1)
         self._check_options()
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
@@ -108,8 +108,10 @@ class Workload(workloads.Workload):
     @property
     def summary(self) -> str:
         C, H, W = self.shape_CHW
-        kind = "numbers (regression)" if self.is_regression else "attributes" if self.has_attributes else "classes"
-        return f"images: {C} channels, {H} x {W} pixels, {self.dtype}; labels: {self.n_outputs} {kind}"
+        labels = f"{self.n_outputs} {'attributes' if self.has_attributes else 'classes'}"
+        if self.is_regression:
+            labels = f"numbers (regression with {self.n_outputs} output(s))"
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {labels}"
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -272,15 +274,15 @@ def _check_label_type(name: str, labels: Field) -> None:
         raise UserError(f"{name}: labels are {labels}; did you mean (N,)? convert.py arrays writes them so")
 
 
-def _check_numbers(source: Source) -> None:
+def _check_numbers(train: Source, val: Source) -> None:
     """Check the numbers of a regression, if they are in memory."""
-    labels = _in_memory(source, "labels")
-    if labels is None:
-        return
-    if not np.isfinite(labels).all():
-        raise UserError(f"{source.name}: {np.sum(~np.isfinite(labels)):,} labels are NaN or infinite; leave them out")
-    if (labels == np.round(labels)).all():
-        warn(f"{source.name}: labels are whole numbers of type {labels.dtype}: a regression; classes must be integers")
+    for source in (val, train):
+        labels = _in_memory(source, "labels")
+        if labels is not None and not np.isfinite(labels).all():
+            n_wrong = np.sum(~np.isfinite(labels))
+            raise UserError(f"{source.name}: {n_wrong:,} labels are NaN or infinite; leave these rows out")
+    if labels is not None and (labels == np.round(labels)).all():
+        warn(f"{train.name}: labels are whole numbers of type {labels.dtype}: a regression; classes must be integers")
 
 
 # ---------------------------------------------------------------------------------------------- the network

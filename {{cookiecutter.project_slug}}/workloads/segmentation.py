@@ -63,7 +63,7 @@ class Workload(workloads.Workload):
     @property
     def summary(self) -> str:
         C, H, W = self.shape_CHW
-        return f"images: {C} channels, {H} x {W} pixels, {self.dtype}; masks: {self.n_classes} classes"
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self.n_classes} classes"
 
     @property
     def metrics(self) -> dict[str, Direction]:
