@@ -104,3 +104,9 @@ def _resize(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
 def format_size(size: Sequence[int]) -> str:
     """Write (height, width) as `64x48`, the way the command line takes it."""
     return "x".join(str(length) for length in size)
+
+
+def looks_like_nhwc(row_shape: Sequence[int]) -> bool:
+    """Whether rows of this shape are images (H, W, C), as Pillow, OpenCV and Keras have them, and not (C, H, W)."""
+    n_channels = (1, 3, 4)
+    return len(row_shape) == 3 and row_shape[-1] in n_channels and row_shape[0] not in n_channels

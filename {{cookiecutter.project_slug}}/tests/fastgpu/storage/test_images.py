@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from fastgpu.storage.images import Preprocessing, decode
+from fastgpu.storage.images import Preprocessing, decode, looks_like_nhwc
 
 
 def pixels(height: int = 30, width: int = 40) -> np.ndarray:
@@ -82,3 +82,20 @@ def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
 @pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "pad", (5, 6))])
 def test_preprocessing_comes_back_from_json(value):
     assert Preprocessing.from_json(value.to_json()) == value
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "expected"),
+    [
+        ((32, 32, 3), True),
+        ((48, 48, 1), True),
+        ((8, 8, 4), True),
+        ((3, 32, 32), False),
+        ((1, 28, 28), False),
+        ((3, 1, 4), False),
+        ((12, 32, 32), False),
+        ((32, 3), False),
+    ],
+)
+def test_images_with_channels_last_are_recognised(row_shape, expected):
+    assert looks_like_nhwc(row_shape) == expected
