@@ -14,8 +14,9 @@ import train as script
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
+from fastgpu.storage.images import IGNORED_CLASS
 from fastgpu.storage.store import Store, open_store
-from workloads.segmentation import IGNORED, UNet, Workload
+from workloads.segmentation import UNet, Workload
 
 FIELDS = {"images": "images", "masks": "masks"}
 N_CLASSES = 3
@@ -39,7 +40,7 @@ def draw_shapes(n_rows: int, side: int = 16) -> tuple[np.ndarray, np.ndarray]:
             inside = np.maximum(abs(y - cy), abs(x - cx)) <= 3
         masks[number][inside] = 1 if number % 2 else 2
         images[number][inside] = random.integers(120, 160) if number % 2 else random.integers(200, 240)
-    masks[:, 0] = IGNORED
+    masks[:, 0] = IGNORED_CLASS
     return images, masks
 
 
@@ -88,10 +89,10 @@ def test_an_image_and_its_mask_are_moved_alike(shapes):
     workload = make_workload(shapes, crop_padding=5)
     masks = batch_of(32)["masks"]
     moved = workload.transform(Rows({"images": masks, "masks": masks}), rng())
-    counts = moved["masks"] != IGNORED
+    counts = moved["masks"] != IGNORED_CLASS
     assert torch.equal(moved["images"][:, 0][counts], moved["masks"][counts])
     assert not torch.equal(moved["masks"], masks)
-    assert (~counts).sum() > (masks == IGNORED).sum()  # what was padded is ignored, too
+    assert (~counts).sum() > (masks == IGNORED_CLASS).sum()  # what was padded is ignored, too
 
 
 def test_ignored_pixels_count_neither_in_the_loss_nor_in_the_scores(shapes):
@@ -99,7 +100,7 @@ def test_ignored_pixels_count_neither_in_the_loss_nor_in_the_scores(shapes):
     batch = batch_of(6)
     logits = torch.randn(6, N_CLASSES, 16, 16, generator=rng())
     masks = batch["masks"]
-    valid = masks != IGNORED
+    valid = masks != IGNORED_CLASS
     likelihood = logits.log_softmax(1).gather(1, masks.long().clamp(max=2)[:, None])[:, 0]
     torch.testing.assert_close(workload.loss(lambda _: logits, batch), -likelihood[valid].mean())
 
@@ -119,7 +120,7 @@ def test_ignored_pixels_count_neither_in_the_loss_nor_in_the_scores(shapes):
 
 def test_a_batch_of_ignored_pixels_has_no_loss_and_no_scores(shapes):
     workload = make_workload(shapes)
-    batch = Rows({"images": batch_of(2)["images"], "masks": torch.full((2, 16, 16), IGNORED, dtype=torch.uint8)})
+    batch = Rows({"images": batch_of(2)["images"], "masks": torch.full((2, 16, 16), IGNORED_CLASS, dtype=torch.uint8)})
     model = workload.model()
     assert workload.loss(model, batch) == 0
     assert [int(score.n) for score in workload.score(model, batch).values()] == [0, 0, 0]

@@ -16,19 +16,17 @@ from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
+from fastgpu.storage.images import IGNORED_CLASS
 from fastgpu.training import augment
 from fastgpu.training.evaluate import Sum
 from workloads import Direction, images
-
-IGNORED = 255
-"""The value of mask pixels that count neither in the loss nor in the metrics."""
 
 
 class Workload(workloads.Workload):
     """Trains on `images`, as the workload `images` takes them, and `masks`: uint8 (N, H, W), the class of each pixel.
 
-    Mask pixels of 255 are ignored. These attributes of the training data are used if they exist: `class_names` or
-    `n_classes`, and `mean` and `std` of each channel, in the units of the file.
+    Mask pixels of 255 count neither in the loss nor in the metrics. These attributes of the training data are used if
+    they exist: `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the file.
     """
 
     class Options(Section):
@@ -53,11 +51,11 @@ class Workload(workloads.Workload):
         self.options = options
         self.dtype = image.dtype
         self.shape_CHW = (1, *image.shape)[-3:]
-        self.n_classes = images.count_classes(train, "masks", IGNORED)
+        self.n_classes = images.count_classes(train, "masks", IGNORED_CLASS)
         if self.n_classes < 2:
-            raise UserError(f"{train.name}: masks have one class, because {IGNORED} is ignored; write foreground as 1")
+            raise UserError(f"{train.name}: masks have one class, because 255 is ignored; write foreground as 1")
         for source in (train, val):
-            images.check_range(source, "masks", self.n_classes - 1, IGNORED)
+            images.check_range(source, "masks", self.n_classes - 1, IGNORED_CLASS)
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
     @property
@@ -85,7 +83,7 @@ class Workload(workloads.Workload):
         if o.crop_padding:
             corners_2B = augment.draw_corners(len(batch), o.crop_padding, rng)
             x_BCHW = augment.crop(x_BCHW, o.crop_padding, corners_2B)
-            mask_B1HW = augment.crop(mask_B1HW, o.crop_padding, corners_2B, fill=IGNORED)
+            mask_B1HW = augment.crop(mask_B1HW, o.crop_padding, corners_2B, fill=IGNORED_CLASS)
         if o.flip:
             is_flipped_B = augment.draw_flips(len(batch), rng)
             x_BCHW = augment.flip(x_BCHW, is_flipped_B)
@@ -95,8 +93,8 @@ class Workload(workloads.Workload):
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
         """Mean cross-entropy of the pixels that are not ignored."""
         mask_BHW = batch["masks"].long()
-        total = F.cross_entropy(model(batch["images"]).float(), mask_BHW, ignore_index=IGNORED, reduction="sum")
-        return total / (mask_BHW != IGNORED).sum().clamp(min=1)
+        total = F.cross_entropy(model(batch["images"]).float(), mask_BHW, ignore_index=IGNORED_CLASS, reduction="sum")
+        return total / (mask_BHW != IGNORED_CLASS).sum().clamp(min=1)
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
         """Loss and accuracy are means over pixels, `image_miou_pct` is a mean over images: of each image, the mean IoU
@@ -105,7 +103,7 @@ class Workload(workloads.Workload):
         logits_BKHW = model(batch["images"]).float()
         mask_BHW = batch["masks"].long()
         predicted_BHW = logits_BKHW.argmax(1)
-        is_valid_BHW = mask_BHW != IGNORED
+        is_valid_BHW = mask_BHW != IGNORED_CLASS
         is_hit_BHW = predicted_BHW == mask_BHW
         hits_BK = self._count_pixels(mask_BHW, is_hit_BHW)
         in_mask_BK = self._count_pixels(mask_BHW, is_valid_BHW)
@@ -117,7 +115,7 @@ class Workload(workloads.Workload):
         return {
             "image_miou_pct": Sum(100 * miou_B.sum(), (n_classes_B > 0).sum()),
             "pixel_accuracy_pct": Sum(100 * is_hit_BHW.sum(), n_pixels),
-            "loss": Sum(F.cross_entropy(logits_BKHW, mask_BHW, ignore_index=IGNORED, reduction="sum"), n_pixels),
+            "loss": Sum(F.cross_entropy(logits_BKHW, mask_BHW, ignore_index=IGNORED_CLASS, reduction="sum"), n_pixels),
         }
 
     def _count_pixels(self, classes_BHW: Tensor, counts_BHW: Tensor) -> Tensor:
