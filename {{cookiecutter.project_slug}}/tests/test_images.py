@@ -207,6 +207,14 @@ def test_rows_that_are_no_labelled_images(tmp_path, pixels, labels, message):
         make_workload(store)
 
 
+def test_a_file_may_say_that_its_channels_come_first(tmp_path):
+    path = tmp_path / "x.h5"
+    open_rows(tmp_path, numbered(5, (2, 8, 4)), np.arange(5))
+    with h5py.File(path, "r+") as file:
+        file.attrs["layout"] = "nchw"
+    assert make_workload(open_store("data.train", str(path), FIELDS)).shape_CHW == (2, 8, 4)
+
+
 def test_validation_must_be_of_the_same_kind(tmp_path):
     train = open_rows(tmp_path, numbered(5, (1, 8, 8)), np.arange(5), "train.h5")
     more_classes = open_rows(tmp_path, numbered(10, (1, 8, 8)), np.arange(10), "more.h5")

@@ -216,10 +216,10 @@ def check_images(train: Source, val: Source, target: str) -> None:
                 f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or (N, H, W); "
                 "other types: convert.py arrays ... --to uint8 --range LOW:HIGH"
             )
-        if looks_like_nhwc(images.shape):
+        if looks_like_nhwc(images.shape) and source.attributes.get("layout") != "nchw":
             raise UserError(
                 f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
-                "them so by convert.py arrays ... --layout nhwc"
+                "them so by convert.py arrays ... --layout nhwc; if they are so, give the file the attribute layout=nchw"
             )
     for name in ("images", target):
         ours = train.fields[name]
