@@ -219,7 +219,7 @@ def check_images(train: Source, val: Source, target: str) -> None:
         if looks_like_nhwc(images.shape) and source.attributes.get("layout") != "nchw":
             raise UserError(
                 f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
-                "them so by convert.py arrays ... --layout nhwc; if they are so, give the file the attribute layout=nchw"
+                "them so by convert.py arrays ... --layout nhwc; otherwise give the file the attribute layout=nchw"
             )
     for name in ("images", target):
         ours = train.fields[name]
