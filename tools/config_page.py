@@ -1,9 +1,10 @@
 """Print docs/config.md: every key of config.yaml with its default, the allowed values and its meaning."""
 
+import itertools
 import json
 from typing import Any
 
-from template import ONLY_FOR
+from template import WORKLOADS
 
 import workloads
 from fastgpu.process.config import Config
@@ -61,7 +62,7 @@ def main() -> None:
             continue
         for key, key_field in section["properties"].items():
             print_row(f"{name}.{key}", key_field)
-    for workload in ONLY_FOR:
+    for workload in itertools.chain(*WORKLOADS.values()):
         print(WORKLOAD_HEAD.format(name=workload) + TABLE_HEAD)
         for key, field in workloads.find_options(workload).model_json_schema()["properties"].items():
             print_row(f"model.{key}", field)
