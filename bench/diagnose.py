@@ -24,12 +24,12 @@ import project
 import report
 import torch
 
+from fastgpu.diagnose.ceilings import N_ROUNDS
 from fastgpu.diagnose.verdict import Facts, judge
 from fastgpu.feed import prefetch
-from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.monitor import Monitor
+from fastgpu.telemetry.monitor import Monitor, machine_counters
 
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu"))
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu/diagnose"))
@@ -65,7 +65,7 @@ def causes(path: str, planted: list[Planted], rounds: int) -> list[dict[str, Any
         row: dict[str, Any] = {"planted": plan.name, "cause": plan.cause, "named": [], "said": [], "given": []}
         for number in range(rounds):
             say(f"round {number + 1}: {plan.name}")
-            slow = measure_simulated(path, plan.times)
+            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
             verdict = judge(slow, plan.facts, plan.tried)
             row["named"].append(verdict.cause)
             row["said"].append(verdict.gain)
@@ -80,7 +80,7 @@ def stragglers(path: str, rounds: int) -> dict[str, Any]:
     row |= {"named": [], "said": [], "given": []}
     for number in range(rounds):
         say(f"round {number + 1}: {row['planted']}")
-        slow = in_world(2, measure_slow_second_rank, path, 0.03)[0]
+        slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
         cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
         verdict = judge(slow, Facts())
         row["named"].append(verdict.cause)
@@ -114,9 +114,9 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
 
         return run
 
-    poll = monitor_module.Monitor._poll
-    monitor_module.Monitor._poll = timed("thread", time.thread_time, poll)  # type: ignore[method-assign]
-    watch, clock = Monitor([]), Clock(torch.device("cpu"))
+    of_machine = machine_counters([])
+    of_machine.read = timed("thread", time.thread_time, of_machine.read)  # type: ignore[method-assign]
+    watch, clock = Monitor(of_machine), Clock(torch.device("cpu"))
     log = Log(folder, planned_rows=10**9)
     spent["thread"] = 0.0
     count = timed("loop", time.perf_counter, clock.count)
@@ -138,7 +138,6 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
     passed_s = time.perf_counter() - t0
     log.finish({}, {})
     watch.close()
-    monitor_module.Monitor._poll = poll  # type: ignore[method-assign]
     return {
         "steps": steps,
         "seconds": passed_s,

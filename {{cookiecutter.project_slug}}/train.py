@@ -80,7 +80,7 @@ def build(cfg: Config, world: World) -> Parts:
     # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
     model = to_device(workload.model(), world.device, cfg.train.channels_last)
-    optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world))
+    optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world), workload.parameter_groups(model))
     precision = mixed_precision(cfg.train.precision, world.device)
     has_ragged = any(field.is_ragged for field in source.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
@@ -102,7 +102,7 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     optimizer = parts.optimizer
     scaler = parts.precision.scaler
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
     losses = []
     for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
@@ -130,6 +130,7 @@ def train(cfg: Config, world: World) -> None:
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
+        world.print_once(workload.summary)
         run.start(parts.config.flat() | {"data.echo": at.echo}, parts.source.row_bytes, workload.card())
 
         read_before = feed.read_time

@@ -48,6 +48,11 @@ class Workload(Protocol):
         """Whether a row looks different each time it is trained on (augmentation, dropout of the input). It limits
         data.echo=auto to 4 passes if True and to 2 if False."""
 
+    @property
+    def summary(self) -> str:
+        """What the workload understood of the rows, in one line. It is printed when a run starts."""
+        return ""
+
     @abstractmethod
     def __init__(self, options: Any, train: "Source", val: "Source"):
         """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`."""
@@ -56,6 +61,12 @@ class Workload(Protocol):
     def model(self) -> "nn.Module":
         """The network, newly initialised, on the CPU. It should take rows as they lie in the file, so that a
         checkpoint takes them, too."""
+
+    def parameter_groups(self, model: "nn.Module") -> list[dict[str, Any]]:
+        """Parameters that train differently: [{"params": [...], "lr_scale": 0.1}]. Their learning rate is `optim.lr`
+        times `lr_scale`; `weight_decay` and other arguments of the optimizer can be set, too. All other parameters
+        train as the config says. To freeze parameters, call `requires_grad_(False)` on them in `model`."""
+        return []
 
     @abstractmethod
     def transform(self, batch: "Rows", rng: "Generator") -> "Rows":
