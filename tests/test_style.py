@@ -178,11 +178,16 @@ FILE_SUFFIXES = {
     "txt",
     "md",
     "pt",
+    "pt2",
+    "onnx",
+    "safetensors",
     "png",
     "csv",
 }
 HISTORY = ("CHANGELOG.md", "bench/results/")  # these name the keys as they were then
-NOT_KEYS = {"train.build", "run.count", "run.report"}
+OF_THE_TUTORIAL = {"model.dim", "model.dimm", "model.freeze", "model.weights"}
+"""Keys of the workloads that docs/tutorial.md writes, and a misspelt one."""
+NOT_KEYS = {*OF_THE_TUTORIAL, "train.build", "run.count", "run.report"}
 """Words that look like a key and are none: functions and attributes that a sentence names."""
 
 
