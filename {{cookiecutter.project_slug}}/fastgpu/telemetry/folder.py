@@ -76,7 +76,7 @@ def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
     for key, value in config.items():
         is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED
         is_known = key in saved and value != "auto"  # data.echo=auto continues with the factor of the checkpoint
-        if is_learned and is_known and json.dumps(saved[key]) != json.dumps(value, default=str):
+        if is_learned and is_known and json.dumps(saved[key], default=str) != json.dumps(value, default=str):
             changes[key] = (saved[key], value)
     return changes
 
