@@ -104,9 +104,11 @@ def trained_with(folder: Path, changes: Changes, keys: set[str]) -> str:
 
 
 def describe_changes(changes: Changes) -> str:
-    """One line for each change."""
+    """One line for each change. With train.epochs=0 the length of the run does not matter."""
     lines = []
     for key, (old, new) in changes.items():
-        consequence = ": the learning rate follows the new length" if key == "train.epochs" else ""
-        lines.append(f"resumed with {key}={new} (was {old}){consequence}")
+        if key == "train.epochs" and new:
+            lines.append(f"resumed with {key}={new} (was {old}): the learning rate follows the new length")
+        elif key != "train.epochs":
+            lines.append(f"resumed with {key}={new} (was {old})")
     return "\n".join(lines)

@@ -130,4 +130,4 @@ def test_other_changes_are_said(tmp_path):
         "resumed with train.epochs=30 (was 20): the learning rate follows the new length",
         "resumed with optim.lr=0.1 (was 0.003)",
     ]
-    assert describe_changes({}) == ""
+    assert describe_changes({}) == describe_changes({"train.epochs": (20, 0)}) == ""
