@@ -15,8 +15,8 @@ LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.b
 NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links")
 NO_CHANGE = (("data.echo", "auto"), ("train.epochs", 0))  # echo goes on with the factor that was found; 0 validates
 
-Changes = dict[str, tuple[Any, Any]]
-"""{key: (value of the run that is resumed, value now)}"""
+Changes = dict[str, tuple[str, str]]
+"""{key: (value of the run that is resumed, value now)}, as JSON"""
 
 
 def refuse_taken(settings: Run) -> None:
@@ -74,8 +74,9 @@ def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
     changes = {}
     for key, value in config.items():
         is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED and (key, value) not in NO_CHANGE
-        if is_learned and key in saved and json.dumps(saved[key], default=str) != json.dumps(value, default=str):
-            changes[key] = (saved[key], value)
+        old, new = (json.dumps(values.get(key), default=str) for values in (saved, config))
+        if is_learned and key in saved and old != new:
+            changes[key] = (old, new)
     return changes
 
 
