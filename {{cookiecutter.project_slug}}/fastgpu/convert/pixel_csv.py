@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import Listing
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
 from fastgpu.convert.splits import group_splits
-from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels
+from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels, read_word
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 
@@ -113,10 +113,7 @@ def list_pixels(
             words = {name: [] for name in (*labels, *([split_by] if split_by else []))}
             places = {name: file.header.index(name) for name in words}
         for name, place in places.items():
-            word = fields[place].strip()
-            if not word:
-                raise UserError(f"{path}:{line}: {name} is missing")
-            words[name].append(word)
+            words[name].append(read_word(path, line, name, fields[place]))
         lines.append(line)
     if not lines:
         raise UserError(f"{path} has no rows below its header")

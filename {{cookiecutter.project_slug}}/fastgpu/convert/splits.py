@@ -9,20 +9,14 @@ import numpy as np
 
 from fastgpu.process.launch import UserError
 
-SPLITS = ("train", "val", "test")
-SPLIT_OF_WORD = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "publictest": "val",
-    "test": "test",
-    "testing": "test",
-    "privatetest": "test",
+WORDS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "publictest"),
+    "test": ("test", "testing", "privatetest"),
 }
-"""{what data sets call a split, in small letters: our name}. PublicTest and PrivateTest are those of Kaggle."""
+"""{split: what data sets call it, in small letters}. PublicTest and PrivateTest are those of Kaggle."""
+SPLITS = tuple(WORDS)
+SPLIT_OF_WORD = {word: split for split, words in WORDS.items() for word in words}
 
 
 def parse_split(text: str) -> tuple[float, ...]:
