@@ -133,6 +133,9 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     Names are compared with their sub-folders only if they are not unique without. Raises UserError with the images that
     have no mask, or with on_error="skip" prints them; masks without an image are printed.
     """
+    for path in (folder, mask_folder):
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder; --masks is for a folder of images and one of masks")
     images = list_images(folder)
     masks = list_images(mask_folder)
 

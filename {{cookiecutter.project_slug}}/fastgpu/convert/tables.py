@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tupl
         file.seek(0)
         reader = csv.DictReader(file, delimiter=separator)
         check_columns(path, list(reader.fieldnames or []), wanted, "name those to read with --columns PATH,LABEL")
+        report_unused(reader.fieldnames or [], wanted)
         for entry in reader:
             for name, words in columns.items():
                 words.append(read_word(path, reader.line_num, name, entry[name]))
@@ -52,6 +53,13 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tupl
     if not lines:
         raise UserError(f"{path} has no rows below its header")
     return columns, lines
+
+
+def report_unused(present: Sequence[str], used: Container[str]) -> None:
+    """Print the columns that are not used: one of them may say the split."""
+    unused = [name for name in present if name not in used]
+    if unused:
+        print(f"columns that are not used: {list_first(unused)}")
 
 
 def read_word(path: Path, line: int, column: str, text: str | None) -> str:
