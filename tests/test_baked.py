@@ -89,7 +89,10 @@ def test_every_module_that_is_imported_is_there(baked, answer):
     assert missing == set()
 
 
-CONVERT_COMMANDS = {"images": {"images", "cifar10", "celeba", "synthetic"}, "recsys": {"movielens", "synthetic"}}
+CONVERT_COMMANDS = {
+    "images": {"images", "pixels", "cifar10", "celeba", "synthetic"},
+    "recsys": {"movielens", "synthetic"},
+}
 SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
 
 

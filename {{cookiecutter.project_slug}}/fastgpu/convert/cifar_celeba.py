@@ -146,7 +146,7 @@ def open_celeba(folder: Path, preprocessing: Preprocessing, on_error: OnError) -
     parts = np.array([part_of[name] for name in listing.names])
     splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(CELEBA_SPLITS)}
     listing = listing._replace(splits={split: rows for split, rows in splits.items() if len(rows)})
-    return open_images(listing, _image_opener(folder), preprocessing, on_error)
+    return open_images(listing.parts(), _image_opener(folder), preprocessing, on_error)
 
 
 def _read_attributes(path: Path) -> Listing:

@@ -18,7 +18,7 @@ from typing import get_args
 import numpy as np
 
 from fastgpu.convert.array_files import Columns
-from fastgpu.convert.array_images import ImageOptions, parse_range, prepare_images
+from fastgpu.convert.array_images import prepare_images
 from fastgpu.convert.cifar_celeba import open_celeba, open_cifar10
 from fastgpu.convert.command_line import (
     CommandLine,
@@ -27,7 +27,7 @@ from fastgpu.convert.command_line import (
     add_target_flags,
     read_target,
 )
-from fastgpu.convert.image_files import draw_parts, list_csv, list_folder, list_pairs, open_images
+from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
 from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.splits import SPLITS
@@ -68,7 +68,7 @@ def add_commands(command_line: CommandLine) -> None:
         "--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw"
     )
     parser.add_argument("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
-    parser.add_argument("--range", type=parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
+    parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
 
     add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
@@ -94,15 +94,13 @@ def images(args: Namespace) -> None:
     elif source.is_dir():
         listing = list_folder(source)
     else:
-        listing = list_csv(
-            source, args.columns.split(","), args.classes, delimiter=args.delimiter, split_by=args.split_by
-        )
+        columns = args.columns.split(",")
+        listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
-    if args.split:
-        listing = draw_parts(listing, args.split, args.seed)
-    parts = open_images(listing, lambda name: (root / name).open("rb"), _read_preprocessing(args), args.on_error)
-    write_files(parts, read_target(args))
+    parts = listing.parts(args.split, args.seed)
+    sources = open_images(parts, lambda name: (root / name).open("rb"), _read_preprocessing(args), args.on_error)
+    write_files(sources, read_target(args))
 
 
 def pixels(args: Namespace) -> None:
@@ -110,9 +108,7 @@ def pixels(args: Namespace) -> None:
     with explain_errors(args.source, "a CSV file of UTF-8 text"):
         file = PixelFile(Path(args.source), args.delimiter)
         listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
-    if args.split:
-        listing = draw_parts(listing, args.split, args.seed)
-    parts = listing.parts()
+    parts = listing.parts(args.split, args.seed)
     write_files({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, read_target(args))
 
 
@@ -134,7 +130,7 @@ def prepare_arrays(columns: Columns, args: Namespace) -> Columns:
     """What the command `arrays` does with images."""
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
-    return prepare_images(columns, ImageOptions(args.layout, args.range, args.clip))
+    return prepare_images(columns, args.layout, args.range, clip=args.clip)
 
 
 def make_images(args: Namespace) -> Mapping[str, Source]:
@@ -189,3 +185,10 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not a shape such as 3x32x32")
     return int(match[1]), int(match[2]), int(match[3])
+
+
+def _parse_range(text: str) -> tuple[float, float]:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?):(-?\d+(?:\.\d+)?)", text)
+    if match is None or float(match[1]) >= float(match[2]):
+        raise ArgumentTypeError(f"{text} is not the lowest and the highest value, such as 0:4095")
+    return float(match[1]), float(match[2])

@@ -18,6 +18,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.storage.images import IGNORED_CLASS, Preprocessing, decode, decode_pair, format_size, read_mask
 
+Size = tuple[int, int] | None
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
@@ -53,11 +54,17 @@ class Listing(NamedTuple):
             names=take(self.names), labels=labels, lines=take(self.lines), masks=take(self.masks), splits={}
         )
 
-    def parts(self) -> dict[str, "Listing"]:
-        """{split: its files}, or {"": all files}. All have the same dict of attributes."""
-        if not self.splits:
-            return {"": self}
-        return {name: self.choose(rows) for name, rows in self.splits.items()}
+    def parts(self, shares: Sequence[float] | None = None, seed: int = 0) -> dict[str, "Listing"]:
+        """{split: its files}, or {"": all files}. All have the same dict of attributes.
+
+        shares: of a split that is drawn at random. Raises UserError if the source says the split already.
+        """
+        splits = self.splits
+        if shares and splits:
+            raise UserError(f"--split is given, but {self.source} is split into {', '.join(splits)}; drop one")
+        if shares:
+            splits = draw_split(np.zeros(len(self.names)) if self.labels is None else self.labels, shares, seed)
+        return {name: self.choose(rows) for name, rows in splits.items()} or {"": self}
 
 
 # ---------------------------------------------------------------------------------------------- which files
@@ -126,6 +133,9 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     Names are compared with their sub-folders only if they are not unique without. Raises UserError with the images that
     have no mask, or with on_error="skip" prints them; masks without an image are printed.
     """
+    for path in (folder, mask_folder):
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder; --masks is for a folder of images and one of masks")
     images = list_images(folder)
     masks = list_images(mask_folder)
 
@@ -148,27 +158,18 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     if unused:
         print(f"{len(unused):,} masks have no image in {folder} and are left out: {list_first(unused)}")
     paths = [mask_folder / name for name in used_masks]
-    is_binary = _have_only_0_and_255(paths[:PROBED_FILES])
+    values: set[int] = set()
+    for path in paths[:PROBED_FILES]:
+        with suppress(Exception), path.open("rb") as file:  # what is wrong with it is reported when it is its turn
+            values |= set(np.unique(read_mask(file)).tolist())
+    is_binary = 255 in values and values <= {0, 255}
     if is_binary:
         print("the masks hold 0 and 255 only: 255 is written as class 1")
     return Listing(str(folder), names, None, {}, masks=paths, is_binary=is_binary)
 
 
-def _have_only_0_and_255(masks: Sequence[Path]) -> bool:
-    values: set[int] = set()
-    for path in masks:
-        with suppress(Exception), path.open("rb") as file:  # what is wrong with it is reported when it is its turn
-            values |= set(np.unique(read_mask(file)).tolist())
-    return 255 in values and values <= {0, 255}
-
-
 def list_csv(
-    path: Path,
-    columns: Sequence[str],
-    n_classes: int | None,
-    *,
-    delimiter: str | None = None,
-    split_by: str | None = None,
+    path: Path, columns: Sequence[str], n_classes: int | None, *, delimiter: str | None = None, split_by: str = ""
 ) -> Listing:
     """A CSV with a file and its labels in each line.
 
@@ -177,37 +178,25 @@ def list_csv(
     """
     if len(columns) < 2:
         raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
-    wanted = [*columns, split_by] if split_by else columns
-    table = read_table(path, wanted, delimiter)
-    words = {name: table.columns[name] for name in columns[1:]}
-    labels, attributes = parse_labels(path, words, table.lines, n_classes)
-    splits = group_splits(path, table.columns[split_by], table.lines) if split_by else {}
-    return Listing(str(path), table.columns[columns[0]], labels, attributes, table.lines, splits=splits)
-
-
-def draw_parts(listing: Listing, shares: Sequence[float], seed: int) -> Listing:
-    """The listing with a split that is drawn at random. Raises UserError if it has one already."""
-    if listing.splits:
-        raise UserError(f"--split is given, but {listing.source} is split into {', '.join(listing.splits)}; drop one")
-    labels = listing.labels
-    if labels is None:
-        labels = np.zeros(len(listing.names))
-    return listing._replace(splits=draw_split(labels, shares, seed))
+    words, lines = read_table(path, [*columns, *filter(None, [split_by])], delimiter)
+    labels, attributes = parse_labels(path, {name: words[name] for name in columns[1:]}, lines, n_classes)
+    splits = group_splits(path, words[split_by], lines) if split_by else {}
+    return Listing(str(path), words[columns[0]], labels, attributes, lines, splits=splits)
 
 
 # ---------------------------------------------------------------------------------------------- rows
 
 
 def open_images(
-    listing: Listing, open_file: OpenFile, preprocessing: Preprocessing, on_error: OnError
+    parts: Mapping[str, Listing], open_file: OpenFile, preprocessing: Preprocessing, on_error: OnError
 ) -> dict[str, "ImageFiles"]:
     """The rows of each split. All have the size of the first image that can be decoded, if --size is not given."""
     size = preprocessing.size
     sources = {}
-    for split, part in listing.parts().items():
-        sources[split] = ImageFiles(part, open_file, preprocessing, size=size, on_error=on_error)
+    for split, listing in parts.items():
+        sources[split] = ImageFiles(listing, open_file, preprocessing, size=size, on_error=on_error)
         size = sources[split].size
-    listing.attributes["preprocessing"] = preprocessing._replace(size=size).to_json()
+        listing.attributes["preprocessing"] = preprocessing._replace(size=size).to_json()
     return sources
 
 
@@ -223,10 +212,10 @@ class ImageFiles(DecodedRows):
         open_file: OpenFile,
         preprocessing: Preprocessing,
         *,
-        size: tuple[int, int] | None,
+        size: Size | None,
         on_error: OnError,
     ):
-        """size: (H, W) of the rows. None: that of the first image that can be decoded."""
+        """size: of the rows. None: that of the first image that can be decoded."""
         if not listing.names:
             raise UserError(f"{listing.source} has no images")
         columns = {} if listing.labels is None else {"labels": listing.labels}

@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import Listing
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
 from fastgpu.convert.splits import group_splits
-from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels
+from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels, read_word, report_unused
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 
@@ -48,7 +48,7 @@ class PixelFile:
     def choose_columns(self, fields: Sequence[str], others: Sequence[str], shape: tuple[int, ...] | None) -> None:
         """Find the columns of pixels and their shape. fields: of the first row. others: columns that are not pixels."""
         places = [place for place, name in enumerate(self.header) if name not in others]
-        packed = [place for place in places if len(fields[place].split()) > 1]
+        packed = [place for place in places if re.fullmatch(r"\d+(\s+\d+)+", fields[place].strip())]
         named = [place for place in places if PIXEL_COLUMN.fullmatch(self.header[place])]
         self._columns = packed[:1] or named or places
         n_pixels = len(self._numbers(fields))
@@ -95,7 +95,7 @@ def list_pixels(
     label: its column. None: the one column that is neither pixels nor split_by. shape: (C, H, W). None: a square.
     """
     path = file.path
-    if all(name.strip().lstrip("-").isdecimal() for name in file.header):
+    if file.header and all(name.strip().lstrip("-").isdecimal() for name in file.header):
         raise UserError(f"{path} has numbers in its first line, which should name the columns: label,pixel0,pixel1,...")
     named = [name for name in (label, split_by) if name]
     check_columns(path, file.header, named, "choose with --label and --split-by")
@@ -112,11 +112,9 @@ def list_pixels(
                 )
             words = {name: [] for name in (*labels, *([split_by] if split_by else []))}
             places = {name: file.header.index(name) for name in words}
+            report_unused(file.other_columns, words)
         for name, place in places.items():
-            word = fields[place].strip()
-            if not word:
-                raise UserError(f"{path}:{line}: {name} is missing")
-            words[name].append(word)
+            words[name].append(read_word(path, line, name, fields[place]))
         lines.append(line)
     if not lines:
         raise UserError(f"{path} has no rows below its header")

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
+from fastgpu.convert.reading import list_first
 from fastgpu.process.launch import UserError
 
-SPLITS = ("train", "val", "test")
-SPLIT_OF_WORD = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "publictest": "val",
-    "test": "test",
-    "testing": "test",
-    "privatetest": "test",
+WORDS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "publictest"),
+    "test": ("test", "testing", "privatetest"),
 }
-"""{what data sets call a split, in small letters: our name}. PublicTest and PrivateTest are those of Kaggle."""
+"""{split: what data sets call it, in small letters}. PublicTest and PrivateTest are those of Kaggle."""
+SPLITS = tuple(WORDS)
+MAX_SPLITS = 20
+"""Files that a column of splits may lead to."""
+SPLIT_OF_WORD = {word: split for split, words in WORDS.items() for word in words}
 
 
 def parse_split(text: str) -> tuple[float, ...]:
@@ -71,6 +68,8 @@ def group_splits(path: Path, words: Sequence[str], lines: Sequence[int]) -> dict
     that cannot be part of the name of a file.
     """
     names = {word: SPLIT_OF_WORD.get(word.lower(), word) for word in dict.fromkeys(words)}
+    if len(names) > MAX_SPLITS:
+        raise UserError(f"{path}: {len(names):,} splits, such as {list_first(list(names)[:3])}: is it another column?")
     for word, name in names.items():
         if not re.fullmatch(r"[\w-]+", name):
             line = lines[words.index(word)]

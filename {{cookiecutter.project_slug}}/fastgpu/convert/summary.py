@@ -42,8 +42,8 @@ def describe_rows(parts: Mapping[str, Source], order: str = "") -> Iterator[str]
 def describe_statistics(attributes: Mapping[str, Any]) -> Iterator[str]:
     """Lines of text: mean and standard deviation of each channel, and the classes of masks, if they are known."""
     if "mean" in attributes and "std" in attributes:
-        mean, std = (", ".join(f"{value:.1f}" for value in np.ravel(attributes[key])) for key in ("mean", "std"))
-        yield f"  mean     {mean}; std {std} (of each channel)"
+        mean, std = (np.array2string(np.ravel(attributes[key]), precision=1, threshold=8) for key in ("mean", "std"))
+        yield f"  mean     {mean}, std {std} of the channels"
     if "n_classes" in attributes:
         yield f"  classes  {attributes['n_classes']} in masks, besides 255 (ignored)"
 
@@ -54,10 +54,9 @@ def _format_size(size: list[int]) -> str:
 
 def _labels_of(source: Source) -> np.ndarray:
     """The labels, or an empty array if there are none in memory."""
-    if "labels" not in source.fields or source.fields["labels"].is_ragged:
-        return np.empty(0)
+    field = source.fields.get("labels")
     try:
-        return np.asarray(source.column("labels")[:])
+        return np.empty(0) if field is None or len(field.shape) > 1 else np.asarray(source.column("labels")[:])
     except KeyError:
         return np.empty(0)
 

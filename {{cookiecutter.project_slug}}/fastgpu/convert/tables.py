@@ -2,13 +2,13 @@
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fastgpu.convert.reading import explain_errors
+from fastgpu.convert.reading import explain_errors, list_first
 from fastgpu.process.launch import UserError
 
 DELIMITERS = (",", ";", "\t")
@@ -16,14 +16,6 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 MAX_UNUSED_CLASSES = 1000
 """Class numbers without a row. If there are more, the labels are likely not class numbers."""
-
-
-class Table(NamedTuple):
-    """Some columns of a CSV file, as text."""
-
-    columns: dict[str, list[str]]
-    lines: list[int]
-    """The line of the file that each row ends in."""
 
 
 def choose_delimiter(header: str, delimiter: str | None) -> str:
@@ -41,14 +33,11 @@ def check_columns(path: Path, present: Sequence[str], wanted: Sequence[str], cur
     for name in wanted:
         if present.count(name) != 1:
             problem = "no column" if name not in present else f"{present.count(name)} columns named"
-            shown = ", ".join(present[:20]) or "none"
-            if len(present) > 20:
-                shown += f" and {len(present) - 20} more"
-            raise UserError(f"{path} has {problem} {name}; it has {shown}; {cure}")
+            raise UserError(f"{path} has {problem} {name}; it has {list_first(present) or 'none'}; {cure}")
 
 
-def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> Table:
-    """These columns of a CSV file with a header. Raises UserError with the line if a value is missing."""
+def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tuple[dict[str, list[str]], list[int]]:
+    """({column: words}, the line of each row) of a CSV file with a header. Raises UserError if a value is missing."""
     columns: dict[str, list[str]] = {name: [] for name in wanted}
     lines = []
     with explain_errors(path, "a CSV file of UTF-8 text"), path.open(newline="", encoding="utf-8-sig") as file:
@@ -56,16 +45,29 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> Tabl
         file.seek(0)
         reader = csv.DictReader(file, delimiter=separator)
         check_columns(path, list(reader.fieldnames or []), wanted, "name those to read with --columns PATH,LABEL")
+        report_unused(reader.fieldnames or [], wanted)
         for entry in reader:
-            for name, values in columns.items():
-                word = (entry[name] or "").strip()
-                if not word:
-                    raise UserError(f"{path}:{reader.line_num}: {name} is missing")
-                values.append(word)
+            for name, words in columns.items():
+                words.append(read_word(path, reader.line_num, name, entry[name]))
             lines.append(reader.line_num)
     if not lines:
         raise UserError(f"{path} has no rows below its header")
-    return Table(columns, lines)
+    return columns, lines
+
+
+def report_unused(present: Sequence[str], used: Container[str]) -> None:
+    """Print the columns that are not used: one of them may say the split."""
+    unused = [name for name in present if name not in used]
+    if unused:
+        print(f"columns that are not used: {list_first(unused)}")
+
+
+def read_word(path: Path, line: int, column: str, text: str | None) -> str:
+    """A value of a column. Raises UserError if it is missing."""
+    word = (text or "").strip()
+    if not word:
+        raise UserError(f"{path}:{line}: {column} is missing")
+    return word
 
 
 def parse_labels(
@@ -82,12 +84,12 @@ def parse_labels(
     """
     kinds = {name: _find_kind(path, name, words, lines) for name, words in columns.items()}
     names = list(columns)
-    if "name" in kinds.values() and len(names) > 1:
-        name = next(name for name, kind in kinds.items() if kind == "name")
-        raise UserError(
-            f"{path}:{lines[0]}: {name} is {columns[name][0]!r}; several columns of labels should be numbers: 0 and 1 "
-            "for attributes, decimals for targets"
-        )
+    for name, words in columns.items():
+        if kinds[name] == "name" and len(names) > 1:
+            raise UserError(
+                f"{path}:{lines[0]}: {name} is {words[0]!r}; several columns of labels should be numbers: 0 and 1 for "
+                "attributes, decimals for targets"
+            )
     if "decimal" in kinds.values():
         if n_classes:
             raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")

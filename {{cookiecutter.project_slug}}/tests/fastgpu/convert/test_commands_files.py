@@ -177,7 +177,7 @@ def test_info_shows_what_the_rows_hold(tmp_path, convert):
         "uint8 (N, 3, 8, 8)",
         "3 classes",
         "  owl          30",
-        "mean     1.0, 2.0, 3.0; std 4.0",
+        "mean     [1. 2. 3.], std [4. 5. 6.]",
     ):
         assert part in shown
 

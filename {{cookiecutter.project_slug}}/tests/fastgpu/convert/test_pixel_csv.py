@@ -49,6 +49,17 @@ def test_pixels_in_one_column_with_a_column_for_the_split(tmp_path, convert, quo
         assert sorted(numbers) == [n for n in range(40) if USAGE[n % 4] in words]
 
 
+def test_columns_that_are_not_used_are_named(tmp_path, convert):
+    write_fer(tmp_path / "fer.csv", pixels_of(8, 4))
+    result = convert("pixels", "fer.csv", "fer.h5", "--label", "emotion")
+    assert "columns that are not used: Usage" in result.stdout
+    (tmp_path / "words.csv").write_text("mood,pixels\nvery sad,1 2 3 4\nvery sad,5 6 7 8\n")
+    result = convert("pixels", "words.csv", "words.h5")
+    assert result.returncode == 0, result.stderr
+    with h5py.File(tmp_path / "words.h5") as file:
+        assert file.attrs["class_names"].tolist() == ["very sad"]
+
+
 @pytest.mark.parametrize("delimiter", [",", ";"])
 def test_pixels_in_a_column_each(tmp_path, convert, delimiter):
     pixels = pixels_of(50, 24)

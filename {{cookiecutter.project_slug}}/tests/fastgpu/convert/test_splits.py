@@ -58,3 +58,5 @@ def test_words_become_splits_or_stay():
     }
     with pytest.raises(UserError, match=r"x.csv:3: the split '\.\./x' cannot be part of the name of a file"):
         group_splits(Path("x.csv"), ["train", "../x"], [2, 3])
+    with pytest.raises(UserError, match=r"x.csv: 30 splits, such as 0, 1, 2: is it another column"):
+        group_splits(Path("x.csv"), [str(n) for n in range(30)], range(30))
