@@ -46,7 +46,7 @@ class _MixedLine(Line):
     """The blocks of an epoch with the rows that are used, some blocks several times. A slot is one use of a block."""
 
     def __init__(self, rows: np.ndarray, slot_start: np.ndarray, slots: np.ndarray):
-        """rows: (epoch,) row ids, slot by slot. slot_start: (slots,) where each slot begins. slots: their order."""
+        """rows: (epoch,) row ids, slot by slot. slot_start: (slots,) where each begins in `rows`. slots: their order."""
         self._slot_rows = np.diff(slot_start, append=len(rows))
         super().__init__(self._slot_rows, slots)
         self._rows_of_slots = rows
@@ -79,7 +79,7 @@ class MixedSampler(BlockSampler):
         self._rows = self._order_rows(mixture)  # group after group
         self.n_rows = self.total_size
         self.turns = mixture.turns(self.n_rows)
-        self._checksum = zlib.crc32(self.turns, zlib.crc32(np.ascontiguousarray(mixture.groups)))
+        self._checksum = zlib.crc32(self.turns.tobytes(), zlib.crc32(mixture.groups.tobytes()))
 
     def _order_rows(self, mixture: Mixture) -> np.ndarray:
         """(rows,): the rows of each group in the order in which epochs take them: whole blocks, or single rows."""

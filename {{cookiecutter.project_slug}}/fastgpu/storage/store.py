@@ -8,6 +8,7 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 import glob
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.csr import open_field
+from fastgpu.storage.csr import FieldData, open_field
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
@@ -40,6 +41,8 @@ class Store(Source):
         self.attributes: dict[str, Any] = first.attributes
         self.filters = first.largest.filters
         self.by_h5py = not first.largest.is_direct
+        self.file_rows = [int(file.block_rows.sum()) for file in files]
+        """Number of rows of each file."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
         self.fields: dict[str, Field] = dict(first.fields)
         self.lengths = {}
@@ -87,19 +90,30 @@ def open_store(
     such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: check the SHA-256 of each block
     whenever it is read. trust_links: follow a file to bytes that lie in other files. chunk_cache: `rdcc_nbytes`,
     `rdcc_nslots` and `rdcc_w0` of h5py.File, for rows that only h5py can read.
+
+    A field may lie in another file than `paths`, with as many rows: {field: `other.h5::/dataset`}.
     """
     if not fields:
         raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
     if isinstance(paths, str):
         paths = [paths]
     options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
-    files = []
-    for path in paths:
-        for file_path, group in expand(key, path):
-            files.append(_File(key, file_path, group, fields=fields, options=options))
+    names = [name for path in paths for name in expand(key, path)]
+    elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
+    if len(names) > 1 and elsewhere:
+        raise UserError(
+            f"{key} names {len(names)} files, and a field is in another one ({elsewhere[0]}); name one file"
+        )
+    files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
     for file in files[1:]:
+        class_names = [each.attributes.get("class_names") for each in (files[0], file)]
+        if all(class_names) and class_names[0] != class_names[1]:
+            raise UserError(
+                f"{key}: the class_names of {file.name} are not those of {files[0].name}, so their labels mean "
+                "different classes; convert them together"
+            )
         for name, field in file.fields.items():
             expected = files[0].fields[name]
             if field.signature != expected.signature:
@@ -156,7 +170,21 @@ class _File:
 
     def _open_fields(self, root: h5py.Group, where: str, names: Mapping[str, str], options: ReadOptions) -> int:
         """Find the rows of all fields and return their number."""
-        data = {field: open_field(root, name, where, options) for field, name in names.items()}
+        with ExitStack() as other_files:
+            data = {}
+            for field, name in names.items():
+                path, is_other, dataset = name.partition("::")
+                if is_other:
+                    other = other_files.enter_context(open_file(path, f"field {field}: {path}"))
+                    data[field] = open_field(other, dataset, f"field {field}: {path}", options)
+                else:
+                    data[field] = open_field(root, name, where, options)
+            return self._note_fields(data, where, names, options)
+
+    def _note_fields(
+        self, data: Mapping[str, FieldData], where: str, names: Mapping[str, str], options: ReadOptions
+    ) -> int:
+        """Note where the rows of each field lie, and return their number."""
         lengths = {field: field_data.n_rows for field, field_data in data.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")

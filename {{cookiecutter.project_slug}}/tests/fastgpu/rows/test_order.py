@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from fastgpu.rows.order import BlockSampler, Shard, Line
+from fastgpu.rows.order import BlockSampler, Line, Shard
 
 
 class Case(NamedTuple):
