@@ -88,7 +88,7 @@ class Data(Section):
     @property
     def val_share(self) -> float | None:
         """The share of the training rows that data.val asks for; None if it names files."""
-        match = re.fullmatch(r"([\d.]+) *%", self.val) if isinstance(self.val, str) else None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
         return float(match[1]) / 100 if match else None
 
 

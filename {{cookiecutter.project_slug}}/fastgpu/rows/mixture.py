@@ -33,7 +33,7 @@ class Mixture(NamedTuple):
     """Whether all rows of a block are in one group. Blocks are then used as a whole, so that reads stay long."""
 
     def turns(self, n_rows: int) -> np.ndarray:
-        """(groups,) int64: the rows of each group in an epoch of `n_rows` rows, by the largest remainders."""
+        """(groups,) int64: the rows of each group in an epoch of `n_rows` rows (largest remainders)."""
         weights = np.asarray(self.weights, np.float64)
         exact = n_rows * weights / weights.sum()
         turns = np.floor(exact).astype(np.int64)
@@ -46,7 +46,7 @@ class _MixedLine(Line):
     """The blocks of an epoch with the rows that are used, some blocks several times. A slot is one use of a block."""
 
     def __init__(self, rows: np.ndarray, slot_start: np.ndarray, slots: np.ndarray):
-        """rows: (epoch,) row ids, slot by slot. slot_start: (slots,) where each begins in `rows`. slots: their order."""
+        """rows: (epoch,) row ids, slot by slot. slot_start: (slots,) where each begins. slots: their order."""
         self._slot_rows = np.diff(slot_start, append=len(rows))
         super().__init__(self._slot_rows, slots)
         self._rows_of_slots = rows
@@ -67,8 +67,8 @@ class MixedSampler(BlockSampler):
 
     An epoch has as many rows as the source, rounded down to whole global batches, so that no turn is left out. Like the
     plain order, it is a function of (seed, epoch) and the same for every world size that divides the canonical ranks.
-    It needs memory for each row: 4 bytes always, 5 to 12 more during an epoch, and 40 while one is planned (twice as much
-    from 2^31 rows on).
+    It needs memory for each row: 4 bytes always, 5 to 12 more during an epoch, and 40 while one is planned (twice as
+    much from 2^31 rows on).
     """
 
     def __init__(self, mixture: Mixture, block_rows: np.ndarray, batch_size: int, **options: Any):

@@ -11,7 +11,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
-from fastgpu.storage.store import expand, open_store
+from fastgpu.storage.store import check_classes, expand, open_store
 from fastgpu.storage.subset import hold_out
 from fastgpu.storage.unconverted import refuse_unconverted
 
@@ -19,7 +19,10 @@ from fastgpu.storage.unconverted import refuse_unconverted
 def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[Source, Source]:
     """The training rows and the validation rows. Raises UserError on every rank if one rank cannot open them."""
     with world.raise_on_every_rank():
-        return open_source(data, "train", loader, hdf5), open_source(data, "val", loader, hdf5)
+        source = open_source(data, "train", loader, hdf5)
+        val_source = open_source(data, "val", loader, hdf5)
+        check_classes("data.val", source, val_source)
+        return source, val_source
 
 
 def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
@@ -33,9 +36,14 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
         source = parts[0] if split == "train" else parts[1]
     if split == "val":
         source.mixture = None
-    elif data.balance == "classes":
-        if source.mixture:
+    elif source.mixture:
+        if data.balance == "classes":
             raise UserError("data.balance is classes and data.train has weights; use one of the two")
+        lost = np.setdiff1d(np.arange(len(source.mixture.names)), source.mixture.groups)
+        if len(lost):
+            name = source.mixture.names[lost[0]]
+            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
+    elif data.balance == "classes":
         source.mixture = _balance_classes(source)
     return source
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -23,6 +23,13 @@ from fastgpu.storage.csr import FieldData, open_field
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
+
+
+class Named(Protocol):
+    """A file or a source."""
+
+    name: str
+    attributes: dict[str, Any]
 
 
 class Store(Source):
@@ -108,12 +115,7 @@ def open_store(
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
     for file in files[1:]:
-        class_names = [each.attributes.get("class_names") for each in (files[0], file)]
-        if all(class_names) and class_names[0] != class_names[1]:
-            raise UserError(
-                f"{key}: the class_names of {file.name} are not those of {files[0].name}, so their labels mean "
-                "different classes; convert them together"
-            )
+        check_classes(key, files[0], file)
         for name, field in file.fields.items():
             expected = files[0].fields[name]
             if field.signature != expected.signature:
@@ -121,6 +123,17 @@ def open_store(
                     f"{key}: {file.name} holds {name} as {field}, {files[0].name} as {expected}; shards must agree"
                 )
     return Store(files)
+
+
+def check_classes(key: str, source: Named, other: Named) -> None:
+    """Raise UserError if both have `class_names`, and a label means another class in each. key: names the other one."""
+    names = zip(source.attributes.get("class_names") or [], other.attributes.get("class_names") or [], strict=False)
+    for label, (name, other_name) in enumerate(names):
+        if name != other_name:
+            raise UserError(
+                f"{key}: label {label} is {other_name} in {other.name} and {name} in {source.name} (attribute "
+                "class_names); convert them together"
+            )
 
 
 def expand(key: str, path: str) -> list[tuple[str, str]]:

@@ -33,8 +33,9 @@ def _describe_mixture(mixture: Mixture, epoch_rows: int) -> str:
     turns = mixture.turns(epoch_rows)
     passes = turns / np.bincount(mixture.groups)
     if len(turns) > MAX_GROUPS_SHOWN:
+        kind = "sources" if mixture.by_block else "classes"
         return (
-            f"{epoch_rows:,} rows, {turns.min():,} to {turns.max():,} of each of {len(turns):,} groups "
+            f"{epoch_rows:,} rows, {turns.min():,} to {turns.max():,} of each of {len(turns):,} {kind} "
             f"({passes.min():.3g} to {passes.max():.3g} passes)"
         )
     groups = zip(mixture.names, turns.tolist(), passes.tolist(), strict=True)
