@@ -84,12 +84,14 @@ def _balance_classes(source: Source) -> Mixture:
     except KeyError:
         labels = None
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
-        found = "is not in memory" if labels is None else f"is {source.fields['labels']}"
-        if "labels" not in source.fields:
-            found = f"is missing: there are {', '.join(source.fields)}"
+        found = f"is missing: there are {', '.join(source.fields)}"
+        if labels is not None:
+            found = f"is {source.fields['labels']}"
+        elif "labels" in source.fields:
+            found = "is not in memory (a Dataset needs an attribute `labels` or `targets`)"
         raise UserError(
-            f"data.balance is classes: the field `labels` of {source.name} {found}; it should have one whole number "
-            "for each row"
+            f"data.balance is classes, but the field `labels` of {source.name} {found}; it should have one whole "
+            "number for each row"
         )
     classes, groups = np.unique(labels, return_inverse=True)
     groups = groups.astype(np.min_scalar_type(len(classes)))

@@ -97,7 +97,7 @@ def hold_out(source: Source, share: float) -> tuple[Source, Source]:
 
 
 def _choose_rows(block_rows: np.ndarray, n_chosen: int) -> np.ndarray:
-    """(rows,) bool with `n_chosen` times True: neighbouring rows at one end of each stratum of a block."""
+    """(rows,) bool with `n_chosen` times True: a run of rows in each stratum of a block."""
     rng = np.random.default_rng(SEED)
     n_rows = int(block_rows.sum(dtype=np.int64))
     strata_of_block = -(-block_rows.astype(np.int64) // max(1, n_rows // MIN_STRATA))
@@ -108,8 +108,10 @@ def _choose_rows(block_rows: np.ndarray, n_chosen: int) -> np.ndarray:
     order = rng.permutation(len(rows))  # chance decides which strata give one row more than others
     chosen = np.empty_like(rows)
     chosen[order] = np.diff(np.cumsum(rows[order]) * n_chosen // n_rows, prepend=0)
-    starts = np.cumsum(rows) - rows + rng.integers(0, 2, len(rows)) * (rows - chosen)
-    before = np.cumsum(chosen) - chosen
+    offset = rng.integers(0, rows)  # where the run begins; it goes round, so that each row has the same chance
+    stratum = np.repeat(np.arange(len(rows)), chosen)
+    turn = np.arange(n_chosen) - (np.cumsum(chosen) - chosen)[stratum]
+    start = np.cumsum(rows) - rows
     is_chosen = np.zeros(n_rows, bool)
-    is_chosen[np.repeat(starts - before, chosen) + np.arange(n_chosen)] = True
+    is_chosen[start[stratum] + (offset[stratum] + turn) % rows[stratum]] = True
     return is_chosen

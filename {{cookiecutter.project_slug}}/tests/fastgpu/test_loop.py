@@ -127,9 +127,14 @@ def test_every_tier_trains_the_same_weights(folder, tier):
     assert same_weights(folder / "runs/device", folder / "runs" / tier)
 
 
-@pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
-def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at):
-    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2")
+MIXTURE = "data.train={rows.h5::/train: 1, rows.h5::/val: 2}"
+
+
+@pytest.mark.parametrize(
+    ("echo", "stop_at", "more"), [("1", 30, ()), ("2.5", 75, ()), ("1", 30, (MIXTURE, "data.val=10%"))]
+)
+def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at, more):
+    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2", *more)
     train("run.name=whole", *options)
     step = script.train_step
     n_steps = [0]
@@ -149,6 +154,18 @@ def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder,
     train("run.name=stopped", "run.resume=auto", *options)
     assert same_weights(folder / "runs/whole", run)
     assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
+
+
+@pytest.mark.parametrize("change", ["data.train={rows.h5::/train: 1, rows.h5::/val: 3}", "data.val=11%"])
+def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(folder, change):
+    train("train.epochs=1", MIXTURE, "data.val=10%")
+    (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
+    saved = json.loads(state.read_text())
+    saved["progress"] |= {"epoch": 0, "consumed": 4 * 32, "best": None}
+    state.write_text(json.dumps(saved))
+    with pytest.raises(UserError):
+        train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto", change)
+    train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto")
 
 
 @pytest.mark.slow
