@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastgpu.rows.contract import BlockRead, PoolPlan
-from fastgpu.rows.order import BlockSampler, Line
+from fastgpu.rows.order import BlockSampler
 
 
 class Mixture(NamedTuple):
@@ -42,32 +42,12 @@ class Mixture(NamedTuple):
         return turns
 
 
-class _MixedLine(Line):
-    """The blocks of an epoch with the rows that are used, some blocks several times. A slot is one use of a block."""
-
-    def __init__(self, rows: np.ndarray, slot_start: np.ndarray, slots: np.ndarray):
-        """rows: (epoch,) row ids, slot by slot. slot_start: (slots,) where each begins. slots: their order."""
-        self._slot_rows = np.diff(slot_start, append=len(rows))
-        super().__init__(self._slot_rows, slots)
-        self._rows_of_slots = rows
-        self._slot_start = slot_start
-        self._slots = slots
-
-    def rows(self, start: int, count: int) -> np.ndarray:
-        """(count,): the row ids at the places start, start + 1, ... of the line."""
-        first = self.slot(start)
-        slots = self._slots[first : self.slot(start + count - 1) + 1]
-        rows = self._rows_of_slots[_runs(self._slot_start[slots], self._slot_rows[slots])]
-        skipped = start - self.start(first)
-        return rows[skipped : skipped + count]
-
-
 class MixedSampler(BlockSampler):
     """A `BlockSampler` whose epoch has the turns of a `Mixture`.
 
     An epoch has as many rows as the source, rounded down to whole global batches, so that no turn is left out. Like the
     plain order, it is a function of (seed, epoch) and the same for every world size that divides the canonical ranks.
-    It needs memory for each row: 4 bytes always, 5 to 12 more during an epoch, and 40 while one is planned (twice as
+    It needs memory for each row: 4 bytes always, 4 more during an epoch, and about 60 while one is planned (twice as
     much from 2^31 rows on).
     """
 
@@ -112,14 +92,8 @@ class MixedSampler(BlockSampler):
 
     def max_values(self, lengths: np.ndarray) -> int:
         """An upper bound on the values in a pool of this rank: those of the longest rows, as often as they may come."""
-        max_uses = np.empty(len(self._rows), np.int64)
-        max_uses[self._rows] = np.repeat(-(-self.turns // self._group_rows), self._group_rows)
-        longest_first = np.argsort(-lengths, kind="stable")
-        ends = np.cumsum(max_uses[longest_first])
-        n_rows = min(self.max_pool_rows, int(ends[-1]))
-        last = int(np.searchsorted(ends, n_rows))  # the last row that counts; not all of its uses may
-        values = np.cumsum((max_uses * lengths)[longest_first])
-        return int(values[last] - (ends[last] - n_rows) * lengths[longest_first[last]])
+        max_uses = np.repeat(-(-self.turns // self._group_rows), self._group_rows)
+        return int(np.sort(np.repeat(lengths[self._rows], max_uses))[-self.max_pool_rows :].sum(dtype=np.int64))
 
     def row_ids(self, plan: PoolPlan) -> np.ndarray:
         """(rows,) int64: the row of the source at each place of the pool."""
@@ -129,8 +103,10 @@ class MixedSampler(BlockSampler):
         row_ids[np.concatenate([read.places for read in plan.reads])] = _runs(starts, counts)
         return row_ids
 
-    def _line(self, epoch: int) -> _MixedLine:
-        """The rows that are used at least once, block by block, then those that are used at least twice, and so on."""
+    def _line(self, epoch: int) -> np.ndarray:
+        """(rows of the epoch,): row ids. The rows of a block that are used at least once lie together, so do those that
+        are used at least twice, and so on. The order of these runs is random.
+        """
         uses = self.uses(epoch)
         passes = []
         rows = np.flatnonzero(uses).astype(self._rows.dtype)
@@ -141,22 +117,25 @@ class MixedSampler(BlockSampler):
         rows = np.concatenate(passes)
         blocks = np.searchsorted(self._block_start, rows, "right")
         is_first = (np.diff(blocks, prepend=-1) != 0) | (np.diff(rows, prepend=-1) <= 0)  # another block or pass
-        slot_start = np.flatnonzero(is_first)
-        slots = np.arange(len(slot_start), dtype=np.int32)
-        self._rng(epoch).shuffle(slots)
-        return _MixedLine(rows, slot_start, slots)
+        starts = np.flatnonzero(is_first)
+        counts = np.diff(starts, append=len(rows))
+        order = self._rng(epoch).permutation(len(starts))
+        return rows[_runs(starts[order], counts[order])]
 
-    def _reads(self, start: int, places: np.ndarray, line: Line) -> Iterator[BlockRead]:
+    def _reads(self, start: int, places: np.ndarray, line: np.ndarray) -> Iterator[BlockRead]:
         """Cut the rows start, start + 1, ... of the line at the borders of the blocks and where rows are left out."""
-        assert isinstance(line, _MixedLine)
-        rows = line.rows(start, len(places))
-        blocks = np.searchsorted(self._block_start, rows, "right") - 1
-        cuts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(blocks, prepend=-1) != 0))
-        blocks = blocks[cuts]
-        firsts = rows[cuts] - self._block_start[blocks]
-        ends = [*cuts[1:].tolist(), len(rows)]
-        for block, first, cut, end in zip(blocks.tolist(), firsts.tolist(), cuts.tolist(), ends, strict=True):
-            yield BlockRead(block, first, places[cut:end])
+        return split_rows(line[start : start + len(places)], places, self._block_start)
+
+
+def split_rows(rows: np.ndarray, places: np.ndarray, block_start: np.ndarray) -> Iterator[BlockRead]:
+    """Cut row ids, (n,), into runs of neighbouring rows of one block. block_start: (blocks,) the first row of each."""
+    blocks = np.searchsorted(block_start, rows, "right") - 1
+    cuts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(blocks, prepend=-1) != 0))
+    blocks = blocks[cuts]
+    firsts = rows[cuts] - block_start[blocks]
+    bounds = [*cuts.tolist(), len(rows)]
+    for block, first, cut, end in zip(blocks.tolist(), firsts.tolist(), bounds, bounds[1:], strict=False):
+        yield BlockRead(block, first, places[cut:end])
 
 
 def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

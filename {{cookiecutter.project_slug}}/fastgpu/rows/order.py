@@ -10,7 +10,7 @@ ranks.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import DistributedSampler
@@ -27,7 +27,7 @@ class Shard(NamedTuple):
     """A multiple of world_size that divides the global batch. None: world_size."""
 
 
-class Line:
+class _Line:
     """Blocks that lie one after the other: finds the block that holds a row of the line, and where the block begins.
 
     Only the start of every 1,024th block is stored and the others are summed on demand: 10^7 blocks need 80 kB instead
@@ -102,7 +102,7 @@ class BlockSampler(DistributedSampler):
                 "canonical ranks"
             )
         self._block_rows = np.asarray(block_rows, np.int32)
-        self._file = Line(self._block_rows)
+        self._file = _Line(self._block_rows)
         self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
         if drop_last:
             rank_rows = n_rows // self.canonical_ranks
@@ -183,15 +183,15 @@ class BlockSampler(DistributedSampler):
         for number in range(start_batch // self.pool_batches, self.pools_per_epoch):
             yield self._plan(epoch, number, line, start_batch)
 
-    def _line(self, epoch: int) -> Line:
-        """The blocks of an epoch, one after the other."""
+    def _line(self, epoch: int) -> Any:
+        """The rows of an epoch one after the other, in the form that `_reads` takes."""
         if not self.shuffle:
             return self._file
         blocks = np.arange(len(self._block_rows), dtype=np.int32)
         self._rng(epoch).shuffle(blocks)
-        return Line(self._block_rows, blocks)
+        return _Line(self._block_rows, blocks)
 
-    def _plan(self, epoch: int, number: int, line: Line, start_batch: int) -> PoolPlan:
+    def _plan(self, epoch: int, number: int, line: Any, start_batch: int) -> PoolPlan:
         """Plan one pool of this rank.
 
         Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
@@ -249,7 +249,7 @@ class BlockSampler(DistributedSampler):
         """
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
-    def _reads(self, start: int, places: np.ndarray, line: Line) -> Iterator[BlockRead]:
+    def _reads(self, start: int, places: np.ndarray, line: Any) -> Iterator[BlockRead]:
         """Cut the rows start, start + 1, ... of the line at the borders of the blocks."""
         slot = line.slot(start)
         first = start - line.start(slot)  # only the first block may begin in its middle

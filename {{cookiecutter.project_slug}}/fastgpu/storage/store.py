@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
@@ -23,13 +22,6 @@ from fastgpu.storage.csr import FieldData, open_field
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
-
-
-class Named(Protocol):
-    """A file or a source."""
-
-    name: str
-    attributes: dict[str, Any]
 
 
 class Store(Source):
@@ -125,7 +117,7 @@ def open_store(
     return Store(files)
 
 
-def check_classes(key: str, source: Named, other: Named) -> None:
+def check_classes(key: str, source: "Source | _File", other: "Source | _File") -> None:
     """Raise UserError if both have `class_names`, and a label means another class in each. key: names the other one."""
     names = zip(source.attributes.get("class_names") or [], other.attributes.get("class_names") or [], strict=False)
     for label, (name, other_name) in enumerate(names):
@@ -164,10 +156,17 @@ class _File:
         """{field: (rows, *shape), or (N,) for a ragged field}, for those that are kept in memory"""
         self._layouts: dict[str, Layout] = {}
         """{field: where its rows lie; for a ragged field: where its values lie}"""
-        with open_file(path, f"{key}: {path}") as file:
+        with ExitStack() as files:
+            file = files.enter_context(open_file(path, f"{key}: {path}"))
             root = open_group(file, group, f"{key}: {path}", trust_links=options.trust_links)
             self.attributes = attributes_of(root)
-            n_rows = self._open_fields(root, f"{key}: {self.name}", fields, options)
+            data = {}
+            for field_name, name in fields.items():
+                other, _, dataset = name.rpartition("::")
+                where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
+                place = files.enter_context(open_file(other, where)) if other else root
+                data[field_name] = open_field(place, dataset, where, options)
+            n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]
             for name, field in self.fields.items():  # in memory, so that a block costs one read: of the largest field
@@ -181,23 +180,10 @@ class _File:
         self.block_rows = np.diff(self.block_start, append=n_rows).astype(np.int32)
         """(blocks,) int32: number of rows in each block."""
 
-    def _open_fields(self, root: h5py.Group, where: str, names: Mapping[str, str], options: ReadOptions) -> int:
-        """Find the rows of all fields and return their number."""
-        with ExitStack() as other_files:
-            data = {}
-            for field, name in names.items():
-                path, is_other, dataset = name.partition("::")
-                if is_other:
-                    other = other_files.enter_context(open_file(path, f"field {field}: {path}"))
-                    data[field] = open_field(other, dataset, f"field {field}: {path}", options)
-                else:
-                    data[field] = open_field(root, name, where, options)
-            return self._note_fields(data, where, names, options)
-
     def _note_fields(
-        self, data: Mapping[str, FieldData], where: str, names: Mapping[str, str], options: ReadOptions
+        self, data: Mapping[str, FieldData], names: Mapping[str, str], where: str, options: ReadOptions
     ) -> int:
-        """Note where the rows of each field lie, and return their number."""
+        """Note where the rows of all fields lie, and return their number."""
         lengths = {field: field_data.n_rows for field, field_data in data.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")

@@ -1,7 +1,4 @@
-"""Recognises photos, tables, arrays and archives that are not HDF5 files yet, and names the command that converts them.
-
-Only names and the first line of a table are looked at.
-"""
+"""Names the command that converts a folder of images, a table or a NumPy file where an HDF5 file is expected."""
 
 import glob
 import shlex
@@ -15,7 +12,7 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".p
 TABLES = (".csv", ".tsv", ".txt")
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 MAX_NAMES = 100
-"""Number of names that are looked at in a folder and in each of its first folders."""
+"""Number of names in a folder that are looked at."""
 MIN_PIXEL_COLUMNS = 50
 """A table with so many columns is taken for one with a pixel in each."""
 
@@ -23,71 +20,47 @@ MIN_PIXEL_COLUMNS = 50
 def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[str]) -> None:
     """Raise UserError with the command of convert.py if `paths` names files that it can convert.
 
-    key: the config key that holds the paths. fields: names of the fields that are to be read.
+    Only names and the first line of a table are looked at. key: the config key that holds the paths. fields: names of
+    the fields that are to be read.
     """
-    for path in [paths] if isinstance(paths, str) else paths:
-        advice = _advise(path, fields)
-        if advice:
-            raise UserError(f"{key} is {path}, {advice}")
+    for name in [paths] if isinstance(paths, str) else paths:
+        path = Path(name)
+        suffix = path.suffix.lower()
+        while suffix in IMAGES and (path.is_file() or glob.has_magic(str(path))):
+            path = path.parent  # of an image, or of a pattern such as photos/*/*.jpg
+        if not path.exists():
+            continue
+        target = shlex.quote(f"data/{path.resolve().name.split('.')[0]}.h5")
+        source = shlex.quote(name if path == Path(name) else str(path))
+        what = ""
+        if path.is_dir() and _has_images(path):
+            what, command = "a folder of images", f"images {source} {target} --split 0.9"
+        elif suffix in TABLES:
+            what, command = "a table", f"{_command_for(path)} {source} {target}"
+        elif suffix == ".npy":
+            arrays = [f"{fields[0]}={source}", *(f"{field}=FILE.npy" for field in fields[1:])]
+            what, command = "a NumPy array", f"arrays {' '.join(arrays)} {target}"
+        elif suffix == ".npz":
+            what, command = "a file of NumPy arrays", f"arrays {source} {target}"
+        elif suffix in ARCHIVES:
+            what, command = "an archive (unpack it, unless --help lists it)", "--help"
+        if what:
+            raise UserError(f"{key} is {name}, {what}; convert it once: python convert.py {command}")
 
 
-def _advise(name: str, fields: Sequence[str]) -> str:
-    """What a path is, and what to do with it; empty if it may be an HDF5 file."""
-    path = Path(name)
-    suffix = path.suffix.lower()
-    if suffix in IMAGES:  # an image, or a pattern such as photos/*/*.jpg
-        while glob.has_magic(str(path)) or path.is_file():
-            path = path.parent
-    if not path.exists():
-        return ""
-    stem = path.resolve().name.split(".")[0]
-    source = shlex.quote(str(path) if suffix in IMAGES else name)
-    target = shlex.quote(f"data/{stem}.h5")
-    parts = shlex.quote(f"data.train=data/{stem}-train.h5") + " " + shlex.quote(f"data.val=data/{stem}-val.h5")
-    whole = f"{shlex.quote(f'data.train=data/{stem}.h5')} data.val=10%"
-    run = "convert it once: python convert.py"
-    if path.is_dir():
-        names = _names_in(path)
-        if any(each.startswith("img_align_celeba") for each in names):
-            return f"CelebA as published; {run} celeba {source} {target}, then use {parts}"
-        if any(each.startswith("data_batch_") for each in names):
-            return f"CIFAR-10 as published; {run} cifar10 {source} {target}, then use {whole}"
-        if any(each.lower().endswith(IMAGES) for each in names):
-            return f"a folder of images; {run} images {source} {target} --split 0.9, then use {parts}"
-    elif suffix in TABLES:
-        columns = _columns_of(path)
-        if {"userId", "movieId"} <= set(columns):
-            return f"a table of ratings; {run} movielens {source} {target}, then use {parts}"
-        if "pixels" in columns or len(columns) >= MIN_PIXEL_COLUMNS:
-            return f"a table of pixels; {run} pixels {source} {target}, then use {whole}"
-        return f"a table; if it lists images and labels, {run} images {source} {target} --split 0.9, then use {parts}"
-    elif suffix == ".npy":
-        arrays = " ".join([f"{fields[0]}={source}", *(f"{field}=FILE.npy" for field in fields[1:])])
-        return f"a NumPy array; {run} arrays {arrays} {target}, then use {whole}"
-    elif suffix == ".npz":
-        return f"a file of NumPy arrays; {run} arrays {source} {target}, then use {whole}"
-    elif suffix in ARCHIVES:
-        if path.name.startswith("cifar-10-"):
-            return f"CIFAR-10 as published; {run} cifar10 {source} {target}, then use {whole}"
-        if path.name.startswith("ml-"):
-            return f"MovieLens as published; {run} movielens {source} {target}, then use {parts}"
-        return "an archive; unpack it, then convert what is in it: python convert.py --help"
-    return ""
+def _has_images(folder: Path) -> bool:
+    """Whether images are among the first names in a folder, or in the first folder in it."""
+    names = list(islice(folder.iterdir(), MAX_NAMES))
+    inner = next((name for name in names if name.is_dir()), None)
+    names += islice(inner.iterdir(), MAX_NAMES) if inner else []
+    return any(name.suffix.lower() in IMAGES for name in names)
 
 
-def _names_in(folder: Path) -> list[str]:
-    """Some names in a folder, and in some of the folders in it."""
-    entries = list(islice(folder.iterdir(), MAX_NAMES))
-    names = [entry.name for entry in entries]
-    for entry in entries[:5]:
-        if entry.is_dir():
-            names += [each.name for each in islice(entry.iterdir(), MAX_NAMES)]
-    return names
-
-
-def _columns_of(table: Path) -> list[str]:
-    """The fields of the first line of a table."""
+def _command_for(table: Path) -> str:
+    """The command of convert.py that reads such a table, judged by its first line."""
     with table.open(encoding="utf-8", errors="replace") as lines:
         line = lines.readline(1 << 20)
-    separator = max(",;\t", key=line.count)
-    return [column.strip().strip('"') for column in line.split(separator)]
+    if "movieId" in line:
+        return "movielens"
+    n_columns = 1 + max(map(line.count, ",;\t"))
+    return "pixels" if "pixels" in line or n_columns >= MIN_PIXEL_COLUMNS else "images"

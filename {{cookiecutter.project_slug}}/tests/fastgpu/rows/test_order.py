@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from fastgpu.rows.order import BlockSampler, Line, Shard
+from fastgpu.rows.order import BlockSampler, Shard, _Line
 
 
 class Case(NamedTuple):
@@ -186,7 +186,7 @@ def test_resuming_inside_a_batch_is_refused():
 def test_a_line_finds_every_row():
     rows = np.random.default_rng(0).integers(1, 4, 3000).astype(np.int32)  # more blocks than a line keeps starts of
     for blocks in (None, np.random.default_rng(1).permutation(3000)):
-        line = Line(rows, blocks)
+        line = _Line(rows, blocks)
         slots = np.repeat(np.arange(3000), rows if blocks is None else rows[blocks])
         assert [line.slot(row) for row in range(len(slots))] == slots.tolist()
         assert [line.start(slot) for slot in range(3000)] == np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
