@@ -1,6 +1,7 @@
 """Names the command that converts a folder of images, a table or a NumPy file where an HDF5 file is expected."""
 
 import glob
+import os
 import shlex
 from collections.abc import Sequence
 from itertools import islice
@@ -28,7 +29,7 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
         suffix = path.suffix.lower()
         while suffix in IMAGES and (path.is_file() or glob.has_magic(str(path))):
             path = path.parent  # of an image, or of a pattern such as photos/*/*.jpg
-        if not path.exists():
+        if not os.access(path, os.R_OK):  # it may be missing, too; whoever opens it says so
             continue
         target = shlex.quote(f"data/{path.resolve().name.split('.')[0]}.h5")
         source = shlex.quote(name if path == Path(name) else str(path))
