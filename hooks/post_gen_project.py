@@ -38,7 +38,7 @@ ONLY_FOR = {
         "tests/fastgpu/convert/test_pixel_csv.py",
         "tests/fastgpu/convert/test_synthetic_images.py",
         "tests/fastgpu/convert/test_tables.py",
-        "tests/fastgpu/storage/test_images.py",
+        "tests/fastgpu/storage/test_image_decoding.py",
         "tests/fastgpu/training/test_augment.py",
     ],
     "recsys": [

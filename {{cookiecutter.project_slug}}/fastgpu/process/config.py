@@ -6,6 +6,7 @@ The section `model` belongs to the workload, which declares its settings itself 
 does not import torch, so a typing error in the config is reported at once.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -17,6 +18,7 @@ Kernels = Literal["torch", "apex", "none"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -54,14 +56,19 @@ class Run(Section):
 class Data(Section):
     """Which rows are trained on, and in which portions."""
 
-    train: str | list[str]
-    """HDF5 file, list of files or glob pattern (shards). `file.h5::/group` uses the datasets of a group."""
+    train: str | list[str] | dict[str, Weight]
+    """HDF5 file, list of files or glob pattern (shards). `file.h5::/group` uses the datasets of a group. {file: weight}
+    mixes several sources: each epoch takes rows from them in proportion to the weights."""
     val: str | list[str]
-    """The same for validation."""
+    """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
+    every run.seed."""
     fields: dict[str, str]
-    """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix."""
+    """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix.
+    `other.h5::/dataset` reads a field from another file that has as many rows; attributes are those of data.train."""
     val_fields: dict[str, str] = {}
     """The same for data.val. Empty: data.fields."""
+    balance: Literal["none", "classes"] = "none"
+    """classes: each epoch has equally many rows of each value of the field `labels`, and as many rows as data.train."""
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
     batch_size: Count = 64
@@ -81,6 +88,12 @@ class Data(Section):
     """Check the SHA-256 of each block whenever it is read (only files written by convert.py have checksums)."""
     trust_links: bool = False
     """Follow external datasets, virtual datasets and links into other files. Only for files that you trust."""
+
+    @property
+    def val_share(self) -> float | None:
+        """The share of the training rows that data.val asks for; None if it names files."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
+        return float(match[1]) / 100 if match else None
 
 
 class Loader(Section):

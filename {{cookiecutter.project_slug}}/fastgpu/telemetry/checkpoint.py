@@ -34,6 +34,7 @@ ORDER_KEYS = {
     "lanes": "data.canonical_ranks",
     "pool_batches": "data.pool_batches",
     "seed": "run.seed",
+    "mixture": "the sources, weights or classes of data.train, or the share of data.val",
 }
 """{name in state.json: what a person calls it}"""
 

@@ -142,9 +142,14 @@ def test_every_tier_trains_the_same_weights(folder, tier):
     assert same_weights(folder / "runs/device", folder / "runs" / tier)
 
 
-@pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
-def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at):
-    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2")
+MIXTURE = "data.train={rows.h5::/train: 1, rows.h5::/val: 2}"
+
+
+@pytest.mark.parametrize(
+    ("echo", "stop_at", "more"), [("1", 30, ()), ("2.5", 75, ()), ("1", 30, (MIXTURE, "data.val=10%"))]
+)
+def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at, more):
+    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2", *more)
     train("run.name=whole", *options)
     with monkeypatch.context() as patch:
         stop_training_at(stop_at, patch)
@@ -183,6 +188,18 @@ def test_averaging_may_begin_and_end_when_a_run_is_resumed(folder):
     assert average["n_averaged"] == STEPS_PER_EPOCH
     train("train.epochs=3", "run.resume=auto")
     assert len(val_points(run)) == 3
+
+
+@pytest.mark.parametrize("change", ["data.train={rows.h5::/train: 1, rows.h5::/val: 3}", "data.val=11%"])
+def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(folder, change):
+    train("train.epochs=1", MIXTURE, "data.val=10%")
+    (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
+    saved = json.loads(state.read_text())
+    saved["progress"] |= {"epoch": 0, "consumed": 4 * 32, "best": None}
+    state.write_text(json.dumps(saved))
+    with pytest.raises(UserError):
+        train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto", change)
+    train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto")
 
 
 @pytest.mark.slow
