@@ -54,6 +54,7 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    top = 1
     lighter = MappingProxyType(
         {
             "flip": False,
@@ -78,7 +79,8 @@ class Workload(workloads.Workload):
         if self.has_attributes:
             self.n_classes = train.fields["labels"].shape[0]
         else:
-            self.n_classes = len(self.class_names) or _count_classes(train)
+            n_classes = int(train.attributes.get("n_classes", 0))
+            self.n_classes = len(self.class_names) or n_classes or _count_classes(train)
         for source in (train, val):
             _check_labels(source, 1 if self.has_attributes else self.n_classes - 1)
         self._normalize = Normalize(train.attributes, self.shape_CHW[0])
@@ -147,6 +149,18 @@ class Workload(workloads.Workload):
             "top5_pct": Sum(100 * hits_B5.sum(), n),
             "loss": Sum(loss, n),
         }
+
+    def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        """`class` and its `probability`, (B,), or (B, top) if `top` is above 1; for attributes the probability of each,
+        by its name."""
+        logits_BK = model(batch["images"]).float()
+        if self.has_attributes:
+            names = self.class_names or [f"attribute_{number}" for number in range(self.n_classes)]
+            return dict(zip(names, logits_BK.sigmoid().unbind(1), strict=True))
+        best = logits_BK.softmax(1).topk(min(self.top, self.n_classes), dim=1)
+        if self.top == 1:
+            return {"class": best.indices[:, 0], "probability": best.values[:, 0]}
+        return {"class": best.indices, "probability": best.values}
 
     def card(self) -> dict[str, Any]:
         return {

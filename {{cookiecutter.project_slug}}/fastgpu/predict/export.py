@@ -1,0 +1,78 @@
+"""The model as a program for torch.export (.pt2) or ONNX (.onnx), compared with the model before it gets its name."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+from torch.utils._pytree import tree_leaves
+
+from fastgpu.predict.model import Trained, fields_read, make_rows
+from fastgpu.process.atomic import atomic_replace
+from fastgpu.process.launch import UserError
+
+TOLERANCE = 1e-4
+"""Largest difference that is accepted, as a share of the largest output of the model."""
+
+
+@torch.no_grad()
+def export(trained: Trained, path: Path) -> str:
+    """Write the program, for any number of rows, and return a line about it. It normalises its input like the model.
+
+    Raises UserError if the model cannot be exported, or if the program gives other numbers than the model.
+    """
+    if path.suffix == ".onnx" and not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
+        raise UserError(f"--export {path} needs ONNX: pip install -c constraints.txt -e '.[export]'")
+    inputs = [_model_inputs(trained, n_rows) for n_rows in (2, 3, 5)]
+    sizes_that_vary = tuple(
+        {dim: Dim.DYNAMIC for dim in range(one.ndim) if one.shape[dim] != other.shape[dim]}
+        for one, other in zip(*inputs[:2], strict=True)
+    )
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        program = torch.export.export(trained.model, inputs[0], dynamic_shapes=sizes_that_vary)
+        if path.suffix == ".onnx":
+            torch.onnx.export(program, (), partial, dynamo=True, external_data=False, verbose=False)
+        else:
+            torch.export.save(program, partial)
+        difference = max(_difference(trained, partial, each) for each in inputs)
+    except Exception as error:  # the exporters raise errors of many kinds
+        partial.unlink(missing_ok=True)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{path}: this model cannot be exported: {reason}") from error
+    if not difference <= TOLERANCE:
+        partial.unlink()
+        raise UserError(f"{path}: the program differs from the model by {difference:.2g} of its largest output")
+    atomic_replace(partial, path)
+    return f"{path}: differs from the model by at most {difference:.2g} of its largest output, any batch size"
+
+
+def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:
+    """What `predict` passes to the model for made-up rows."""
+    model, workload, card = trained
+    calls: list[Any] = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    workload.predict(model, make_rows(fields_read(workload.predict, trained), n_rows, random=True))
+    hook.remove()
+    if [kwargs for _, kwargs in calls][:1] != [{}]:
+        raise UserError(f"workloads/{card['workload']}.py: predict should call model(...) with arguments by position")
+    args: tuple[Tensor, ...] = calls[0][0]
+    return args
+
+
+def _difference(trained: Trained, path: Path, inputs: tuple[Tensor, ...]) -> float:
+    """The largest difference to the model, as a share of the largest output."""
+    expected = tree_leaves(trained.model(*inputs))
+    if path.suffix == ".onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path)
+        names = [each.name for each in session.get_inputs()]
+        arrays = [each.numpy() for each in inputs]
+        outputs = [torch.from_numpy(each) for each in session.run(None, dict(zip(names, arrays, strict=True)))]
+    else:
+        outputs = tree_leaves(torch.export.load(path).module()(*inputs))
+    largest = max(float(each.abs().max()) for each in expected)
+    return max(float((one - other).abs().max()) for one, other in zip(expected, outputs, strict=True)) / max(largest, 1e-12)
