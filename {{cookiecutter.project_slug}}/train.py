@@ -1,7 +1,7 @@
 """Train on rows that are on the device before the step asks for them.
 
 python train.py                                             one process: a CPU or one GPU
-torchrun --standalone --nproc-per-node=gpu train.py         every GPU of this machine
+torchrun --standalone --nproc-per-node=gpu train.py         on a machine with GPUs: all of them
 python train.py data.batch_size=512 train.epochs=3          any key of config.yaml; --help lists them
 """
 
@@ -34,6 +34,7 @@ from fastgpu.telemetry.checkpoint import Stateful
 from fastgpu.telemetry.describe import describe_feed
 from fastgpu.telemetry.run import open_run
 from fastgpu.training.apex import choose_kernels
+from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import reseed, share_gradients, unused_gpus_hint
@@ -51,15 +52,24 @@ class Parts(NamedTuple):
     feed: Feed
     val_feed: Feed
     workload: Workload
-    model: nn.Module  # as it is saved and validated
+    model: nn.Module
     ddp: nn.Module  # the same model; it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
+    ema: AveragedModel | None = None  # its weights, averaged over the steps
+
+    @property
+    def model_to_use(self) -> nn.Module:
+        """The model that is validated and saved for use: the averaged one, if there is one."""
+        return self.ema.module if self.ema and self.ema.n_averaged else self.model
 
     @property
     def state(self) -> dict[str, Stateful]:
-        """What a checkpoint holds."""
-        return {"model": self.model, "step": OptimizerState(self.optimizer, self.precision.scaler)}
+        """What a checkpoint needs for resuming."""
+        state: dict[str, Stateful] = {"model": self.model}
+        if self.ema:
+            state["ema"] = self.ema
+        return state | {"step": OptimizerState(self.optimizer, self.precision.scaler)}
 
 
 def build(cfg: Config, world: World) -> Parts:
@@ -80,6 +90,7 @@ def build(cfg: Config, world: World) -> Parts:
     # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
     model = to_device(workload.model(), world.device, cfg.train.channels_last)
+    ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
     optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world))
     precision = mixed_precision(cfg.train.precision, world.device)
     has_ragged = any(field.is_ragged for field in source.fields.values())
@@ -92,7 +103,7 @@ def build(cfg: Config, world: World) -> Parts:
         model=options.model_dump(),
         train={"precision": precision.name},
     )
-    return Parts(resolved, source, val_source, sizes, feed, val_feed, workload, model, ddp, optimizer, precision)
+    return Parts(resolved, source, val_source, sizes, feed, val_feed, workload, model, ddp, optimizer, precision, ema)
 
 
 def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
@@ -115,6 +126,8 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
         nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
     scaler.step(optimizer)
     scaler.update()
+    if parts.ema:
+        parts.ema.update_parameters(parts.model)
     optimizer.zero_grad()
     return torch.stack(losses).sum()
 
@@ -148,12 +161,12 @@ def train(cfg: Config, world: World) -> None:
                     if run.clock.steps == cfg.log.every_steps:
                         run.report(fresh_rows, lr)  # inside a pool, the host waits for the device only here
                 at.consumed = pool.plan.consumed
-                run.save_if_due(parts.model)
+                run.save_if_due(parts.model_to_use)
             if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
             metrics = evaluate(
-                parts.model,
+                parts.model_to_use,
                 workload,
                 parts.val_feed.pools(at.epoch),
                 batch_size=parts.sizes.batch_size,
@@ -165,7 +178,7 @@ def train(cfg: Config, world: World) -> None:
                 train_s = run.epoch_throughput.train_s_per_row * world.world_size
                 run.set_echo(free_echo(read_s, train_s, workload.is_random))
                 read_before = feed.read_time
-            run.end_epoch(parts.model, metrics, workload.metrics)
+            run.end_epoch(parts.model_to_use, metrics, workload.metrics)
         run.finish()
 
 

@@ -2,7 +2,7 @@
 
     <run>/checkpoints/last-000000220/
     <run>/checkpoints/last-000000240/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
-    <run>/checkpoints/best-000000200/
+    <run>/checkpoints/best-000000200/                                    with train.ema: ema.pt (averaged weights)
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a crash at any point leaves the previous
 one intact. torch.load does not notice a flipped bit, hence the checksums. No random state is stored: `reseed` derives
@@ -100,12 +100,13 @@ def resume(run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], d
     for path in saved:
         try:
             description = json.loads((path / "state.json").read_text())
-            for name in state:
+            names = [name for name in state if name != "ema" or name in description["sha256"]]  # train.ema may be new
+            for name in names:
                 if _sha256(path / f"{name}.pt") != description["sha256"][name]:
                     raise ValueError(f"{name}.pt does not match its checksum")
             progress = Progress(**description["progress"])
             saved_order = description["order"]
-            loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in state}
+            loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in names}
         except Exception as error:  # a damaged file can raise anything
             warn(f"checkpoint {path} is damaged ({error}); trying the one before")
             continue
@@ -115,8 +116,8 @@ def resume(run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], d
                 "resume with the same data, data.batch_size, data.canonical_ranks, data.pool_batches and run.seed"
             )
         try:
-            for name, part in state.items():
-                part.load_state_dict(loaded[name])
+            for name, values in loaded.items():
+                state[name].load_state_dict(values)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"{path} does not fit this model and optimizer: {' '.join(str(error).split())}") from None
         return progress

@@ -111,7 +111,10 @@ class Run:
         self._log.progress(fresh_rows, text)
 
     def save_if_due(self, model: nn.Module) -> None:
-        """Save inside an epoch, if run.checkpoint_every_steps steps have passed since the last checkpoint."""
+        """Save inside an epoch, if run.checkpoint_every_steps steps have passed since the last checkpoint.
+
+        model: the model to use, which is the averaged one with train.ema.
+        """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
             self._save("last", model)
@@ -121,8 +124,8 @@ class Run:
     ) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
 
-        metrics: {"val/<name>": value}. directions: {name: which values are better}; the first name decides whether this
-        is the best checkpoint.
+        model: the model to use. metrics: {"val/<name>": value}. directions: {name: which values are better}; the first
+        name decides whether this is the best checkpoint.
         """
         best, direction = next(iter(directions.items()))
         is_best = self.progress.end_epoch(metrics[f"val/{best}"], direction)
@@ -167,7 +170,9 @@ class Run:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
     def _save(self, kind: checkpoint.Kind, model: nn.Module) -> None:
-        average_buffers(model, self._world)
+        for part in self._state.values():
+            if isinstance(part, nn.Module):
+                average_buffers(part, self._world)
         is_saved = True
         if self._world.is_main:
             is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=self._order.identity)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fastgpu.process.config import Config, Data, Dist, Optim, Precision
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
+from fastgpu.training.ema import AveragedModel
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import share_gradients
 from fastgpu.training.step import mixed_precision
@@ -180,12 +181,31 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step():
     assert n_averages == 3  # the gradients of this model fill one bucket
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_average_of_the_weights_is_updated_once_a_step(accumulation_steps):
+    settings = Optim(lr=0.1, accumulation_steps=accumulation_steps)
+    model = make_model()
+    parts = make_parts(model, settings)
+    parts = parts._replace(ema=AveragedModel(model, 0.9))
+    assert parts.model_to_use is model  # nothing has been averaged yet
+    expected = AveragedModel(model, 0.9)
+    for number in range(4):
+        train_step(parts, make_batch(seed=number), 0.1)
+        expected.update_parameters(model)
+    assert parts.model_to_use is parts.ema.module
+    assert parts.ema.n_averaged == 4
+    for mine, theirs in zip(parts.ema.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_never_makes_the_host_wait(precision):
     device = torch.device("cuda", 0)
-    parts = make_parts(make_model().to(device), Optim(accumulation_steps=2), precision)
+    model = make_model().to(device)
+    parts = make_parts(model, Optim(accumulation_steps=2), precision)
+    parts = parts._replace(ema=AveragedModel(model, 0.9))
     batch = make_batch().to(device)
     train_step(parts, batch, 0.1)
     with no_host_sync():
