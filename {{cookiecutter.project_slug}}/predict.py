@@ -22,7 +22,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("inputs", metavar="INPUT", nargs="*")
     parser.add_argument("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
     parser.add_argument("--top", type=int, help="number of classes or items for each row, best first")
-    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a broken image; skip writes why")
+    parser.add_argument(
+        "--on-error", choices=("stop", "skip"), default="stop", help="at a broken image; skip writes why"
+    )
     parser.add_argument("--evaluate", metavar="FILE.h5", help="print the metrics over this file, which has labels")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     parser.add_argument("--export", metavar="FILE", help="write FILE.pt2 or FILE.onnx")
@@ -101,7 +103,11 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
         tqdm(total=len(inputs.source), unit=" rows", disable=None if world.is_main else True) as bar,
     ):
         writer = PredictionWriter(
-            file, inputs, trained.card["attributes"], is_csv=not args.output.endswith(".jsonl"), has_header=world.is_main
+            file,
+            inputs,
+            trained.card["attributes"],
+            is_csv=not args.output.endswith(".jsonl"),
+            has_header=world.is_main,
         )
         for pool in pools:
             row_ids = order.row_ids(pool.plan)[: pool.plan.n_real_rows].tolist()

@@ -32,6 +32,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
 from fastgpu.telemetry.describe import describe_feed
+from fastgpu.telemetry.model_files import describe_model
 from fastgpu.telemetry.run import open_run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
@@ -143,7 +144,9 @@ def train(cfg: Config, world: World) -> None:
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
-        run.start(parts.config.flat() | {"data.echo": at.echo}, parts.source.row_bytes, workload.card())
+        config, card = parts.config.flat() | {"data.echo": at.echo}, workload.card()
+        description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
+        run.start(config, parts.source.row_bytes, card, description)
 
         read_before = feed.read_time
         while at.epoch < cfg.train.epochs:

@@ -1,5 +1,6 @@
 """The model as a program for torch.export (.pt2) or ONNX (.onnx), compared with the model before it gets its name."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,7 @@ def _difference(trained: Trained, path: Path, inputs: tuple[Tensor, ...]) -> flo
     """The largest difference to the model, as a share of the largest output."""
     expected = tree_leaves(trained.model(*inputs))
     if path.suffix == ".onnx":
-        import onnxruntime
-
+        onnxruntime = import_module("onnxruntime")  # of the extra `export`
         session = onnxruntime.InferenceSession(path)
         names = [each.name for each in session.get_inputs()]
         arrays = [each.numpy() for each in inputs]
@@ -75,4 +75,6 @@ def _difference(trained: Trained, path: Path, inputs: tuple[Tensor, ...]) -> flo
     else:
         outputs = tree_leaves(torch.export.load(path).module()(*inputs))
     largest = max(float(each.abs().max()) for each in expected)
-    return max(float((one - other).abs().max()) for one, other in zip(expected, outputs, strict=True)) / max(largest, 1e-12)
+    return max(float((one - other).abs().max()) for one, other in zip(expected, outputs, strict=True)) / max(
+        largest, 1e-12
+    )

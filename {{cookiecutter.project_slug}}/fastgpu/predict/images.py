@@ -17,7 +17,9 @@ GREY = np.array([19595, 38470, 7471], np.uint32)
 """Weights of red, green and blue by ITU-R 601, in 1/65536, as Pillow converts an image to grey."""
 
 
-def open_images(paths: Sequence[str], preprocessing: str | None, fields: Mapping[str, Field], on_error: str) -> Source:
+def open_images(
+    paths: Sequence[str], preprocessing: str | None, fields: Mapping[str, Field], on_error: str
+) -> "ImageFiles":
     """Image files, folders of them at any depth, and globs, in this order.
 
     preprocessing: the attribute of the training file. None: the images must have the size of the training images.
@@ -32,7 +34,8 @@ def open_images(paths: Sequence[str], preprocessing: str | None, fields: Mapping
         raise UserError(f"{', '.join(paths)}: no image files")
     if channels == 1:
         warn("the model takes one channel: colors become grey (ITU-R 601)")
-    return ImageFiles(files, name, field, Preprocessing.from_json(preprocessing) if preprocessing else None, on_error)
+    prepared = Preprocessing.from_json(preprocessing) if preprocessing else None
+    return ImageFiles(files, fields, preprocessing=prepared, on_error=on_error)
 
 
 def _list_files(paths: Sequence[str]) -> Iterator[str]:
@@ -63,13 +66,13 @@ class ImageFiles(Source):
     """
 
     def __init__(
-        self, files: Sequence[str], name: str, field: Field, preprocessing: Preprocessing | None, on_error: str
+        self, files: Sequence[str], fields: Mapping[str, Field], *, preprocessing: Preprocessing | None, on_error: str
     ):
         self.name = "INPUT"
         self.files = files
         self.failed: dict[int, str] = {}
         """{row: why it cannot be read}"""
-        self.fields = {name: field}
+        self.fields = dict(fields)
         self.attributes = {}
         self.block_rows = np.ones(len(files), np.int32)
         self._preprocessing = preprocessing
@@ -77,6 +80,10 @@ class ImageFiles(Source):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def column(self, name: str) -> np.ndarray:
+        """Raises KeyError: images are not in memory."""
+        raise KeyError(name)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
@@ -95,8 +102,8 @@ class ImageFiles(Source):
             image_CHW = decode(file, self._preprocessing or Preprocessing())
         if image_CHW.shape[1:] != shape[-2:]:
             raise UserError(
-                f"has {format_size(image_CHW.shape[1:])} pixels, but the model takes {format_size(shape[-2:])}, and its "
-                "training file does not say how to resize: resize as it was done there"
+                f"has {format_size(image_CHW.shape[1:])} pixels, the model takes {format_size(shape[-2:])}, and its "
+                "training file does not say how images were resized: resize them in the same way first"
             )
         if shape[0] == 3 and len(shape) == 3:
             return image_CHW

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -40,7 +39,9 @@ class Inputs(NamedTuple):
     """{row: why it cannot be read}, filled while rows are read. None: a broken row ends the program."""
 
 
-def open_inputs(paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[str, Field], on_error: OnError) -> Inputs:
+def open_inputs(
+    paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[str, Field], on_error: OnError
+) -> Inputs:
     """The rows to predict. They have all `fields`, of the shape and type that the model was trained on.
 
     paths: HDF5 files (`file.h5::/group` and globs, too), one .npy or .npz file, or image files, folders and globs.
@@ -53,8 +54,8 @@ def open_inputs(paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[s
         name = "fastgpu.predict.images"
         if not find_spec(name) or len(fields) != 1:
             raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {_list(fields)}")
-        source = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
-        return Inputs(source, source.files, source.failed if on_error == "skip" else None)
+        images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
+        return Inputs(images, images.files, images.failed if on_error == "skip" else None)
     source: Source
     if kinds == {"HDF5 files"}:
         datasets = {name: card["fields"][name]["dataset"] for name in fields}
@@ -92,7 +93,9 @@ def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
 
 def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
     if len(paths) > 1:
-        raise UserError(f"INPUT is {len(paths)} array files; give one, or put them in a file by `python convert.py arrays`")
+        raise UserError(
+            f"INPUT is {len(paths)} array files; give one, or put them in a file by `python convert.py arrays`"
+        )
     try:
         content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ import workloads
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read
+from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description
 from workloads import Workload
 
 
@@ -54,7 +54,7 @@ def load_model(folder: str | Path) -> Trained:
     Raises UserError if the files are missing or damaged, or do not fit the code of the workload.
     """
     folder = Path(folder)
-    card = read(folder)
+    card = read_description(folder)
     where = f"{folder} does not fit workloads/{card['workload']}.py"
     make = workloads.load(card["workload"])
     described = DescribedSource(card)
@@ -81,7 +81,9 @@ def fields_read(call: Callable[[nn.Module, Rows], object], trained: Trained) -> 
         with torch.no_grad():
             call(trained.model, Rows(columns))
     except KeyError as error:
-        raise UserError(f"workloads/{trained.card['workload']}.py takes {error}, which model.json does not have") from None
+        raise UserError(
+            f"workloads/{trained.card['workload']}.py takes {error}, which model.json does not have"
+        ) from None
     return {name: field for name, field in trained.fields.items() if name in columns.read}
 
 
@@ -112,7 +114,7 @@ def make_rows(fields: Mapping[str, Field], n_rows: int, *, random: bool = False)
             continue
         array = np.zeros((n_rows, *field.shape), field.dtype)
         if random and field.dtype.kind == "f":
-            array = rng.standard_normal(array.shape).astype(field.dtype)
+            array = np.asarray(rng.standard_normal(array.shape), field.dtype)
         elif random and len(field.shape) > 1:
             array = rng.integers(0, 256, array.shape).astype(field.dtype)
         columns[name] = torch.from_numpy(array)

@@ -61,7 +61,9 @@ class PredictionWriter:
 
     def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
         if self._is_csv and value.ndim > 2:
-            raise UserError(f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl")
+            raise UserError(
+                f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl"
+            )
         columns = {name: value.tolist()}
         if value.is_floating_point() and not torch.isfinite(value).all():
             columns = {name: _without_infinity(columns[name])}

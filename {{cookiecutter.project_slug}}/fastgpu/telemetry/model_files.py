@@ -16,9 +16,9 @@ does; `safetensors.torch.load_model` fills all of them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 
 DESCRIPTION = "model.json"
@@ -44,6 +44,7 @@ def describe_model(
     directions: {metric: which values are better}. Raises UserError if the card is not made of JSON values.
     """
     train, val = sources
+    fields = {**val.fields, **train.fields}
     attributes = {}
     for name, value in train.attributes.items():
         try:
@@ -62,7 +63,7 @@ def describe_model(
         "template_version": TEMPLATE_VERSION,
         "workload": config["workload"],
         "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
-        "fields": {name: _field(field, datasets.get(name, name)) for name, field in (val.fields | train.fields).items()},
+        "fields": {name: _field(field, datasets.get(name, name)) for name, field in fields.items()},
         "attributes": attributes,
         "directions": dict(directions),
         "batch_size": config["data.batch_size"],
@@ -92,16 +93,25 @@ def _to_python(value: Any) -> Any:
     raise TypeError(f"it has a {type(value).__name__}")
 
 
-def write(folder: Path, model: nn.Module, description: Mapping[str, Any]) -> None:
+class ModelToUse(NamedTuple):
+    """What is written to the two files."""
+
+    model: nn.Module
+    description: Mapping[str, Any]
+    """The content of model.json."""
+
+
+def write_model(folder: Path, to_use: ModelToUse) -> None:
     """Write both files. Raises OSError if the disk refuses."""
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
+    (folder / DESCRIPTION).write_text(json.dumps(to_use.description, indent=1), encoding="utf-8")
     try:
-        save_model(model, str(folder / WEIGHTS))
+        save_model(to_use.model, str(folder / WEIGHTS))
     except SafetensorError as error:
         raise OSError(str(error)) from None
+    (folder / WEIGHTS).chmod((folder / DESCRIPTION).stat().st_mode)  # safetensors lets nobody else read it
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
     """The content of model.json.
 
     Raises UserError if it is missing, or of another format, or if one of both files does not match its checksum in
@@ -143,3 +153,7 @@ class DescribedSource(Source):
     def column(self, name: str) -> np.ndarray:
         """Raises KeyError: no row is in memory."""
         raise KeyError(name)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        """There is nothing to read."""
+        return

@@ -25,6 +25,7 @@ from fastgpu.telemetry import checkpoint
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log
+from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
@@ -57,18 +58,22 @@ class Run:
         self._is_saved = True
         self._saved_step = progress.step
 
-    def start(self, config: Mapping[str, Any], row_bytes: int, description: Mapping[str, Any]) -> None:
+    def start(
+        self, config: Mapping[str, Any], row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]
+    ) -> None:
         """Write what is needed to repeat the run, and begin to log.
 
-        config: {dotted key: value}, without `auto`. description: what the workload says about the model.
+        config: {dotted key: value}, without `auto`. card: what the workload says about the model. description: see
+        `describe_model`.
         """
         self._config = dict(config)
+        self._description = description
         self._epochs = config["train.epochs"]
         if self._world.is_main:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(description))
+            _write(self.folder / f"run{suffix}.json", _describe(card))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -117,7 +122,7 @@ class Run:
         """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
-            self._save("last", model)
+            self._save("last", model, {})
 
     def end_epoch(
         self, model: nn.Module, metrics: dict[str, float], directions: Mapping[str, Literal["higher", "lower"]]
@@ -130,9 +135,9 @@ class Run:
         best, direction = next(iter(directions.items()))
         is_best = self.progress.end_epoch(metrics[f"val/{best}"], direction)
         self._metrics = metrics
-        self._save("last", model)
+        self._save("last", model, metrics)
         if is_best:
-            self._save("best", model)
+            self._save("best", model, metrics)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -169,13 +174,17 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _save(self, kind: checkpoint.Kind, model: nn.Module) -> None:
+    def _save(self, kind: checkpoint.Kind, model: nn.Module, metrics: Mapping[str, float]) -> None:
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
         is_saved = True
         if self._world.is_main:
-            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=self._order.identity)
+            at = {"epoch": self.progress.epoch, "step": self.progress.step}
+            values = {name.removeprefix("val/"): value for name, value in metrics.items()}
+            to_use = ModelToUse(model, {**self._description, **at, "metrics": values})
+            order = self._order.identity
+            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=order, to_use=to_use)
         if kind == "last":
             self._is_saved = is_saved
             self._saved_step = self.progress.step

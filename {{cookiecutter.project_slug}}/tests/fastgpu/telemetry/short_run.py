@@ -39,7 +39,7 @@ def started_run(
     order = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     with open_run(run_settings, {"model": model}, order, WORLD) as run:
-        run.start(CONFIG | (config or {}), ROW_BYTES, CARD)
+        run.start(CONFIG | (config or {}), ROW_BYTES, CARD, CARD)
         yield run
 
 
