@@ -56,7 +56,7 @@ def _list_files(paths: Sequence[str]) -> Iterator[str]:
                     else:
                         n_ignored += 1
     if n_ignored:
-        warn(f"{n_ignored:,} files are left out: by their names they are not images")
+        warn(f"files that are left out, because by their names they are not images: {n_ignored:,}")
 
 
 class ImageFiles(Source):

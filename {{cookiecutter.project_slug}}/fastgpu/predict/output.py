@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
@@ -65,8 +65,8 @@ class PredictionWriter:
                 f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl"
             )
         columns = {name: value.tolist()}
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            columns = {name: _without_infinity(columns[name])}
+        if value.is_floating_point():
+            columns = {name: _shorten(columns[name], 9 if value.dtype.itemsize <= 4 else 17)}
         title, attribute = NAMES.get(name, ("", ""))
         if labels := self._attributes.get(attribute):
             columns[title] = _look_up(columns[name], labels)
@@ -79,10 +79,11 @@ class PredictionWriter:
         }
 
 
-def _without_infinity(value: Any) -> Any:
+def _shorten(value: Any, digits: int) -> Any:
+    """Floats with so many digits, in the same nested lists; 9 are enough for every float32. Not finite: None."""
     if isinstance(value, list):
-        return [_without_infinity(each) for each in value]
-    return value if isfinite(value) else None
+        return [_shorten(each, digits) for each in value]
+    return float(f"{value:.{digits}g}") if isfinite(value) else None
 
 
 def _look_up(numbers: Any, names: Sequence[Any]) -> Any:
@@ -101,7 +102,12 @@ def open_output(path: str, terminal: IO[str], world: World) -> Iterator[IO[str]]
     """
     if path == "-":
         world.check_everywhere(world.world_size == 1, "-o: several processes need a FILE.csv or FILE.jsonl")
-        yield terminal
+        try:
+            yield terminal
+            terminal.flush()
+        except BrokenPipeError:  # the reader has seen enough, such as `head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.fileno())  # or Python complains when it flushes at exit
+            raise SystemExit(1) from None
         return
     target = Path(path)
     parts = [target.with_name(f".{target.name}.part{rank}") for rank in range(world.world_size)]
