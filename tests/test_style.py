@@ -177,6 +177,9 @@ FILE_SUFFIXES = {
     "txt",
     "md",
     "pt",
+    "pt2",
+    "onnx",
+    "safetensors",
     "png",
     "csv",
 }

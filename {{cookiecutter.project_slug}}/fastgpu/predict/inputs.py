@@ -51,7 +51,7 @@ def open_inputs(
     if len(kinds) > 1:
         raise UserError(f"INPUT has {' and '.join(sorted(kinds))}; give one kind at a time")
     if kinds == {"image files"}:  # a project that has no image workload lacks the module that decodes them
-        name = "fastgpu.predict.images"
+        name = "fastgpu.predict.image_inputs"
         if not find_spec(name) or len(fields) != 1:
             raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {_list(fields)}")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)

@@ -79,11 +79,11 @@ class PredictionWriter:
         }
 
 
-def _shorten(value: Any, digits: int) -> Any:
-    """Floats with so many digits, in the same nested lists; 9 are enough for every float32. Not finite: None."""
+def _shorten(value: Any, precision: int) -> Any:
+    """Floats with so many significant figures (float32 needs 9), in the same nested lists; None if not finite."""
     if isinstance(value, list):
-        return [_shorten(each, digits) for each in value]
-    return float(f"{value:.{digits}g}") if isfinite(value) else None
+        return [_shorten(each, precision) for each in value]
+    return float(f"{value:.{precision}g}") if isfinite(value) else None
 
 
 def _look_up(numbers: Any, names: Sequence[Any]) -> Any:

@@ -74,8 +74,10 @@ def test_the_output_is_complete_or_absent(tmp_path):
         file.write("new")
         assert not target.exists()
     assert target.read_text() == "new"
-    with pytest.raises(RankError, match=r"x.csv was not written: .*No space left"):
-        with open_output(str(target), io.StringIO(), ALONE):
-            raise OSError(28, "No space left on device")
+    with (
+        pytest.raises(RankError, match=r"x.csv was not written: .*No space left"),
+        open_output(str(target), io.StringIO(), ALONE),
+    ):
+        raise OSError(28, "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
     assert target.read_text() == "new"

@@ -11,7 +11,7 @@ from PIL import Image
 
 import predict as script
 import train
-from fastgpu.predict.images import open_images
+from fastgpu.predict.image_inputs import open_images
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config
