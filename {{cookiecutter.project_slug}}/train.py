@@ -10,11 +10,13 @@ import sys
 import workloads
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import exit_with_message, read_launch
+from fastgpu.telemetry.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
     launch = read_launch()
     with exit_with_message(launch):
         config = load_config(sys.argv[1:], workloads.find_options)
+        refuse_taken(config.run)
 
 from contextlib import closing
 from typing import NamedTuple
@@ -31,9 +33,9 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
-from fastgpu.telemetry.describe import describe_feed
+from fastgpu.telemetry.describe import describe_feed, describe_validation
 from fastgpu.telemetry.model_files import describe_model
-from fastgpu.telemetry.run import open_run
+from fastgpu.telemetry.run import Run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
@@ -67,10 +69,8 @@ class Parts(NamedTuple):
     @property
     def state(self) -> dict[str, Stateful]:
         """What a checkpoint needs for resuming."""
-        state: dict[str, Stateful] = {"model": self.model}
-        if self.ema:
-            state["ema"] = self.ema
-        return state | {"step": OptimizerState(self.optimizer, self.precision.scaler)}
+        averaged: dict[str, Stateful] = {"ema": self.ema} if self.ema else {}
+        return {"model": self.model, "step": OptimizerState(self.optimizer, self.precision.scaler), **averaged}
 
 
 def build(cfg: Config, world: World) -> Parts:
@@ -133,23 +133,42 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     return torch.stack(losses).sum()
 
 
+def validate(parts: Parts, epoch: int, world: World) -> dict[str, float]:
+    """{"val/<metric>": mean over all validation rows}."""
+    return evaluate(
+        parts.model_to_use,
+        parts.workload,
+        parts.val_feed.pools(epoch),
+        batch_size=parts.sizes.batch_size,
+        autocast=parts.precision.autocast,
+        world=world,
+    )
+
+
 def train(cfg: Config, world: World) -> None:
     parts = build(cfg, world)
     feed, workload = parts.feed, parts.workload
     epoch_rows = feed.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
-
-    with closing(feed), closing(parts.val_feed), open_run(cfg.run, parts.state, feed.order, world) as run:
+    config = parts.config.flat()
+    with (
+        closing(feed),
+        closing(parts.val_feed),
+        closing(Run(cfg.run, parts.state, feed.order, world, config=config, directions=workload.metrics)) as run,
+    ):
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
+        if not cfg.train.epochs:
+            world.print_once(describe_validation(run.folder, at.step, validate(parts, at.epoch, world)))
+            return
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
-        config, card = parts.config.flat() | {"data.echo": at.echo}, workload.card()
+        card = workload.card()
         description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
-        run.start(config, parts.source.row_bytes, card, description)
+        run.start(parts.source.row_bytes, card, description)
 
         read_before = feed.read_time
-        while at.epoch < cfg.train.epochs:
+        while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
             for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
                 rng = reseed(world, cfg.run.seed, at.epoch, pool.plan.number)  # a resumed run draws the same numbers
                 passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
@@ -168,20 +187,13 @@ def train(cfg: Config, world: World) -> None:
             if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
-            metrics = evaluate(
-                parts.model_to_use,
-                workload,
-                parts.val_feed.pools(at.epoch),
-                batch_size=parts.sizes.batch_size,
-                autocast=parts.precision.autocast,
-                world=world,
-            )
+            metrics = validate(parts, at.epoch, world)
             if cfg.data.echo == "auto" and run.epoch_throughput.trained_rows:
                 read_s = world.all_reduce_max(feed.read_time.since(read_before).s_per_row)
                 train_s = run.epoch_throughput.train_s_per_row * world.world_size
                 run.set_echo(free_echo(read_s, train_s, workload.is_random))
                 read_before = feed.read_time
-            run.end_epoch(parts.model_to_use, metrics, workload.metrics)
+            run.end_epoch(parts.model_to_use, metrics)
         run.finish()
 
 

@@ -13,8 +13,7 @@ from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.storage.images import Preprocessing, decode, format_size
 
-GREY = np.array([19595, 38470, 7471], np.uint32)
-"""Weights of red, green and blue by ITU-R 601, in 1/65536, as Pillow converts an image to grey."""
+REASONS = {FileNotFoundError: "does not exist", UnidentifiedImageError: "is not an image that Pillow knows"}
 
 
 def open_images(
@@ -92,7 +91,7 @@ class ImageFiles(Source):
             try:
                 out[name][place] = self._decode(self.files[row], field.shape)
             except Exception as error:  # a decoder may raise anything for damaged bytes
-                reason = _explain(error)
+                reason = REASONS.get(type(error), f"cannot be used: {error}")
                 if self._on_error == "stop":
                     raise RankError(f"{self.files[row]} {reason}; --on-error skip goes on without it") from None
                 self.failed[row] = reason
@@ -101,21 +100,10 @@ class ImageFiles(Source):
         with Path(path).open("rb") as file:
             image_CHW = decode(file, self._preprocessing or Preprocessing())
         if image_CHW.shape[1:] != shape[-2:]:
-            raise UserError(
-                f"has {format_size(image_CHW.shape[1:])} pixels, the model takes {format_size(shape[-2:])}, and its "
+            raise ValueError(
+                f"it has {format_size(image_CHW.shape[1:])} pixels, the model takes {format_size(shape[-2:])}, and its "
                 "training file does not say how images were resized: resize them in the same way first"
             )
         if shape[0] == 3 and len(shape) == 3:
             return image_CHW
-        grey_HW = (np.tensordot(GREY, image_CHW.astype(np.uint32), 1) + (1 << 15)) >> 16
-        return grey_HW.astype(np.uint8).reshape(shape)
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, FileNotFoundError):
-        return "does not exist"
-    if isinstance(error, UnidentifiedImageError):
-        return "is not an image that Pillow knows"
-    return f"cannot be decoded: {error}"
+        return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(shape)

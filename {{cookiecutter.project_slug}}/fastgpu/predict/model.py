@@ -16,6 +16,7 @@ import workloads
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.telemetry.checkpoint import best_first
 from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description
 from workloads import Workload
 
@@ -41,10 +42,10 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / DESCRIPTION).exists() or (path / "model.pt").exists():
         return path
-    for kind in ("best", "last"):
-        saved = sorted(path.glob(f"checkpoints/{kind}-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
-        if saved:
-            return saved[-1]
+    last = sorted(path.glob("checkpoints/last-*"), key=lambda folder: int(folder.name.removeprefix("last-")))
+    saved = best_first(path) or last[-1:]
+    if saved:
+        return saved[0]
     raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
 
 

@@ -45,6 +45,10 @@ class Run(Section):
     """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
+    keep_best: Count = 1
+    """Checkpoints `best-<step>` to keep: those of the epochs with the best values of the metric."""
+    best_metric: str = ""
+    """Metric that decides which epochs are the best. Empty: the first one of the workload."""
 
 
 class Data(Section):
@@ -133,8 +137,10 @@ class Optim(Section):
 class Train(Section):
     """Length and numerics of training."""
 
-    epochs: Count = 20
-    """Passes over the training rows."""
+    epochs: CountOrZero = 20
+    """Passes over the training rows. 0: validate and write nothing; with `run.resume=auto`, the last checkpoint."""
+    stop_after_epochs_without_gain: CountOrZero = 0
+    """Stop early when the metric run.best_metric has not become better for this many epochs. 0: never."""
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     channels_last: bool = True

@@ -12,6 +12,7 @@ it from the seed and the position.
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,8 +26,18 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, write_model
 
 Kind = Literal["last", "best"]
-KEEP: dict[Kind, int] = {"last": 2, "best": 1}
-"""How many checkpoints of each kind are kept: two, in case the newest turns out to be damaged."""
+Direction = Literal["higher", "lower"]
+KEEP_LAST = 2
+"""How many checkpoints of kind "last" are kept: two, in case the newest turns out to be damaged."""
+ORDER_KEYS = {
+    "rows": "the number of rows of data.train",
+    "blocks": "the number of blocks of data.train",
+    "global_rows": "data.batch_size",
+    "lanes": "data.canonical_ranks",
+    "pool_batches": "data.pool_batches",
+    "seed": "run.seed",
+}
+"""{name in state.json: what a person calls it}"""
 
 
 class Stateful(Protocol):
@@ -48,19 +59,49 @@ class Progress:
     echo: float = 1.0
     """Echo factor of this epoch."""
     best: float | None = None
-    """Best value so far of the first metric of the workload."""
+    """Best value so far of `metric`. None: no value yet, or none that is a number."""
+    metric: str = ""
+    """Metric that decides which checkpoint is the best one, such as `val/mse`."""
+    direction: Direction = "higher"
+    """Which values of `metric` are better."""
+    score: float | None = None
+    """Value of `metric` at the end of the last epoch. None: no value yet, or not a number."""
+    epochs_without_gain: int = 0
+    """Epochs since `best`."""
 
-    def end_epoch(self, score: float, direction: Literal["higher", "lower"]) -> bool:
-        """Advance to the next epoch. Returns whether `score` is the best so far."""
+    def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
+        """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
+        if self.metric not in ("", metric):
+            self.best = None
+        self.metric = metric
+        self.direction = direction
+        self.score = None if math.isnan(score) else score
         self.epoch += 1
         self.consumed = 0
-        if self.best is None:
-            is_best = True
-        else:
-            is_best = score > self.best if direction == "higher" else score < self.best
-        if is_best:
-            self.best = score
-        return is_best
+        self.epochs_without_gain += 1
+        if _cost(self.score, direction) < _cost(self.best, direction):
+            self.best = self.score
+            self.epochs_without_gain = 0
+
+    def cost(self, metric: str, direction: Direction) -> float:
+        """The score of the last epoch as a number of which lower ones are better; infinite if it is of another metric.
+
+        Checkpoints of version 0.1.0 do not name the metric; of kind "best", they hold its value as `best`.
+        """
+        if self.metric not in ("", metric):
+            return math.inf
+        return _cost(self.score if self.metric else self.best, direction)
+
+    def is_stalled(self, max_epochs_without_gain: int) -> bool:
+        """Whether the metric has not become better for so many epochs. 0: never."""
+        return 0 < max_epochs_without_gain <= self.epochs_without_gain
+
+
+def _cost(score: float | None, direction: Direction) -> float:
+    """The value of a metric as a number of which lower ones are better. NaN and no value are infinitely bad."""
+    if score is None or math.isnan(score):
+        return math.inf
+    return -score if direction == "higher" else score
 
 
 def save(
@@ -72,7 +113,7 @@ def save(
     order: Mapping[str, int],
     to_use: ModelToUse | None = None,
 ) -> bool:
-    """Write `<run>/checkpoints/<kind>-<step>` and remove older ones of that kind. False if the disk refused.
+    """Write `<run>/checkpoints/<kind>-<step>`. False if the disk refused.
 
     state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. to_use: the
     model for model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are
@@ -98,16 +139,39 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         warn(f"{target} was not written ({error}); is the disk full? Training goes on")
         return False
-    for old in _saved(folder, kind)[KEEP[kind] :]:
-        shutil.rmtree(old, ignore_errors=True)
     return True
 
 
-def resume(run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device) -> Progress:
+def prune(run: Path, kind: Kind, keep: int) -> None:
+    """Remove all but `keep` checkpoints of a kind: the newest stay, or the best."""
+    saved = _saved(run / "checkpoints", kind) if kind == "last" else best_first(run)
+    for old in saved[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def best_first(run: Path) -> list[Path]:
+    """The checkpoints of kind "best", the best one first."""
+    saved = {path: _read_progress(path) for path in _saved(run / "checkpoints", "best")}
+    newest = next((progress for progress in saved.values() if progress.metric), Progress())
+    return sorted(saved, key=lambda path: saved[path].cost(newest.metric, newest.direction))
+
+
+def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
+    """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
+    saved = map(_read_progress, _saved(run / "checkpoints", "best"))
+    costs = sorted(kept.cost(progress.metric, progress.direction) for kept in saved)
+    worst = costs[keep - 1] if len(costs) >= keep else math.inf
+    return progress.cost(progress.metric, progress.direction) < worst
+
+
+def resume(
+    run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device, *, hint: str = ""
+) -> Progress:
     """Load the newest intact checkpoint of kind "last" into `state`. A fresh Progress if there is none.
 
-    Raises UserError if the checkpoint belongs to another model or optimizer, if it was saved inside an epoch with
-    another order of rows, or if all checkpoints are damaged.
+    hint: what differs from the run that saved it, for the message if the checkpoint does not fit. Raises UserError if
+    the checkpoint belongs to another model or optimizer, if it was saved inside an epoch with another order of rows, or
+    if all checkpoints are damaged.
     """
     folder = run / "checkpoints"
     saved = _saved(folder, "last")
@@ -124,20 +188,45 @@ def resume(run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], d
         except Exception as error:  # a damaged file can raise anything
             warn(f"checkpoint {path} is damaged ({error}); trying the one before")
             continue
-        if progress.consumed and saved_order != dict(order):
+        changed = [
+            f"{ORDER_KEYS.get(name, name)} was {saved_order.get(name)}, is {order.get(name)}"
+            for name in {**saved_order, **order}
+            if saved_order.get(name) != order.get(name)
+        ]
+        if progress.consumed and changed:
             raise UserError(
-                f"{path} was saved inside an epoch whose order of rows depends on {saved_order}, now {dict(order)}; "
-                "resume with the same data, data.batch_size, data.canonical_ranks, data.pool_batches and run.seed"
+                f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
+                f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
             )
-        try:
-            for name, values in loaded.items():
+        for name, values in loaded.items():
+            try:
                 state[name].load_state_dict(values)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path} does not fit this model and optimizer: {' '.join(str(error).split())}") from None
+            except (RuntimeError, ValueError, KeyError) as error:
+                reason = _misfit(values, state[name].state_dict()) or str(error).partition("\n")[0][:200]
+                raise UserError(f"{path}/{name}.pt does not fit: {reason}{hint}") from None
         return progress
     if saved:
         raise UserError(f"{folder} holds checkpoints, but none is intact; restore one, or use another run.name")
     return Progress()
+
+
+def _misfit(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The first name or shape in which two states of a module differ, in a few words; empty if they do not."""
+    for name, value in wanted.items():
+        if name not in saved:
+            return f"it has no {name}"
+        shape = tuple(getattr(value, "shape", ()))
+        saved_shape = tuple(getattr(saved[name], "shape", ()))
+        if shape != saved_shape:
+            return f"{name} has the shape {saved_shape} there and {shape} in this model"
+    return next((f"this model has no {name}" for name in saved if name not in wanted), "")
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        return Progress(**json.loads((path / "state.json").read_text())["progress"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: it counts as the worst
+        return Progress()
 
 
 def _saved(folder: Path, kind: str) -> list[Path]:

@@ -1,5 +1,8 @@
 """The decisions of a run as lines for a person."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Source
@@ -17,3 +20,14 @@ def describe_feed(source: Source, sizes: Sizes, batch_size: int) -> str:
         f"batches: {batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} batches in a "
         f"pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}"
     )
+
+
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """`val/top1_pct 97.5, val/loss 0.0812`"""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def describe_validation(folder: Path, step: int, metrics: Mapping[str, float]) -> str:
+    """The result of a run that only validates. step: that of the checkpoint; 0: nothing was trained."""
+    subject = f"{folder} at step {step}" if step else "a new, untrained model (run.resume=auto validates a trained one)"
+    return f"{subject}: {describe_metrics(metrics)}"

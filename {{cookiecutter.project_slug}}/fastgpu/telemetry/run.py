@@ -5,12 +5,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -24,6 +24,15 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.telemetry import checkpoint
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
+from fastgpu.telemetry.describe import describe_metrics
+from fastgpu.telemetry.folder import (
+    create_folder,
+    describe_changes,
+    find_changes,
+    find_folder,
+    refuse_another,
+    trained_with,
+)
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
@@ -36,39 +45,63 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        folder: Path,
-        progress: checkpoint.Progress,
         state: Mapping[str, checkpoint.Stateful],
-        *,
         order: BlockSampler,
         world: World,
+        *,
+        config: Mapping[str, Any],
+        directions: Mapping[str, checkpoint.Direction],
     ):
-        self.folder = folder
-        self.progress = progress
-        self.clock = Clock(world.device)
-        self.epoch_throughput = Throughput()
+        """Find the folder of the run, and load its last checkpoint into `state` if it is to be resumed. Writes nothing.
+
+        state: objects with a state_dict, by name. config: {dotted key: value}, without `auto`. directions: {metric:
+        which values are better}. Raises UserError on every rank if the folder or a checkpoint is that of another run,
+        or if there is no metric run.best_metric.
+        """
         self._settings = settings
         self._state = state
         self._order = order
         self._world = world
-        self._config: dict[str, Any] = {}
+        self._config = dict(config)
+        self._epochs = config["train.epochs"]
+        is_resumed = settings.resume == "auto"
+        found = None
+        with world.raise_on_every_rank():
+            self._metric, self._direction = _choose_metric(settings, directions)
+            if world.is_main:
+                folder = find_folder(settings)
+                changes = find_changes(folder, config) if is_resumed else {}
+                refuse_another(folder, settings, changes)
+                found = folder, changes
+        self.folder: Path
+        self.folder, changes = world.broadcast(found)
+        self.progress = checkpoint.Progress()
+        with world.raise_on_every_rank():
+            if is_resumed:
+                of_model = {key for key in changes if key.startswith("model.")}
+                hint = f"; {trained_with(self.folder, changes, of_model)}" if of_model else ""
+                self.progress = checkpoint.resume(self.folder, state, order.identity, world.device, hint=hint)
+        world.check_equal(self.progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
+        world.print_once(describe_changes(changes))
+        self.clock = Clock(world.device)
+        self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
         self._metrics: dict[str, float] = {}
         self._is_saved = True
-        self._saved_step = progress.step
+        self._saved_step = self.progress.step
 
-    def start(
-        self, config: Mapping[str, Any], row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]
-    ) -> None:
-        """Write what is needed to repeat the run, and begin to log.
+    def start(self, row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+        """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        config: {dotted key: value}, without `auto`. card: what the workload says about the model. description: see
-        `describe_model`.
+        card: what the workload says about the model. description: see `describe_model`. Raises UserError on every rank
+        if the folder cannot be written.
         """
-        self._config = dict(config)
         self._description = description
-        self._epochs = config["train.epochs"]
+        self._config["data.echo"] = self.progress.echo
+        with self._world.raise_on_every_rank():
+            if self._world.is_main:
+                create_folder(self.folder)
         if self._world.is_main:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
@@ -122,26 +155,22 @@ class Run:
         """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
-            self._save("last", model, {})
+            self._save(model)
 
-    def end_epoch(
-        self, model: nn.Module, metrics: dict[str, float], directions: Mapping[str, Literal["higher", "lower"]]
-    ) -> None:
+    def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
 
-        model: the model to use. metrics: {"val/<name>": value}. directions: {name: which values are better}; the first
-        name decides whether this is the best checkpoint.
+        model: the model to use. metrics: {"val/<name>": value}.
         """
-        best, direction = next(iter(directions.items()))
-        is_best = self.progress.end_epoch(metrics[f"val/{best}"], direction)
+        self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
-        self._save("last", model, metrics)
-        if is_best:
-            self._save("best", model, metrics)
+        self._save(model)
+        keep = self._settings.keep_best
+        if self._world.is_main and checkpoint.is_among_best(self.folder, self.progress, keep):
+            self._write("best", model, keep)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        text = f"epoch {self.progress.epoch}/{self._epochs} {values}, {self.epoch_throughput}"
+        text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(metrics)}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self.clock.restart()
@@ -157,6 +186,12 @@ class Run:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._world.print_once(self._log.finish(self._config, self._metrics))
         self.close()
+        progress = self.progress
+        if progress.epoch < self._epochs:
+            self._world.print_once(
+                f"training is over: {self._metric} has not become better in {progress.epochs_without_gain} epochs "
+                f"(best {progress.best:.4g}); raise train.stop_after_epochs_without_gain to train on"
+            )
         self._world.check_everywhere(
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
@@ -174,87 +209,35 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _save(self, kind: checkpoint.Kind, model: nn.Module, metrics: Mapping[str, float]) -> None:
+    def _save(self, model: nn.Module) -> None:
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
-        is_saved = True
         if self._world.is_main:
-            at = {"epoch": self.progress.epoch, "step": self.progress.step}
-            values = {name.removeprefix("val/"): value for name, value in metrics.items()}
-            to_use = ModelToUse(model, {**self._description, **at, "metrics": values})
-            order = self._order.identity
-            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=order, to_use=to_use)
-        if kind == "last":
-            self._is_saved = is_saved
-            self._saved_step = self.progress.step
+            self._is_saved = self._write("last", model, checkpoint.KEEP_LAST)
+        self._saved_step = self.progress.step
+
+    def _write(self, kind: checkpoint.Kind, model: nn.Module, keep: int) -> bool:
+        """Write a checkpoint, on rank 0, and remove older or worse ones. model: the model to use."""
+        at = self.progress
+        metrics = {} if at.consumed else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
+        description = {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics}
+        order = self._order.identity
+        to_use = ModelToUse(model, description)
+        is_saved = checkpoint.save(self.folder, kind, at, self._state, order=order, to_use=to_use)
+        if is_saved:
+            checkpoint.prune(self.folder, kind, keep)
+        return is_saved
 
 
-@contextmanager
-def open_run(
-    settings: RunSettings, state: Mapping[str, checkpoint.Stateful], order: BlockSampler, world: World
-) -> Iterator[Run]:
-    """Make or find the folder of the run, and load its last checkpoint into `state` if it is to be resumed.
-
-    state: objects with a state_dict, by name. Raises UserError on every rank if the folder or a checkpoint cannot be
-    used.
-    """
-    is_resumed = settings.resume == "auto"
-    own_folder = None
-    with world.raise_on_every_rank():
-        if world.is_main:
-            own_folder = make_folder(settings.folder, settings.name, is_resumed)
-    folder = world.broadcast(own_folder)
-    progress = checkpoint.Progress()
-    with world.raise_on_every_rank():
-        if is_resumed:
-            progress = checkpoint.resume(folder, state, order.identity, world.device)
-    world.check_equal(progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
-    run = Run(settings, folder, progress, state, order=order, world=world)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-# ---------------------------------------------------------------------------------------------- the folder
-
-
-def make_folder(parent: str, name: str, is_resumed: bool) -> Path:
-    """`parent/name`, created if needed. The name "auto" means the newest run when resuming, else date and time.
-
-    Raises UserError if the folder cannot be written, or if it holds checkpoints that a new run would mix with its own.
-    """
-    folder = Path(parent) / name
-    if name == "auto":
-        folder = _choose_folder(Path(parent), is_resumed)
-    try:
-        if not is_resumed and any(folder.glob("checkpoints/*")):
-            raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise UserError(
-            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
-            "writable, or free disk space"
-        ) from None
-    return folder
-
-
-def _choose_folder(runs: Path, is_resumed: bool) -> Path:
-    """The run that saved a checkpoint last, if one is to be resumed; otherwise a new one, named by date and time."""
-    saved = runs.glob("*/checkpoints/last-*") if is_resumed else ()
-    newest = max(saved, key=lambda path: path.stat().st_mtime_ns, default=None)
-    if newest:
-        return newest.parents[1]
-    now = time.strftime("%Y%m%d-%H%M%S")
-    folder = runs / now
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = runs / f"{now}-{number}"
-    return folder
+def _choose_metric(
+    settings: RunSettings, directions: Mapping[str, checkpoint.Direction]
+) -> tuple[str, checkpoint.Direction]:
+    """The metric that decides which checkpoint is the best one, as `val/<name>`, and which values are better."""
+    name = settings.best_metric or next(iter(directions))
+    if name not in directions:
+        raise UserError(f"run.best_metric is {name}; this workload has the metrics {', '.join(directions)}")
+    return f"val/{name}", directions[name]
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with

@@ -141,7 +141,8 @@ def test_lower_precision_learns_and_keeps_its_weights_in_fp32(precision):
 
 
 def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
-    """The weights after three steps on this rank's part of each batch, and how often gradients were averaged."""
+    """The weights after three steps on this rank's part of each batch, with their average over the steps, and how often
+    gradients were averaged."""
     model = make_model()
     settings = Optim(name="sgd", accumulation_steps=accumulation_steps)
     ddp = share_gradients(model, Dist(), world, static_graph=accumulation_steps == 1)
@@ -157,12 +158,14 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
 
     if world.world_size > 1 and accumulation_steps > 1:
         ddp.register_comm_hook(None, average)
-    parts = make_parts(model, settings, ddp=ddp)
+    ema = AveragedModel(model, 0.5)
+    parts = make_parts(model, settings, ddp=ddp)._replace(ema=ema)
     batch = make_batch(24)
     share = 24 // world.world_size
     for _ in range(3):
         train_step(parts, batch.slice(share * world.rank, share * (world.rank + 1)), 0.1)
-    return [parameter.tolist() for parameter in model.parameters()], n_averages[0]
+    weights = [*model.parameters(), *ema.parameters()]
+    return [parameter.tolist() for parameter in weights], n_averages[0]
 
 
 def three_steps_cut_and_whole(world: World) -> list[tuple[list, int]]:

@@ -89,7 +89,8 @@ def test_a_broken_image_stops_or_is_written_as_such(tmp_path):
 def test_sizes_must_match_if_nobody_says_how_to_resize(tmp_path):
     save_image(tmp_path / "a.png", 7, 5)
     with pytest.raises(
-        RankError, match="a.png has 7x5 pixels, the model takes 6x6, and its training file does not say"
+        RankError,
+        match="a.png cannot be used: it has 7x5 pixels, the model takes 6x6, and its training file does not say",
     ):
         read(open_images([str(tmp_path)], None, color(), "stop"))
     resized = read(open_images([str(tmp_path)], Preprocessing((6, 6), "exact").to_json(), color(), "stop"))
