@@ -39,6 +39,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
     if args.export and not args.export.endswith((".pt2", ".onnx")):
         raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
+    if (args.json and not args.evaluate) or (not args.inputs and (args.output != "-" or args.top)):
+        raise UserError("--json belongs to --evaluate; -o and --top belong to INPUT")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args

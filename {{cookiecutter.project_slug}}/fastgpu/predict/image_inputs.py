@@ -13,7 +13,10 @@ from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.storage.images import Preprocessing, decode, format_size
 
-REASONS = {FileNotFoundError: "does not exist", UnidentifiedImageError: "is not an image that Pillow knows"}
+REASONS: dict[type[Exception], str] = {
+    FileNotFoundError: "does not exist",
+    UnidentifiedImageError: "is not an image that Pillow knows",
+}
 
 
 def open_images(
