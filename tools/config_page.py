@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from template import ONLY_FOR
 
 import workloads
-from fastgpu.process.config_loader import Key, keys
+from fastgpu.process.config_loader import keys
 
 HEAD = """# Configuration
 
@@ -25,12 +25,11 @@ TABLE_HEAD = """\
 |---|---|---|---|"""
 
 
-def print_table(keys: Mapping[str, Key]) -> None:
+def print_table(described: Mapping[str, tuple[str, str, str]]) -> None:
     """Print one line for each key."""
     print(TABLE_HEAD)
-    for name, key in keys.items():
-        default = "required" if key.default == "(required)" else f"`{key.default}`"
-        cells = [f"`{name}`", default, key.allowed, key.description]
+    for key, (default, allowed, description) in described.items():
+        cells = [f"`{key}`", "required" if default == "(required)" else f"`{default}`", allowed, description]
         escaped = [" ".join(cell.split()).replace("|", r"\|") for cell in cells]
         print(f"| {' | '.join(escaped)} |")
 

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -48,19 +48,9 @@ def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
         raise UserError("\n       ".join(lines)) from None
 
 
-class Key(NamedTuple):
-    """What a person wants to know about a key."""
-
-    default: str
-    """As JSON, or "(required)"."""
-    allowed: str
-    """Allowed values, as Markdown."""
-    description: str
-
-
-def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, Key]:
-    """{dotted key: what is known about it} of every key."""
-    described: dict[str, Key] = {}
+def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str, str]]:
+    """{dotted key: (default as JSON, or "(required)"; allowed values as Markdown; description)} of every key."""
+    described: dict[str, tuple[str, str, str]] = {}
     properties = root.model_json_schema()["properties"] if root.model_fields else {}
     for name, field in root.model_fields.items():
         kind = field.annotation
@@ -70,7 +60,7 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, Key]:
             default = "(required)"
             if not field.is_required():
                 default = json.dumps(field.get_default(call_default_factory=True), default=str)
-            described[prefix + name] = Key(default, _describe_allowed(properties[name]), field.description or "")
+            described[prefix + name] = (default, _describe_allowed(properties[name]), field.description or "")
     return described
 
 

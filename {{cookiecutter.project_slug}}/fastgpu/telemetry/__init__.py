@@ -1,6 +1,7 @@
 """Everything that a run measures, reports and leaves behind.
 
-run         one run as the training loop sees it: its folder, position, checkpoints and log
+run         one run as the training loop sees it: its position, checkpoints and log
+folder      the folder of a run, and whether it belongs to the run that is asked for
 checkpoint  saving and resuming: complete or absent, verified when read
 clock       rows per second, and the time that the device waits for rows
 monitor     GPUs, CPUs, memory and disks during the run, read by a thread

@@ -73,6 +73,7 @@ class Progress:
         """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
         if self.metric not in ("", metric):
             self.best = None
+            self.epochs_without_gain = 0
         self.metric = metric
         self.direction = direction
         self.score = None if math.isnan(score) else score
@@ -82,15 +83,6 @@ class Progress:
         if _cost(self.score, direction) < _cost(self.best, direction):
             self.best = self.score
             self.epochs_without_gain = 0
-
-    def cost(self, metric: str, direction: Direction) -> float:
-        """The score of the last epoch as a number of which lower ones are better; infinite if it is of another metric.
-
-        Checkpoints of version 0.1.0 do not name the metric; of kind "best", they hold its value as `best`.
-        """
-        if self.metric not in ("", metric):
-            return math.inf
-        return _cost(self.score if self.metric else self.best, direction)
 
     def is_stalled(self, max_epochs_without_gain: int) -> bool:
         """Whether the metric has not become better for so many epochs. 0: never."""
@@ -151,17 +143,26 @@ def prune(run: Path, kind: Kind, keep: int) -> None:
 
 def best_first(run: Path) -> list[Path]:
     """The checkpoints of kind "best", the best one first."""
-    saved = {path: _read_progress(path) for path in _saved(run / "checkpoints", "best")}
-    newest = next((progress for progress in saved.values() if progress.metric), Progress())
-    return sorted(saved, key=lambda path: saved[path].cost(newest.metric, newest.direction))
+    saved = _saved(run / "checkpoints", "best")
+    costs = _costs(saved, _read_progress(saved[0])) if saved else {}
+    return sorted(saved, key=lambda path: costs[path])
 
 
 def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
     """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
-    saved = map(_read_progress, _saved(run / "checkpoints", "best"))
-    costs = sorted(kept.cost(progress.metric, progress.direction) for kept in saved)
+    costs = sorted(_costs(_saved(run / "checkpoints", "best"), progress).values())
     worst = costs[keep - 1] if len(costs) >= keep else math.inf
-    return progress.cost(progress.metric, progress.direction) < worst
+    return _cost(progress.score, progress.direction) < worst
+
+
+def _costs(paths: list[Path], progress: Progress) -> dict[Path, float]:
+    """{checkpoint: its value of the metric of `progress` as a cost}; infinite if it was saved for another metric."""
+    costs = {}
+    for path in paths:
+        saved = _read_progress(path)
+        score = saved.score if saved.metric else saved.best  # version 0.1.0 does not name the metric
+        costs[path] = _cost(score, progress.direction) if saved.metric in ("", progress.metric) else math.inf
+    return costs
 
 
 def resume(
@@ -202,24 +203,13 @@ def resume(
             try:
                 state[name].load_state_dict(values)
             except (RuntimeError, ValueError, KeyError) as error:
-                reason = _misfit(values, state[name].state_dict()) or str(error).partition("\n")[0][:200]
-                raise UserError(f"{path}/{name}.pt does not fit: {reason}{hint}") from None
+                lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
+                reason = lines[min(1, len(lines) - 1)].strip()
+                raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
         return progress
     if saved:
         raise UserError(f"{folder} holds checkpoints, but none is intact; restore one, or use another run.name")
     return Progress()
-
-
-def _misfit(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first name or shape in which two states of a module differ, in a few words; empty if they do not."""
-    for name, value in wanted.items():
-        if name not in saved:
-            return f"it has no {name}"
-        shape = tuple(getattr(value, "shape", ()))
-        saved_shape = tuple(getattr(saved[name], "shape", ()))
-        if shape != saved_shape:
-            return f"{name} has the shape {saved_shape} there and {shape} in this model"
-    return next((f"this model has no {name}" for name in saved if name not in wanted), "")
 
 
 def _read_progress(path: Path) -> Progress:

@@ -11,11 +11,12 @@ from fastgpu.process.launch import UserError
 from fastgpu.telemetry.report import read_config
 
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
+"""Beginnings of the keys that decide what is learned. A change of another key needs no word."""
 NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links")
-"""Beginnings of the keys that decide what is learned, and exceptions. A change of other keys needs no word."""
+NO_CHANGE = (("data.echo", "auto"), ("train.epochs", 0))  # echo goes on with the factor that was found; 0 validates
 
-Changes = dict[str, tuple[Any, Any]]
-"""{key: (value of the run that is resumed, value now)}"""
+Changes = dict[str, tuple[str, str]]
+"""{key: (value of the run that is resumed, value now)}, as JSON"""
 
 
 def refuse_taken(settings: Run) -> None:
@@ -69,15 +70,13 @@ def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
 
     config: {dotted key: value}, without `auto`. Without checkpoints in the folder there is nothing to compare.
     """
-    if not any(folder.glob("checkpoints/last-*")):
-        return {}
-    saved = read_config(folder)
+    saved = read_config(folder) if any(folder.glob("checkpoints/last-*")) else {}
     changes = {}
     for key, value in config.items():
-        is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED
-        is_known = key in saved and value != "auto"  # data.echo=auto continues with the factor of the checkpoint
-        if is_learned and is_known and json.dumps(saved[key], default=str) != json.dumps(value, default=str):
-            changes[key] = (saved[key], value)
+        is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED and (key, value) not in NO_CHANGE
+        old, new = (json.dumps(values.get(key), default=str) for values in (saved, config))
+        if is_learned and key in saved and old != new:
+            changes[key] = (old, new)
     return changes
 
 
@@ -86,29 +85,24 @@ def refuse_another(folder: Path, settings: Run, changes: Changes) -> None:
 
     If run.name is auto, nobody chose this run, so another model and other data are refused, too.
     """
-    refused = {"workload"} & changes.keys()
+    reason = trained_with(folder, changes, "workload")
     cure = "use the same value, or another run.name"
     if settings.name == "auto":
+        reason = reason or trained_with(folder, changes, "model.", "data.train", "data.dataset")
         cure = "run.name=auto takes the newest run: name the run to resume with run.name, or use run.resume=never"
-        chosen = ("model.", "data.train", "data.dataset")
-        refused = refused or {key for key in changes if key.startswith(chosen)}
-    if refused:
-        raise UserError(f"{trained_with(folder, changes, refused)}; {cure}")
+    if reason:
+        raise UserError(f"{reason}; {cure}")
 
 
-def trained_with(folder: Path, changes: Changes, keys: set[str]) -> str:
-    """`runs/a was trained with model.width=32, this is model.width=4`, or an empty text without keys."""
-    was = ", ".join(f"{key}={old}" for key, (old, _) in changes.items() if key in keys)
-    now = ", ".join(f"{key}={new}" for key, (_, new) in changes.items() if key in keys)
-    return f"{folder} was trained with {was}, this is {now}" if keys else ""
+def trained_with(folder: Path, changes: Changes, *prefixes: str) -> str:
+    """`runs/a was trained with model.width=32, this is model.width=4`, or an empty text without such changes."""
+    chosen = {key: values for key, values in changes.items() if key.startswith(prefixes)}
+    was = ", ".join(f"{key}={old}" for key, (old, _) in chosen.items())
+    now = ", ".join(f"{key}={new}" for key, (_, new) in chosen.items())
+    return f"{folder} was trained with {was}, this is {now}" if chosen else ""
 
 
 def describe_changes(changes: Changes) -> str:
-    """One line for each change. With train.epochs=0 the length of the run does not matter."""
-    lines = []
-    for key, (old, new) in changes.items():
-        if key == "train.epochs" and new:
-            lines.append(f"resumed with {key}={new} (was {old}): the learning rate follows the new length")
-        elif key != "train.epochs":
-            lines.append(f"resumed with {key}={new} (was {old})")
-    return "\n".join(lines)
+    """One line for each change."""
+    notes = {"train.epochs": ": the learning rate follows the new length"}
+    return "\n".join(f"resumed with {key}={new} (was {old}){notes.get(key, '')}" for key, (old, new) in changes.items())

@@ -21,18 +21,10 @@ from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.telemetry import checkpoint
+from fastgpu.telemetry import checkpoint, folder
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.describe import describe_metrics
-from fastgpu.telemetry.folder import (
-    create_folder,
-    describe_changes,
-    find_changes,
-    find_folder,
-    refuse_another,
-    trained_with,
-)
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
@@ -64,25 +56,28 @@ class Run:
         self._world = world
         self._config = dict(config)
         self._epochs = config["train.epochs"]
+        metric = settings.best_metric or next(iter(directions))
+        if metric not in directions:
+            raise UserError(f"run.best_metric is {metric}; this workload has the metrics {', '.join(directions)}")
+        self._metric = f"val/{metric}"
+        self._direction = directions[metric]
         is_resumed = settings.resume == "auto"
         found = None
         with world.raise_on_every_rank():
-            self._metric, self._direction = _choose_metric(settings, directions)
             if world.is_main:
-                folder = find_folder(settings)
-                changes = find_changes(folder, config) if is_resumed else {}
-                refuse_another(folder, settings, changes)
-                found = folder, changes
+                path = folder.find_folder(settings)
+                changes = folder.find_changes(path, config) if is_resumed else {}
+                folder.refuse_another(path, settings, changes)
+                found = path, changes
         self.folder: Path
         self.folder, changes = world.broadcast(found)
         self.progress = checkpoint.Progress()
         with world.raise_on_every_rank():
             if is_resumed:
-                of_model = {key for key in changes if key.startswith("model.")}
-                hint = f"; {trained_with(self.folder, changes, of_model)}" if of_model else ""
+                hint = folder.trained_with(self.folder, changes, "model.")
                 self.progress = checkpoint.resume(self.folder, state, order.identity, world.device, hint=hint)
         world.check_equal(self.progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
-        world.print_once(describe_changes(changes))
+        world.print_once(folder.describe_changes(changes))
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
@@ -101,7 +96,7 @@ class Run:
         self._config["data.echo"] = self.progress.echo
         with self._world.raise_on_every_rank():
             if self._world.is_main:
-                create_folder(self.folder)
+                folder.create_folder(self.folder)
         if self._world.is_main:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
@@ -228,16 +223,6 @@ class Run:
         if is_saved:
             checkpoint.prune(self.folder, kind, keep)
         return is_saved
-
-
-def _choose_metric(
-    settings: RunSettings, directions: Mapping[str, checkpoint.Direction]
-) -> tuple[str, checkpoint.Direction]:
-    """The metric that decides which checkpoint is the best one, as `val/<name>`, and which values are better."""
-    name = settings.best_metric or next(iter(directions))
-    if name not in directions:
-        raise UserError(f"run.best_metric is {name}; this workload has the metrics {', '.join(directions)}")
-    return f"val/{name}", directions[name]
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with

@@ -264,7 +264,7 @@ def test_the_newest_run_is_not_resumed_with_another_model_or_data(folder):
     with pytest.raises(UserError, match=message):
         train("train.epochs=2", "run.name=auto", "run.resume=auto")
     message = (
-        r"last-000000021/model.pt does not fit: 0.weight has the shape \(8, 6\) there and \(64, 6\) in this model; "
+        "last-000000021/model.pt does not fit: size mismatch for 0.weight: copying a param .* "
         "runs/a was trained with model.hidden_dim=8, this is model.hidden_dim=64$"
     )
     with pytest.raises(UserError, match=message):

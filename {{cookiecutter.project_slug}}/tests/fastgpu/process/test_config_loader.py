@@ -246,10 +246,10 @@ def help_of(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
 def test_help_explains_every_key_and_its_default(help_of):
     text = help_of()
     words = " ".join(text.split())
-    for name, key in keys().items():
-        assert f"  {name}={key.default}  (" in text
-        assert key.description
-        assert " ".join(key.description.split()) in words
+    for key, (default, _, description) in keys().items():
+        assert f"  {key}={default}  (" in text
+        assert description
+        assert " ".join(description.split()) in words
     assert "data.train=(required)" in text
     assert '  optim.name="adamw"  (adamw, sgd, lamb)' in text
     assert "  data.batch_size=64  (integer >= 1)" in text

@@ -86,12 +86,12 @@ def test_only_what_is_learned_is_compared(tmp_path):
     assert find_changes(run, CONFIG) == {}
     assert find_changes(run, CONFIG | {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}) == {}
     assert find_changes(run, CONFIG | {"model.depth": 3}) == {}  # the run knew no such setting
-    assert find_changes(run, CONFIG | {"data.echo": "auto"}) == {}
+    assert find_changes(run, CONFIG | {"data.echo": "auto", "train.epochs": 0}) == {}
     changed = CONFIG | {"run.seed": 1, "optim.lr": 0.1, "data.fields": {"images": "y"}}
     assert find_changes(run, changed) == {
-        "run.seed": (0, 1),
-        "optim.lr": (3e-3, 0.1),
-        "data.fields": ({"images": "x"}, {"images": "y"}),
+        "run.seed": ("0", "1"),
+        "optim.lr": ("0.003", "0.1"),
+        "data.fields": ('{"images": "x"}', '{"images": "y"}'),
     }
 
 
@@ -99,20 +99,20 @@ def test_the_newest_config_counts_and_none_before_the_first_checkpoint(tmp_path)
     run = make_run(tmp_path / "a")
     later = make_run(tmp_path / "b", CONFIG | {"train.epochs": 30})
     (later / "config.yaml").rename(run / "config-2.yaml")
-    assert find_changes(run, CONFIG) == {"train.epochs": (30, 20)}
+    assert find_changes(run, CONFIG) == {"train.epochs": ("30", "20")}
     (run / "checkpoints" / "last-000000001").rmdir()
     assert find_changes(run, CONFIG) == {}
 
 
 @pytest.mark.parametrize("name", ["auto", "a"])
 def test_another_workload_is_refused(tmp_path, name):
-    changes = {"workload": ("recsys", "images"), "optim.lr": (1, 2)}
-    message = "a was trained with workload=recsys, this is workload=images; .*run.name"
+    changes = {"workload": ('"recsys"', '"images"'), "optim.lr": ("1", "2")}
+    message = 'a was trained with workload="recsys", this is workload="images"; .*run.name'
     with pytest.raises(UserError, match=message):
         refuse_another(tmp_path / "a", settings(tmp_path, name, "auto"), changes)
 
 
-@pytest.mark.parametrize(("key", "old", "new"), [("model.width", 32, 4), ("data.train", "a.h5", "b.h5")])
+@pytest.mark.parametrize(("key", "old", "new"), [("model.width", "32", "4"), ("data.train", '"a.h5"', '"b.h5"')])
 def test_another_model_or_data_is_refused_unless_the_run_was_named(tmp_path, key, old, new):
     with pytest.raises(UserError) as error:
         refuse_another(tmp_path / "a", settings(tmp_path, resume="auto"), {key: (old, new)})
@@ -124,10 +124,10 @@ def test_another_model_or_data_is_refused_unless_the_run_was_named(tmp_path, key
 
 
 def test_other_changes_are_said(tmp_path):
-    changes = {"train.epochs": (20, 30), "optim.lr": (0.003, 0.1)}
+    changes = {"train.epochs": ("20", "30"), "optim.lr": ("0.003", "0.1")}
     refuse_another(tmp_path / "a", settings(tmp_path, resume="auto"), changes)
     assert describe_changes(changes).splitlines() == [
         "resumed with train.epochs=30 (was 20): the learning rate follows the new length",
         "resumed with optim.lr=0.1 (was 0.003)",
     ]
-    assert describe_changes({}) == describe_changes({"train.epochs": (20, 0)}) == ""
+    assert describe_changes({}) == ""
