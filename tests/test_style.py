@@ -178,6 +178,9 @@ FILE_SUFFIXES = {
     "txt",
     "md",
     "pt",
+    "pt2",
+    "onnx",
+    "safetensors",
     "png",
     "csv",
 }

@@ -26,6 +26,7 @@ from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
+from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
@@ -85,12 +86,13 @@ class Run:
         self._is_saved = True
         self._saved_step = self.progress.step
 
-    def start(self, row_bytes: int, description: Mapping[str, Any]) -> None:
+    def start(self, row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        description: what the workload says about the model. Raises UserError on every rank if the folder cannot be
-        written.
+        card: what the workload says about the model. description: see `describe_model`. Raises UserError on every rank
+        if the folder cannot be written.
         """
+        self._description = description
         self._config["data.echo"] = self.progress.echo
         with self._world.raise_on_every_rank():
             if self._world.is_main:
@@ -99,7 +101,7 @@ class Run:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(description))
+            _write(self.folder / f"run{suffix}.json", _describe(card))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -212,7 +214,12 @@ class Run:
 
     def _write(self, kind: checkpoint.Kind, model: nn.Module, keep: int) -> bool:
         """Write a checkpoint, on rank 0, and remove older or worse ones. model: the model to use."""
-        is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=self._order.identity)
+        at = self.progress
+        metrics = {} if at.consumed else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
+        description = {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics}
+        order = self._order.identity
+        to_use = ModelToUse(model, description)
+        is_saved = checkpoint.save(self.folder, kind, at, self._state, order=order, to_use=to_use)
         if is_saved:
             checkpoint.prune(self.folder, kind, keep)
         return is_saved
