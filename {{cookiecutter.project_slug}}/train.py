@@ -130,7 +130,8 @@ def train(cfg: Config, world: World) -> None:
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
-        run.start(parts.config.flat() | {"data.echo": at.echo}, parts.source.row_bytes, workload.card())
+        values = parts.config.flat() | {"data.echo": at.echo}
+        run.start(values, parts.source.row_bytes, workload.card(), workload.metrics)
 
         read_before = feed.read_time
         while at.epoch < cfg.train.epochs:

@@ -57,10 +57,17 @@ class Run:
         self._is_saved = True
         self._saved_step = progress.step
 
-    def start(self, config: Mapping[str, Any], row_bytes: int, description: Mapping[str, Any]) -> None:
+    def start(
+        self,
+        config: Mapping[str, Any],
+        row_bytes: int,
+        description: Mapping[str, Any],
+        directions: Mapping[str, Literal["higher", "lower"]],
+    ) -> None:
         """Write what is needed to repeat the run, and begin to log.
 
-        config: {dotted key: value}, without `auto`. description: what the workload says about the model.
+        config: {dotted key: value}, without `auto`. description: what the workload says about the model. directions:
+        {metric: which values are better}.
         """
         self._config = dict(config)
         self._epochs = config["train.epochs"]
@@ -68,7 +75,7 @@ class Run:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(description))
+            _write(self.folder / f"run{suffix}.json", _describe(description, directions))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -78,6 +85,7 @@ class Run:
             self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
             consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+            step=self.progress.step,
             config=self._config,
             ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
         )
@@ -89,6 +97,7 @@ class Run:
         self._losses.append(loss)
         self.progress.step += 1
         self.clock.count(fresh_rows, trained_rows)
+        self._log.count(fresh_rows)
 
     def report(self, fresh_rows: float, lr: float) -> None:
         """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
@@ -147,15 +156,16 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
-        self._world.print_once(self._log.finish(self._config, self._metrics))
+        self._world.print_once(self._log.finish(self._metrics))
         self.close()
         self._world.check_everywhere(
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
+        is_charted = "tensorboard" in self._config["log.to"]
+        charts = f"; charts: tensorboard --logdir {self._settings.folder}" if is_charted else ""
         self._world.print_once(
-            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; charts: "
-            f"tensorboard --logdir {self._settings.folder}"
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html{charts}"
         )
 
     def close(self) -> None:
@@ -246,8 +256,8 @@ def _choose_folder(runs: Path, is_resumed: bool) -> Path:
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def _describe(model: Mapping[str, Any]) -> str:
-    """run.json: command, versions, GPU, commit and model."""
+def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
+    """run.json: command, versions, GPU, commit, model and metrics."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
         with suppress(PackageNotFoundError):
@@ -262,6 +272,7 @@ def _describe(model: Mapping[str, Any]) -> str:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
         "model": dict(model),
+        "metrics": dict(directions),
     }
     return json.dumps(description, indent=2)
 

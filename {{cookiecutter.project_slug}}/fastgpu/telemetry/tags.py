@@ -21,6 +21,7 @@ DISK = "disk reads, MB/s"
 PAGE_CACHE = "page cache refaults, pages/s"
 CLOCKS = "GPU clocks held down, % of the time"
 POWER = "GPU power, W"
+METRICS_PCT = "validation, %"
 
 
 class Tag(NamedTuple):
@@ -44,6 +45,21 @@ class Tag(NamedTuple):
     def names(self, logged: Iterable[str]) -> list[str]:
         """The logged names that belong to this tag."""
         return [name for name in logged if find_tag(name) is self]
+
+    def title_of(self, name: str) -> str:
+        """The title of one name: `SM activity, gpu0`; `CPU, user, machine1`; `validation top1_pct`."""
+        group, _, metric = name.rpartition("/")
+        if name == self.name or not self.title:
+            return self.title or name
+        if self.name == "val/<metric>":
+            return f"{self.title} {metric}"
+        return f"{self.title}, {group.removesuffix('/host')}"
+
+    def chart_of(self, name: str) -> str:
+        """The chart that one name is drawn in. Metrics share one only if their unit is known to be %."""
+        if self.name != "val/<metric>":
+            return self.chart
+        return METRICS_PCT if name.endswith("_pct") else self.title_of(name)
 
 
 TAGS = (
@@ -138,10 +154,14 @@ def find_tag(name: str) -> Tag | None:
     return next((tag for tag in TAGS if re.fullmatch(tag.pattern, name)), None)
 
 
-def charts() -> dict[str, list[Tag]]:
-    """{title of a chart: its tags}, in the order of the table."""
-    titles = dict.fromkeys(tag.chart for tag in TAGS if tag.chart)
-    return {title: [tag for tag in TAGS if tag.chart == title] for title in titles}
+def charts(logged: Iterable[str]) -> dict[str, list[str]]:
+    """{title of a chart: the logged names in it}, in the order of the table."""
+    drawn: dict[str, list[str]] = {}
+    for tag in TAGS:
+        for name in tag.names(logged):
+            if title := tag.chart_of(name):
+                drawn.setdefault(title, []).append(name)
+    return drawn
 
 
 def markdown_table() -> str:

@@ -20,6 +20,7 @@ STEPS_PER_EPOCH = 4
 WORLD = World(0, 1, 1, torch.device("cpu"))
 ROW_BYTES = 100
 CARD = {"classes": ["a", "b"]}
+DIRECTIONS = {"score": "higher", "loss": "lower"}
 CONFIG = Config.model_validate(
     {
         "workload": "minimal",
@@ -39,7 +40,7 @@ def started_run(
     order = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     with open_run(run_settings, {"model": model}, order, WORLD) as run:
-        run.start(CONFIG | (config or {}), ROW_BYTES, CARD)
+        run.start(CONFIG | (config or {}), ROW_BYTES, CARD, DIRECTIONS)
         yield run
 
 
@@ -50,4 +51,4 @@ def train_epoch(run: Run, model: nn.Module, *, loss: float = 0.5, score: float =
         run.progress.consumed = step * BATCH_SIZE
         run.report(step * BATCH_SIZE, lr=0.1)
         run.save_if_due(model)
-    run.end_epoch(model, {"val/score": score, "val/loss": loss}, {"score": "higher", "loss": "lower"})
+    run.end_epoch(model, {"val/score": score, "val/loss": loss}, DIRECTIONS)
