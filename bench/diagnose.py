@@ -26,10 +26,9 @@ import torch
 
 from fastgpu.diagnose.verdict import Facts, judge
 from fastgpu.feed import prefetch
-from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.monitor import Monitor
+from fastgpu.telemetry.monitor import Monitor, machine_counters
 
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu"))
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu/diagnose"))
@@ -114,12 +113,15 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
 
         return run
 
-    poll = monitor_module.Monitor._poll
-    monitor_module.Monitor._poll = timed("thread", time.thread_time, poll)  # type: ignore[method-assign]
-    watch, clock = Monitor([]), Clock(torch.device("cpu"))
+    counted = machine_counters([])
+    counted.read = timed("thread", time.thread_time, counted.read)  # type: ignore[method-assign]
+    watch, clock = Monitor(counted), Clock(torch.device("cpu"))
     log = Log(folder, planned_rows=10**9)
+    assert log._sinks is not None
+    log._sinks._each = timed("thread", time.thread_time, log._sinks._each)  # type: ignore[method-assign]
     spent["thread"] = 0.0
     count = timed("loop", time.perf_counter, clock.count)
+    advance = timed("loop", time.perf_counter, log.count)
     take = timed("loop", time.perf_counter, clock.take)
     scalars = timed("loop", time.perf_counter, log.scalars)
     counters = timed("loop", time.perf_counter, watch.scalars)
@@ -133,12 +135,13 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
         time.sleep(STEP_S)
         steps += 1
         count(64, 64)
+        advance(64)
         if steps % EVERY_STEPS == 0:
-            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | take().scalars() | counters(1000.0))
+            interval = take()
+            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | interval.scalars() | counters(1000.0), interval)
     passed_s = time.perf_counter() - t0
-    log.finish({}, {})
+    log.finish({})
     watch.close()
-    monitor_module.Monitor._poll = poll  # type: ignore[method-assign]
     return {
         "steps": steps,
         "seconds": passed_s,
@@ -216,7 +219,7 @@ def main() -> None:
                     _spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
                 ],
                 [
-                    "the monitor's thread, share of a CPU",
+                    "the threads of monitor and sinks, share of a CPU",
                     _spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
                 ],
             ],
