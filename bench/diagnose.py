@@ -21,7 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 import project
-import report
+import publish
 import torch
 
 from fastgpu.diagnose.verdict import Facts, judge
@@ -184,8 +184,8 @@ def main() -> None:
     ]
     assert not [each for each in threading.enumerate() if each.name == "monitor"]
     tables = [
-        report.Table("targets", report.TARGET_COLUMNS, targets),
-        report.Table(
+        publish.Table("targets", publish.TARGET_COLUMNS, targets),
+        publish.Table(
             "Planted causes",
             ["planted", "named", "gain, predicted", "gain, given"],
             [
@@ -200,13 +200,13 @@ def main() -> None:
             f"Median of {rounds} rounds, least and most. The device and what is slow are simulated by sleeps; "
             "the feed (file, readers, pools) and the measurements are the project's own.",
         ),
-        report.Table(
+        publish.Table(
             "Feed ratio",
             ["supply / demand, planted", "theory", "measured"],
             [[str(row["load"]), _spread(row["theory"], ".3f"), _spread(row["measured"], ".3f")] for row in ratio],
             "Theory: the lesser of 1 and compute's time / supply's, each measured alone.",
         ),
-        report.Table(
+        publish.Table(
             "Watching",
             ["part", "measured"],
             [
@@ -229,7 +229,7 @@ def main() -> None:
     if is_quick:
         print(*(table.markdown() for table in tables), sep="\n")
     else:
-        report.write(
+        publish.write(
             "diagnose", tables, {"causes": named, "feed_ratio": ratio, "watching": watched}, "python bench/diagnose.py"
         )
 
