@@ -60,6 +60,7 @@ class Log:
             page.write_report(folder)  # of a run that is resumed: it may have been killed
             self._sinks = Sinks(config.get("log.to", LogSettings().to), folder, config, step)
             atexit.register(self._end)  # however the run ends, except by a signal that kills
+        self._rows = float(consumed_rows)
         has_bar = folder is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=planned_rows,
@@ -99,13 +100,15 @@ class Log:
 
     def count(self, fresh_rows: float) -> None:
         """Advance the bar by these rows, which the host has queued for the device. It is drawn once a second."""
-        self._bar.update(fresh_rows)
+        self._rows += fresh_rows
+        self._bar.update(round(self._rows) - self._bar.n)
 
     def progress(self, fresh_rows: float, text: str, important: bool = False) -> None:
         """Advance the bar to this many rows. If there is no terminal, print a line instead: every few seconds, and
         always if it is important."""
         if not self._bar.disable:
-            self._bar.update(fresh_rows - self._bar.n)
+            self._rows = fresh_rows
+            self.count(0)
             if important:
                 self._bar.write(text)
             else:
