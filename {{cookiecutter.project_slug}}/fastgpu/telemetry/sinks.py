@@ -25,8 +25,6 @@ MAX_FAILURES = 3
 """A sink that failed so many times is not called any more, so that a dead server cannot hold up the end of a run."""
 PLAIN = (bool, int, float, str)
 """The types that TensorBoard accepts as hyperparameters."""
-MLFLOW_PARAMS = 100
-"""Parameters that MLflow takes at once (https://mlflow.org/docs/latest/api_reference/rest-api.html)."""
 
 
 class Sink(Protocol):
@@ -115,11 +113,8 @@ class Mlflow:
         self._id = run.info.run_id
         id_file.write_text(self._id)
         self._mlflow = mlflow
-        if known_id:  # parameters of an MLflow run cannot be changed
-            return
-        params = [(key, str(value)) for key, value in config.items()]
-        for begin in range(0, len(params), MLFLOW_PARAMS):
-            mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]), run_id=self._id)
+        if not known_id:  # parameters of an MLflow run cannot be changed
+            mlflow.log_params({key: str(value) for key, value in config.items()}, run_id=self._id)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Take one point and wait until the server or the database has it."""

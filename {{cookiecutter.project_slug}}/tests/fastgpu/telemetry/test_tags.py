@@ -13,7 +13,7 @@ from fastgpu.telemetry.ceiling import FILE, step_identity
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
 from fastgpu.telemetry.report import read_metrics
-from fastgpu.telemetry.tags import EXPLANATIONS, METRICS_PCT, TAGS, charts, find_tag, markdown_table
+from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag
 
 
 @pytest.fixture
@@ -86,10 +86,3 @@ def test_every_metric_is_in_a_chart():
         "validation ndcg_at_100": ["val/ndcg_at_100"],
         "validation mse": ["val/mse"],
     }
-
-
-def test_the_markdown_table_has_a_line_for_each_tag():
-    assert list(EXPLANATIONS) == [tag.name for tag in TAGS]
-    lines = markdown_table().splitlines()
-    assert [re.match(r"\| `(.*?)`", line)[1] for line in lines[2:]] == [tag.name for tag in TAGS]
-    assert {line.count("|") for line in lines} == {5}
