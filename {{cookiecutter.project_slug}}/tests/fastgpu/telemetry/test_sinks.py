@@ -151,8 +151,9 @@ def test_wandb_has_the_points_and_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     log_points("wandb", tmp_path / "a")
+    (tmp_path / "a/wandb").rename(tmp_path / "a/1")  # wandb names files by the second: they could get the same name
     log_points("wandb", tmp_path / "a", {15: {"train/loss": 0.25}}, step=10)
-    files = sorted(tmp_path.glob("a/wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    files = [next(tmp_path.glob(f"a/{part}/offline-run-*/run-*.wandb")) for part in ("1", "wandb")]
     records = [record for path in files for record in read_wandb(path)]
     assert {record.run.run_id for record in records if record.HasField("run")} == {
         (tmp_path / "a/wandb-id.txt").read_text()
