@@ -55,6 +55,7 @@ class Run:
         self._order = order
         self._world = world
         self._config = dict(config)
+        self._directions = directions
         self._epochs = config["train.epochs"]
         metric = settings.best_metric or next(iter(directions))
         if metric not in directions:
@@ -101,7 +102,7 @@ class Run:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(card))
+            _write(self.folder / f"run{suffix}.json", _describe(card, self._directions))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -111,6 +112,7 @@ class Run:
             self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
             consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+            step=self.progress.step,
             config=self._config,
             ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
         )
@@ -122,6 +124,7 @@ class Run:
         self._losses.append(loss)
         self.progress.step += 1
         self.clock.count(fresh_rows, trained_rows)
+        self._log.count(fresh_rows)
 
     def report(self, fresh_rows: float, lr: float) -> None:
         """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
@@ -179,7 +182,7 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
-        self._world.print_once(self._log.finish(self._config, self._metrics))
+        self._world.print_once(self._log.finish(self._metrics))
         self.close()
         progress = self.progress
         if progress.epoch < self._epochs:
@@ -191,9 +194,10 @@ class Run:
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
+        is_charted = "tensorboard" in self._config["log.to"]
+        charts = f"; charts: tensorboard --logdir {self._settings.folder}" if is_charted else ""
         self._world.print_once(
-            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; charts: "
-            f"tensorboard --logdir {self._settings.folder}"
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html{charts}"
         )
 
     def close(self) -> None:
@@ -228,8 +232,8 @@ class Run:
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def _describe(model: Mapping[str, Any]) -> str:
-    """run.json: command, versions, GPU, commit and model."""
+def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
+    """run.json: command, versions, GPU, commit, model and metrics."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
         with suppress(PackageNotFoundError):
@@ -244,6 +248,7 @@ def _describe(model: Mapping[str, Any]) -> str:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
         "model": dict(model),
+        "metrics": dict(directions),
     }
     return json.dumps(description, indent=2)
 
