@@ -28,6 +28,7 @@ ONLY_FOR = {
         "fastgpu/convert/pixel_csv.py",
         "fastgpu/convert/synthetic_images.py",
         "fastgpu/convert/tables.py",
+        "fastgpu/predict/image_inputs.py",
         "fastgpu/storage/images.py",
         "fastgpu/training/augment.py",
         "tests/test_images.py",
@@ -39,6 +40,7 @@ ONLY_FOR = {
         "tests/fastgpu/convert/test_synthetic_images.py",
         "tests/fastgpu/convert/test_tables.py",
         "tests/fastgpu/storage/test_image_decoding.py",
+        "tests/fastgpu/predict/test_image_inputs.py",
         "tests/fastgpu/training/test_augment.py",
     ],
     "recsys": [
@@ -55,6 +57,7 @@ ONLY_FOR = {
         "tests/fastgpu/convert/test_interactions.py",
         "tests/fastgpu/convert/test_movielens.py",
         "tests/fastgpu/convert/test_synthetic_interactions.py",
+        "tests/fastgpu/predict/test_items.py",
         "tests/fastgpu/training/test_ranking.py",
     ],
 }

@@ -192,13 +192,14 @@ def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, worklo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("room", "workload"), [("convert", "images"), ("diagnose", "recsys")])
+@pytest.mark.parametrize(("room", "workload"), [("convert", "images"), ("diagnose", "recsys"), ("predict", "images")])
 def test_a_leaf_room_can_be_deleted(own_copy, room, workload):
     """The project trains, and its tests pass: its own, and those of the rooms that are nearest to the deleted one."""
     project = own_copy(workload)
     shutil.rmtree(project / "fastgpu" / room)
     shutil.rmtree(project / "tests/fastgpu" / room)
     (project / f"{room}.py").unlink()
+    (project / f"tests/test_{room}.py").unlink(missing_ok=True)
     assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "run.name=first"]).stdout
     assert (project / "runs/first/report.html").exists()
     run_pytest(project, "--collect-only")

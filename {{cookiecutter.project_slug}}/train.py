@@ -34,6 +34,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
 from fastgpu.telemetry.describe import describe_feed, describe_validation
+from fastgpu.telemetry.model_files import describe_model
 from fastgpu.telemetry.run import Run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
@@ -163,7 +164,9 @@ def train(cfg: Config, world: World) -> None:
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
         world.print_once(workload.summary)
-        run.start(parts.source.row_bytes, workload.card())
+        card = workload.card()
+        description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
+        run.start(parts.source.row_bytes, card, description)
 
         read_before = feed.read_time
         while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):

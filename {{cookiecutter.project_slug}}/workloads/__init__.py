@@ -37,6 +37,9 @@ class Workload(Protocol):
     lighter: Mapping[str, Any] = MappingProxyType({})
     """{option: the value with which `transform` does less}. diagnose.py tries them if the transform is slow."""
 
+    top: int = 0
+    """Number of answers that `predict` ranks for each row, best first; `predict.py --top` sets it. 0: it ranks none."""
+
     @property
     @abstractmethod
     def metrics(self) -> Mapping[str, Direction]:
@@ -55,7 +58,11 @@ class Workload(Protocol):
 
     @abstractmethod
     def __init__(self, options: Any, train: "Source", val: "Source"):
-        """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`."""
+        """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`.
+
+        predict.py passes sources that have the fields and attributes of the training rows (and what `card` returned,
+        as attributes), but no rows, and no `column`.
+        """
 
     @abstractmethod
     def model(self) -> "nn.Module":
@@ -81,10 +88,19 @@ class Workload(Protocol):
     def score(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Sum"]:
         """{metric: its sum over the rows of a validation batch and the number of rows}, for every metric."""
 
+    def predict(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Tensor"]:
+        """{column: (B,) or (B, k)} for a batch without labels, as predict.py writes it. Training does not need this.
+
+        A column `class` holds indices of the attribute `class_names`, a column `items` those of `item_ids`: predict.py
+        writes the names beside them.
+        """
+        raise UserError("the workload has no method predict; workloads/__init__.py describes it")
+
     @abstractmethod
     def card(self) -> dict[str, Any]:
         """What the training data decided about the model, as JSON values: shapes, class names, normalisation. With the
-        section `model` of the run's config.yaml it is enough to build the model again. It is stored in run.json."""
+        options and the attributes of the training file it is enough to build the model again. It is stored in run.json,
+        and among the attributes in model.json."""
 
 
 def load(name: str) -> type[Workload]:

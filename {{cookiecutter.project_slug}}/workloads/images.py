@@ -60,6 +60,7 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    top = 1
     lighter = MappingProxyType(
         {
             "flip": False,
@@ -189,6 +190,20 @@ class Workload(workloads.Workload):
             "top5_pct": Sum(100 * hits_B5.sum(), n),
             "loss": Sum(loss, n),
         }
+
+    def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        """`class` and its `probability`, (B,), or (B, top) if `top` is above 1; for attributes the probability of each,
+        by its name; for a regression the `prediction`, (B,) or (B, K)."""
+        logits_BK = model(batch["images"]).float()
+        if self.is_regression:
+            return {"prediction": logits_BK[:, 0] if self.n_outputs == 1 else logits_BK}
+        if self.has_attributes:
+            names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
+            return dict(zip(names, logits_BK.sigmoid().unbind(1), strict=True))
+        best = logits_BK.softmax(1).topk(min(self.top, self.n_outputs), dim=1)
+        if self.top == 1:
+            return {"class": best.indices[:, 0], "probability": best.values[:, 0]}
+        return {"class": best.indices, "probability": best.values}
 
     def card(self) -> dict[str, Any]:
         return {

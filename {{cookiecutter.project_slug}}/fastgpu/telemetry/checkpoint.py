@@ -3,6 +3,7 @@
     <run>/checkpoints/last-000000220/
     <run>/checkpoints/last-000000240/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
     <run>/checkpoints/best-000000200/                                    with train.ema: ema.pt (averaged weights)
+                                        model.json  model.safetensors: the model to use (model_files.py)
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a crash at any point leaves the previous
 one intact. torch.load does not notice a flipped bit, hence the checksums. No random state is stored: `reseed` derives
@@ -22,6 +23,7 @@ import torch
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
+from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, write_model
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]
@@ -95,11 +97,20 @@ def _cost(score: float | None, direction: Direction) -> float:
     return -score if direction == "higher" else score
 
 
-def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful], *, order: Mapping[str, int]) -> bool:
+def save(
+    run: Path,
+    kind: Kind,
+    progress: Progress,
+    state: Mapping[str, Stateful],
+    *,
+    order: Mapping[str, int],
+    to_use: ModelToUse | None = None,
+) -> bool:
     """Write `<run>/checkpoints/<kind>-<step>`. False if the disk refused.
 
-    state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. If the disk
-    refuses, a warning is printed, the previous checkpoints are still there, and training can go on.
+    state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. to_use: the
+    model for model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are
+    still there, and training can go on.
     """
     folder = run / "checkpoints"
     target = folder / f"{kind}-{progress.step:09d}"
@@ -111,6 +122,9 @@ def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
             sha256[name] = _sha256(partial / f"{name}.pt")
+        if to_use:
+            write_model(partial, to_use)
+            sha256 |= {name: _sha256(partial / name) for name in (DESCRIPTION, WEIGHTS)}
         description = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
         (partial / "state.json").write_text(json.dumps(description, indent=2))
         atomic_replace(partial, target)  # it exists if a resumed run comes to the same step again

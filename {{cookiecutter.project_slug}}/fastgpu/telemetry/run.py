@@ -26,6 +26,7 @@ from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
+from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
@@ -54,6 +55,7 @@ class Run:
         self._order = order
         self._world = world
         self._config = dict(config)
+        self._directions = directions
         self._epochs = config["train.epochs"]
         metric = settings.best_metric or next(iter(directions))
         if metric not in directions:
@@ -85,12 +87,13 @@ class Run:
         self._is_saved = True
         self._saved_step = self.progress.step
 
-    def start(self, row_bytes: int, description: Mapping[str, Any]) -> None:
+    def start(self, row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        description: what the workload says about the model. Raises UserError on every rank if the folder cannot be
-        written.
+        card: what the workload says about the model. description: see `describe_model`. Raises UserError on every rank
+        if the folder cannot be written.
         """
+        self._description = description
         self._config["data.echo"] = self.progress.echo
         with self._world.raise_on_every_rank():
             if self._world.is_main:
@@ -99,7 +102,7 @@ class Run:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(description))
+            _write(self.folder / f"run{suffix}.json", _describe(card, self._directions))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -109,6 +112,7 @@ class Run:
             self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
             consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+            step=self.progress.step,
             config=self._config,
             ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
         )
@@ -120,6 +124,7 @@ class Run:
         self._losses.append(loss)
         self.progress.step += 1
         self.clock.count(fresh_rows, trained_rows)
+        self._log.count(fresh_rows)
 
     def report(self, fresh_rows: float, lr: float) -> None:
         """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
@@ -177,7 +182,7 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
-        self._world.print_once(self._log.finish(self._config, self._metrics))
+        self._world.print_once(self._log.finish(self._metrics))
         self.close()
         progress = self.progress
         if progress.epoch < self._epochs:
@@ -189,9 +194,10 @@ class Run:
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
+        is_charted = "tensorboard" in self._config["log.to"]
+        charts = f"; charts: tensorboard --logdir {self._settings.folder}" if is_charted else ""
         self._world.print_once(
-            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; charts: "
-            f"tensorboard --logdir {self._settings.folder}"
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html{charts}"
         )
 
     def close(self) -> None:
@@ -212,7 +218,12 @@ class Run:
 
     def _write(self, kind: checkpoint.Kind, model: nn.Module, keep: int) -> bool:
         """Write a checkpoint, on rank 0, and remove older or worse ones. model: the model to use."""
-        is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=self._order.identity)
+        at = self.progress
+        metrics = {} if at.consumed else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
+        description = {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics}
+        order = self._order.identity
+        to_use = ModelToUse(model, description)
+        is_saved = checkpoint.save(self.folder, kind, at, self._state, order=order, to_use=to_use)
         if is_saved:
             checkpoint.prune(self.folder, kind, keep)
         return is_saved
@@ -221,8 +232,8 @@ class Run:
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def _describe(model: Mapping[str, Any]) -> str:
-    """run.json: command, versions, GPU, commit and model."""
+def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
+    """run.json: command, versions, GPU, commit, model and metrics."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
         with suppress(PackageNotFoundError):
@@ -237,6 +248,7 @@ def _describe(model: Mapping[str, Any]) -> str:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
         "model": dict(model),
+        "metrics": dict(directions),
     }
     return json.dumps(description, indent=2)
 

@@ -135,6 +135,11 @@ def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> No
         total = torch.stack([torch.as_tensor(part[name].total).double() for part in parts]).sum()
         torch.testing.assert_close(total, torch.as_tensor(whole[name].total).double(), rtol=1e-4, atol=1e-4)
         assert sum(int(part[name].n) for part in parts) == int(whole[name].n)
+    if getattr(type(workload), "predict", None) not in (None, Workload.predict):  # training does not need it
+        with torch.no_grad():
+            predicted = workload.predict(model, val_batch)
+        assert predicted
+        assert all(len(value) == len(val_batch) for value in predicted.values())
     json.dumps(workload.card())
 
 

@@ -42,7 +42,7 @@ def started_run(
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     config = CONFIG | (config or {})
     with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, directions=DIRECTIONS)) as run:
-        run.start(ROW_BYTES, CARD)
+        run.start(ROW_BYTES, CARD, CARD)
         yield run
 
 
