@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from template import FOLDER, ONLY_FOR, PROJECT, ROOT
+from template import FOLDER, PROJECT, ROOT
 from test_readme import fenced_blocks
 
 NOT_RUN = {"needs the network", "needs GPUs", "serves until it is stopped"}
@@ -102,11 +102,24 @@ def follow(project: Path, blocks: list[Block]) -> None:
             assert not missing, f"line {block.line}: not printed: {missing}\n{printed}"
 
 
+def blocks_of(project: Path) -> list[Block]:
+    """The blocks of the tutorial of a project."""
+    return read_blocks((project / "docs/tutorial.md").read_text())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ONLY_FOR)
-def test_every_step_of_the_tutorial_works(own_copy, workload):
-    project = own_copy(workload)
-    follow(project, read_blocks((project / "docs/tutorial.md").read_text()))
+def test_every_step_of_the_tutorial_works(own_copy):
+    project = own_copy("images")
+    follow(project, blocks_of(project))
+
+
+@pytest.mark.slow
+def test_the_steps_that_only_users_and_items_have_work(own_copy, baked):
+    project = own_copy("recsys")
+    known = {block.text for block in blocks_of(baked("images"))}
+    blocks = [block for block in blocks_of(project) if block.text not in known]
+    assert {block.language for block in blocks} == {"bash", "console", "python"}
+    follow(project, blocks)
 
 
 def test_blocks_that_are_not_run_say_why():
