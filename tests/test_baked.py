@@ -20,7 +20,11 @@ WORDS_OF = {
     "recsys": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|commands_recsys|interactions",
 }
 """What only the files of one workload speak of."""
-SPEAK_OF_BOTH = {"constraints.txt"}
+SPEAK_OF_BOTH = {
+    "constraints.txt",
+    "fastgpu/storage/unconverted.py",  # it recognises files of either kind
+    "tests/fastgpu/storage/test_unconverted.py",
+}
 
 
 def run_in(project: Path, command: Iterable[str], **environment: str) -> subprocess.CompletedProcess[str]:

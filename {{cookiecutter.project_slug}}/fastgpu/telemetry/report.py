@@ -247,5 +247,5 @@ def as_text(lines: Table) -> str:
 
 
 def number(value: float) -> str:
-    """A value with three digits or, above 100, without decimals."""
+    """A value with three figures or, above 100, without decimals."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

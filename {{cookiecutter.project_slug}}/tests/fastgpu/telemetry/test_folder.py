@@ -106,8 +106,8 @@ def test_the_newest_config_counts_and_none_before_the_first_checkpoint(tmp_path)
 
 @pytest.mark.parametrize("name", ["auto", "a"])
 def test_another_workload_is_refused(tmp_path, name):
-    changes = {"workload": ('"recsys"', '"images"'), "optim.lr": ("1", "2")}
-    message = 'a was trained with workload="recsys", this is workload="images"; .*run.name'
+    changes = {"workload": ('"minimal"', '"images"'), "optim.lr": ("1", "2")}
+    message = 'a was trained with workload="minimal", this is workload="images"; .*run.name'
     with pytest.raises(UserError, match=message):
         refuse_another(tmp_path / "a", settings(tmp_path, name, "auto"), changes)
 

@@ -79,10 +79,10 @@ def test_the_lines_of_a_chart_have_one_unit(logged):
 
 
 def test_every_metric_is_in_a_chart():
-    names = ["val/top5_pct", "val/loss", "val/ndcg_at_100", "val/top1_pct", "val/mse", "train/lr"]
+    names = ["val/top5_pct", "val/loss", "val/recall_at_20", "val/top1_pct", "val/mse", "train/lr"]
     assert charts(names) == {
         "loss": ["val/loss"],
         METRICS_PCT: ["val/top5_pct", "val/top1_pct"],
-        "validation ndcg_at_100": ["val/ndcg_at_100"],
+        "validation recall_at_20": ["val/recall_at_20"],
         "validation mse": ["val/mse"],
     }
