@@ -5,6 +5,7 @@ file. A block in the language `console` is a part of what the block before has p
 ends of lines that it leaves out, and numbers may differ. A block below `<!-- not run: reason -->` is skipped.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -118,11 +119,11 @@ def test_the_steps_that_only_users_and_items_have_work(own_copy, baked):
     project = own_copy("recsys")
     known = {block.text for block in blocks_of(baked("images"))}
     blocks = blocks_of(project)
-    is_own = [block.text not in known for block in blocks]
-    has_own_output = [own and block.language == "console" for own, block in zip(is_own[1:], blocks[1:], strict=True)]
-    own = [
-        block for number, block in enumerate(blocks) if is_own[number] or has_own_output[number : number + 1] == [True]
-    ]
+    own = []
+    for block, following in itertools.pairwise([*blocks, None]):
+        prints_for_own = following and following.language == "console" and following.text not in known
+        if block.text not in known or prints_for_own:
+            own.append(block)
     assert {block.language for block in own} == {"bash", "console", "python"}
     follow(project, own)
 
