@@ -97,7 +97,7 @@ def test_a_new_setting_takes_two_lines_in_the_workload(folder):
     done = run_train("model.loss_scale=0.0", "train.epochs=1", cwd=folder, root=project)
     assert done.returncode == 0, done.stderr
     assert metrics_of(folder / "runs/a")[-1]["val/mse"] == 0
-    done = run_train("model.loss_scale=much", cwd=folder, root=project)
+    done = run_train("model.loss_scale=much", "run.name=b", cwd=folder, root=project)
     assert done.returncode == 2
     assert done.stderr == 'error: command line: model.loss_scale is "much"; it should be a valid number\n'
     assert "model.loss_scale=1.0" in run_train("--help", cwd=folder, root=project).stdout

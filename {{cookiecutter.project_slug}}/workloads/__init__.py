@@ -114,6 +114,8 @@ def load(name: str) -> type[Workload]:
     for member in ("Options", *sorted(Workload.__abstractmethods__)):
         if getattr(workload, member, None) is getattr(Workload, member, None):
             raise UserError(f"workloads/{name}.py: class Workload has no {member}; workloads/__init__.py describes it")
+    if Workload not in workload.__mro__:  # written without the base class: it gets the defaults of optional members
+        workload = type("Workload", (workload, Workload), {})
     return workload
 
 
