@@ -20,6 +20,8 @@ NAME = "lock"
 BEAT_S = 5.0
 SILENT_S = 15.0
 """A holder on another machine that has not changed the file for this long is taken for dead."""
+PATIENCE_S = 8.0
+"""How long to wait for a lock: ranks outlive a launcher that was killed by a few seconds (see signals.py)."""
 POLL_S = 0.2
 FILE_BYTES = 512
 """The file always has this length: it is overwritten in place, so a reader never finds it empty."""
@@ -66,10 +68,11 @@ class RunLock:
             os.close(self._descriptor)
 
     def _acquire(self, folder: Path) -> None:
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(folder, self._read()) from None
+        until = time.monotonic() + PATIENCE_S
+        while not self._try():
+            if time.monotonic() > until:
+                raise _in_use(folder, self._read())
+            time.sleep(POLL_S)
         last = self._read()
         if last is None or last.host == socket.gethostname():
             return  # on this machine, the kernel is the one to ask
@@ -78,6 +81,13 @@ class RunLock:
             time.sleep(POLL_S)
             if self._read() != last:
                 raise _in_use(folder, last)
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _read(self) -> Holder | None:
         try:

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -37,7 +38,8 @@ def hold(folder: Path, how: str = "alone") -> Iterator[int]:
         try:
             yield pid
         finally:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def held_elsewhere(folder: Path, beat: int = 1) -> None:
@@ -45,11 +47,18 @@ def held_elsewhere(folder: Path, beat: int = 1) -> None:
     (folder / NAME).write_bytes(holder.encode().ljust(FILE_BYTES))
 
 
-def test_a_second_process_is_refused_and_told_whom_to_stop(tmp_path):
+def test_a_second_process_is_refused_and_told_whom_to_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     with hold(tmp_path) as pid, pytest.raises(UserError) as error:
         RunLock(tmp_path)
     assert f"{tmp_path} is in use by process {pid} on {socket.gethostname()} since 2" in str(error.value)
     RunLock(tmp_path).close()  # the kernel released the lock
+
+
+def test_a_lock_is_waited_for_a_little(tmp_path):
+    with hold(tmp_path) as pid:
+        Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        RunLock(tmp_path).close()
 
 
 def test_a_child_does_not_keep_the_lock_of_a_dead_process(tmp_path):
