@@ -53,8 +53,7 @@ check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
 	$(IN_PLACE) mypy
-	$(IN_PLACE) pytest -p no:cacheprovider -m "not slow"
-	"$(BIN)/python" -m pytest -m "not slow"
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m "not slow"'
 
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix

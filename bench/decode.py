@@ -16,7 +16,7 @@ from statistics import median
 import layouts
 import numpy as np
 import project
-import report
+import publish
 from PIL import Image, ImageOps
 
 from fastgpu.process.machine import available_cpus
@@ -107,10 +107,10 @@ def main() -> None:
     )
     title = f"{WIDTH} x {HEIGHT} JPEG files to {SIZE} x {SIZE} rows"
     tables = [
-        report.Table("targets", report.TARGET_COLUMNS, targets),
-        report.Table(title, ["what", "measured"], rows, note),
+        publish.Table("targets", publish.TARGET_COLUMNS, targets),
+        publish.Table(title, ["what", "measured"], rows, note),
     ]
-    report.write("decode", tables, {"rounds": rounds}, "python bench/decode.py")
+    publish.write("decode", tables, {"rounds": rounds}, "python bench/decode.py")
 
 
 if __name__ == "__main__":

@@ -21,15 +21,15 @@ from typing import Any
 import h5py
 import numpy as np
 import project
-import report
+import publish
 import torch
 
+from fastgpu.diagnose.ceilings import N_ROUNDS
 from fastgpu.diagnose.verdict import Facts, judge
 from fastgpu.feed import prefetch
-from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.monitor import Monitor
+from fastgpu.telemetry.monitor import Monitor, machine_counters
 
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu"))
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu/diagnose"))
@@ -65,7 +65,7 @@ def causes(path: str, planted: list[Planted], rounds: int) -> list[dict[str, Any
         row: dict[str, Any] = {"planted": plan.name, "cause": plan.cause, "named": [], "said": [], "given": []}
         for number in range(rounds):
             say(f"round {number + 1}: {plan.name}")
-            slow = measure_simulated(path, plan.times)
+            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
             verdict = judge(slow, plan.facts, plan.tried)
             row["named"].append(verdict.cause)
             row["said"].append(verdict.gain)
@@ -80,7 +80,7 @@ def stragglers(path: str, rounds: int) -> dict[str, Any]:
     row |= {"named": [], "said": [], "given": []}
     for number in range(rounds):
         say(f"round {number + 1}: {row['planted']}")
-        slow = in_world(2, measure_slow_second_rank, path, 0.03)[0]
+        slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
         cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
         verdict = judge(slow, Facts())
         row["named"].append(verdict.cause)
@@ -114,12 +114,15 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
 
         return run
 
-    poll = monitor_module.Monitor._poll
-    monitor_module.Monitor._poll = timed("thread", time.thread_time, poll)  # type: ignore[method-assign]
-    watch, clock = Monitor([]), Clock(torch.device("cpu"))
+    of_machine = machine_counters([])
+    of_machine.read = timed("thread", time.thread_time, of_machine.read)  # type: ignore[method-assign]
+    watch, clock = Monitor(of_machine), Clock(torch.device("cpu"))
     log = Log(folder, planned_rows=10**9)
+    assert log._sinks is not None
+    log._sinks._each = timed("thread", time.thread_time, log._sinks._each)  # type: ignore[method-assign]
     spent["thread"] = 0.0
     count = timed("loop", time.perf_counter, clock.count)
+    advance = timed("loop", time.perf_counter, log.count)
     take = timed("loop", time.perf_counter, clock.take)
     scalars = timed("loop", time.perf_counter, log.scalars)
     counters = timed("loop", time.perf_counter, watch.scalars)
@@ -133,12 +136,13 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
         time.sleep(STEP_S)
         steps += 1
         count(64, 64)
+        advance(64)
         if steps % EVERY_STEPS == 0:
-            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | take().scalars() | counters(1000.0))
+            interval = take()
+            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | interval.scalars() | counters(1000.0), interval)
     passed_s = time.perf_counter() - t0
-    log.finish({}, {})
+    log.finish({})
     watch.close()
-    monitor_module.Monitor._poll = poll  # type: ignore[method-assign]
     return {
         "steps": steps,
         "seconds": passed_s,
@@ -181,8 +185,8 @@ def main() -> None:
     ]
     assert not [each for each in threading.enumerate() if each.name == "monitor"]
     tables = [
-        report.Table("targets", report.TARGET_COLUMNS, targets),
-        report.Table(
+        publish.Table("targets", publish.TARGET_COLUMNS, targets),
+        publish.Table(
             "Planted causes",
             ["planted", "named", "gain, predicted", "gain, given"],
             [
@@ -197,13 +201,13 @@ def main() -> None:
             f"Median of {rounds} rounds, least and most. The device and what is slow are simulated by sleeps; "
             "the feed (file, readers, pools) and the measurements are the project's own.",
         ),
-        report.Table(
+        publish.Table(
             "Feed ratio",
             ["supply / demand, planted", "theory", "measured"],
             [[str(row["load"]), _spread(row["theory"], ".3f"), _spread(row["measured"], ".3f")] for row in ratio],
             "Theory: the lesser of 1 and compute's time / supply's, each measured alone.",
         ),
-        report.Table(
+        publish.Table(
             "Watching",
             ["part", "measured"],
             [
@@ -216,7 +220,7 @@ def main() -> None:
                     _spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
                 ],
                 [
-                    "the monitor's thread, share of a CPU",
+                    "the threads of monitor and sinks, share of a CPU",
                     _spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
                 ],
             ],
@@ -226,7 +230,7 @@ def main() -> None:
     if is_quick:
         print(*(table.markdown() for table in tables), sep="\n")
     else:
-        report.write(
+        publish.write(
             "diagnose", tables, {"causes": named, "feed_ratio": ratio, "watching": watched}, "python bench/diagnose.py"
         )
 

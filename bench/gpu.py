@@ -20,7 +20,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 import project  # noqa: F401
-import report
+import publish
 import torch
 import torch.nn.functional as F
 from files import IMAGES
@@ -38,7 +38,7 @@ from fastgpu.training.optim import make_optimizer
 from fastgpu.training.step import to_device
 from workloads.images import Normalize
 
-DATA = report.ROOT / "bench" / "data"
+DATA = publish.ROOT / "bench" / "data"
 N_CLASSES = 40
 LR = 1e-3
 COPY_BYTES = 256 << 20
@@ -300,7 +300,7 @@ def feed_ratios(contenders: dict[str, Measured], contender: str) -> list[float]:
 
 def tables(
     results: dict[str, dict[str, Measured]], sizes: Sizes, device: torch.device, h2d_gb_per_s: float | None
-) -> list[report.Table]:
+) -> list[publish.Table]:
     """The targets, a table with a line for each network and contender, and the copy alone."""
     columns = ["network", "rows from", "steps/s", "rows/s", "GB/s", "feed ratio", "data wait %", "syncs"]
     row_bytes = int(np.prod(sizes.shape))
@@ -316,14 +316,14 @@ def tables(
                 syncs = "not measured"
             speeds = [f"{steps_per_s:.2f}", f"{rows_per_s:,.0f}", f"{rows_per_s * row_bytes / 1e9:.2f}"]
             rows.append([network, contender, *speeds, ratio, wait_pct, syncs])
-    page = [targets_table(results, device), report.Table("training", columns, rows, _training_note(sizes))]
+    page = [targets_table(results, device), publish.Table("training", columns, rows, _training_note(sizes))]
     if h2d_gb_per_s is not None:
         note = (
             f"Median of {N_COPIES} copies of {COPY_BYTES >> 20} MiB from page-locked memory, one at a time, while "
             "nothing else runs."
         )
         cells = [[f"{h2d_gb_per_s:.1f}"]]
-        page.append(report.Table("the copy alone", ["host to device, GB/s"], cells, note))
+        page.append(publish.Table("the copy alone", ["host to device, GB/s"], cells, note))
     return page
 
 
@@ -341,7 +341,7 @@ def _training_note(sizes: Sizes) -> str:
     )
 
 
-def targets_table(results: dict[str, dict[str, Measured]], device: torch.device) -> report.Table:
+def targets_table(results: dict[str, dict[str, Measured]], device: torch.device) -> publish.Table:
     rows = []
     n_free = 0
     for network, contenders in results.items():
@@ -357,7 +357,7 @@ def targets_table(results: dict[str, dict[str, Measured]], device: torch.device)
     if device.type == "cuda":
         free = f"{n_free} of {len(results) * len(TIERS)} loops"
     rows.append(["steady loops without a host-device synchronisation", free, "all"])
-    return report.Table("targets", report.TARGET_COLUMNS, rows)
+    return publish.Table("targets", publish.TARGET_COLUMNS, rows)
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
@@ -384,7 +384,7 @@ def main() -> None:
     if args.device == "cuda":
         device = torch.device("cuda", 0)
         h2d_gb_per_s = copy_gb_per_s(device)
-        out = out or report.RESULTS
+        out = out or publish.RESULTS
     results = measure(sizes, device, DATA)
     page = tables(results, sizes, device, h2d_gb_per_s)
     for table in page:
@@ -395,7 +395,7 @@ def main() -> None:
             rounds[network] = {name: measured._asdict() for name, measured in contenders.items()}
         command = f"python bench/gpu.py --device {device.type} --rows {sizes.rows} --seconds {sizes.seconds:g}"
         raw = {"sizes": sizes._asdict(), "h2d_gb_per_s": h2d_gb_per_s, "rounds": rounds}
-        report.write("gpu", page, raw, command, folder=out)
+        publish.write("gpu", page, raw, command, folder=out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import h5py
 import hdf5plugin
 import numpy as np
 import project  # noqa: F401
-import report
+import publish
 import torch
 from data import DataSpec
 from files import open_rows
@@ -133,7 +133,7 @@ def measure(spec: DataSpec, paths: dict[str, Path]) -> dict[str, Speeds]:
     return speeds
 
 
-def table(spec: DataSpec, speeds: dict[str, Speeds], paths: dict[str, Path]) -> report.Table:
+def table(spec: DataSpec, speeds: dict[str, Speeds], paths: dict[str, Path]) -> publish.Table:
     best = speeds[DEFAULT]
     size = paths[DEFAULT].stat().st_size
     rows = []
@@ -151,7 +151,7 @@ def table(spec: DataSpec, speeds: dict[str, Speeds], paths: dict[str, Path]) -> 
         "within a round. Warm: in the page cache. Cold: evicted before; one epoch, which includes the first touch of "
         "the buffers. Size: of the file, relative to the first one."
     )
-    return report.Table(f"{spec.name}: {spec.n_rows:,} rows of {shape} uint8", columns, rows, note)
+    return publish.Table(f"{spec.name}: {spec.n_rows:,} rows of {shape} uint8", columns, rows, note)
 
 
 def main() -> None:
@@ -167,7 +167,7 @@ def main() -> None:
             write(paths[name], images, options)
         results[spec.name] = measure(spec, paths)
         tables.append(table(spec, results[spec.name], paths))
-    report.write("layouts", tables, results, "python bench/layouts.py")
+    publish.write("layouts", tables, results, "python bench/layouts.py")
 
 
 if __name__ == "__main__":

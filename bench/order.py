@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import project  # noqa: F401
-import report
+import publish
 from torch.utils.data import DistributedSampler
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
@@ -228,7 +228,7 @@ def _status_bytes(name: str) -> int:
 # ---------------------------------------------------------------------------------------------- the page
 
 
-def quality_table(results: list[Quality]) -> report.Table:
+def quality_table(results: list[Quality]) -> publish.Table:
     columns = [
         "rows",
         "batch size",
@@ -249,7 +249,7 @@ def quality_table(results: list[Quality]) -> report.Table:
             settings = ["-", "full shuffle", "all"]
         numbers = [quality.chi2_sorted, quality.chi2_random, quality.batch_again, quality.pool_again]
         rows.append([quality.data, str(quality.batch_size), *settings, *(f"{number:.2f}" for number in numbers)])
-    return report.Table("shuffle quality", columns, rows, conclusions(results))
+    return publish.Table("shuffle quality", columns, rows, conclusions(results))
 
 
 def conclusions(results: list[Quality]) -> str:
@@ -285,7 +285,7 @@ canonical ranks:
   and on the device, and would gain little unless the file is sorted, which the project warns about."""
 
 
-def scale_table(ours: Start, torchs: Start) -> report.Table:
+def scale_table(ours: Start, torchs: Start) -> publish.Table:
     bytes_per_row = torchs.peak_bytes / TORCH_ROWS
     torch_mb = bytes_per_row * SCALE_ROWS / 1e6
     rows = [
@@ -300,10 +300,10 @@ def scale_table(ours: Start, torchs: Start) -> report.Table:
         f"the table of block sizes. torch's sampler took {bytes_per_row:.0f} bytes for each row; the last line is "
         "that times the number of rows, not a measurement."
     )
-    return report.Table("the start of an epoch", ["sampler", "rows", "s", "MB"], rows, note)
+    return publish.Table("the start of an epoch", ["sampler", "rows", "s", "MB"], rows, note)
 
 
-def targets_table(results: list[Quality], ours: Start) -> report.Table:
+def targets_table(results: list[Quality], ours: Start) -> publish.Table:
     default = [quality.chi2_random for quality in results if quality.is_default]
     full = [quality.chi2_random for quality in results if not quality.pool_batches]
     rows = [
@@ -318,12 +318,12 @@ def targets_table(results: list[Quality], ours: Start) -> report.Table:
             "< 2 s, < 200 MB",
         ],
     ]
-    return report.Table("targets", report.TARGET_COLUMNS, rows)
+    return publish.Table("targets", publish.TARGET_COLUMNS, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="shuffle quality and cost of the order")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the result")
+    parser.add_argument("--out", type=Path, default=publish.RESULTS, help="folder of the result")
     parser.add_argument("--start", choices=STARTS, help="only begin an epoch, and print its cost")
     parser.add_argument("--rows", type=int, default=SCALE_ROWS, help="number of rows for --start")
     args = parser.parse_args()
@@ -343,7 +343,7 @@ def main() -> None:
         "torch": torchs._asdict(),
     }
     tables = [targets_table(results, ours), quality_table(results), scale_table(ours, torchs)]
-    report.write("order", tables, raw, "python bench/order.py", folder=args.out)
+    publish.write("order", tables, raw, "python bench/order.py", folder=args.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 import project
-import report
+import publish
 import torch
 import torch.nn.functional as F
 from files import open_rows
@@ -275,7 +275,7 @@ def measure(path: Path, matrix: sparse.csr_matrix, size: Size, n_rounds: int) ->
 # ---------------------------------------------------------------------------------------------- the page
 
 
-def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[report.Table]:
+def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[publish.Table]:
     n_users, n_items = matrix.shape
     disk = measured.feed_ms["ours, disk tier"]
     toarray_f32 = measured.feed_ms["toarray, float32"]
@@ -306,9 +306,9 @@ def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[re
     step_columns = ["way", "ms a step", f"s an epoch of {epoch_steps} steps"]
     step_note = "Mult-VAE 600-200-600, AdamW (fused), the feed included. An epoch is computed from the time of a step."
     return [
-        report.Table("targets", report.TARGET_COLUMNS, targets),
-        report.Table("Feeding 500 users", ["way", "ms", "bytes of a batch"], feed_rows, feed_note),
-        report.Table("Training on them", step_columns, step_rows, step_note),
+        publish.Table("targets", publish.TARGET_COLUMNS, targets),
+        publish.Table("Feeding 500 users", ["way", "ms", "bytes of a batch"], feed_rows, feed_note),
+        publish.Table("Training on them", step_columns, step_rows, step_note),
     ]
 
 
@@ -333,7 +333,7 @@ def main() -> None:
     if is_quick:
         print(*(table.markdown() for table in page), sep="\n")
     else:
-        report.write("recsys", page, measured._asdict(), "python bench/recsys.py")
+        publish.write("recsys", page, measured._asdict(), "python bench/recsys.py")
 
 
 if __name__ == "__main__":

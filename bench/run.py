@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import data
 import project  # noqa: F401
-import report
+import publish
 import tables
 from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, SEQUENTIAL
 from data import DataSpec
@@ -244,7 +244,7 @@ def main() -> None:
                 results[mode][spec.name] = measure(run, spec)
     is_whole = not args.quick and set(args.only) == set(MODES) and set(args.contenders) == set(CONTENDERS)
     what = "loader" if is_whole else "loader-part"  # never overwrites the page of a whole run
-    report.write(what, tables.tables(results), results, "python bench/run.py " + " ".join(sys.argv[1:]))
+    publish.write(what, tables.tables(results), results, "python bench/run.py " + " ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":

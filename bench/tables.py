@@ -6,7 +6,7 @@ from typing import Any
 
 from contenders import FIXED, MEMCPY, OURS, SEQUENTIAL
 from peers import PEERS
-from report import TARGET_COLUMNS, Table
+from publish import TARGET_COLUMNS, Table
 
 Results = Mapping[str, Any]
 """Results of one mode on one data set: {contender: {"rounds": [...]} or {"failed": reason}}."""

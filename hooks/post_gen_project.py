@@ -15,21 +15,32 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 ONLY_FOR = {
     "images": [
         "workloads/images.py",
+        "workloads/segmentation.py",
         "configs/celeba.yaml",
         "configs/cifar10.yaml",
         "configs/csv-images.yaml",
+        "configs/segmentation.yaml",
         "data/digits.h5",
+        "fastgpu/convert/array_images.py",
         "fastgpu/convert/cifar_celeba.py",
         "fastgpu/convert/commands_images.py",
         "fastgpu/convert/image_files.py",
+        "fastgpu/convert/pixel_csv.py",
         "fastgpu/convert/synthetic_images.py",
+        "fastgpu/convert/tables.py",
+        "fastgpu/predict/image_inputs.py",
         "fastgpu/storage/images.py",
         "fastgpu/training/augment.py",
         "tests/test_images.py",
+        "tests/test_segmentation.py",
+        "tests/fastgpu/convert/test_array_images.py",
         "tests/fastgpu/convert/test_cifar_celeba.py",
         "tests/fastgpu/convert/test_image_files.py",
+        "tests/fastgpu/convert/test_pixel_csv.py",
         "tests/fastgpu/convert/test_synthetic_images.py",
-        "tests/fastgpu/storage/test_images.py",
+        "tests/fastgpu/convert/test_tables.py",
+        "tests/fastgpu/storage/test_image_decoding.py",
+        "tests/fastgpu/predict/test_image_inputs.py",
         "tests/fastgpu/training/test_augment.py",
     ],
     "recsys": [
@@ -46,6 +57,7 @@ ONLY_FOR = {
         "tests/fastgpu/convert/test_interactions.py",
         "tests/fastgpu/convert/test_movielens.py",
         "tests/fastgpu/convert/test_synthetic_interactions.py",
+        "tests/fastgpu/predict/test_items.py",
         "tests/fastgpu/training/test_ranking.py",
     ],
 }
@@ -87,9 +99,10 @@ for folder, question in OPTIONAL_FOLDERS.items():
         remove(Path(folder))
 for workload, names in ONLY_FOR.items():
     if answers["workload"] not in (workload, "both"):
-        forget_settings(workload)
         for name in names:
             remove(Path(name))
+            if name.startswith("workloads/"):
+                forget_settings(Path(name).stem)
 recsys_config = Path("config.recsys.yaml")
 if answers["workload"] == "recsys" and recsys_config.exists():
     recsys_config.replace("config.yaml")

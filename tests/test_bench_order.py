@@ -14,29 +14,29 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu
 import order
-import report
+import publish
 
 from fastgpu.rows.order import BlockSampler, Shard
 
 ROOT = Path(__file__).parents[1]
 SMALL = order.Data("small", 20_000, 131_072, 10)  # 16 rows a block
-TABLE = report.Table("targets", ["what", "measured", "required / goal"], [["a|b", "0.5", "0.9"]], "A note.")
+TABLE = publish.Table("targets", ["what", "measured", "required / goal"], [["a|b", "0.5", "0.9"]], "A note.")
 
 
 # ---------------------------------------------------------------------------------------------- report
 
 
 def test_a_result_is_written_as_a_page_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = report.write("loader", [TABLE], {"rates": [1.5, 2]}, "python bench/x.py", folder=tmp_path)
+    page = publish.write("loader", [TABLE], {"rates": [1.5, 2]}, "python bench/x.py", folder=tmp_path)
     assert capsys.readouterr().out == f"{page}\n"
     content = json.loads(page.with_suffix(".json").read_text())
-    machine = report.machine()
+    machine = publish.machine()
     assert page.name.startswith("loader_")
     assert page.stem.endswith(machine["date"][:7].replace("-", ""))
     assert content["machine"].keys() == machine.keys()
     assert content["command"] == "python bench/x.py"
     assert content["data"] == {"rates": [1.5, 2]}
-    assert [report.Table(**table) for table in content["tables"]] == [TABLE]
+    assert [publish.Table(**table) for table in content["tables"]] == [TABLE]
     text = page.read_text()
     for part in ("# loader\n", "`python bench/x.py`", "## targets\n", "| a\\|b | 0.5 | 0.9 |\n", "\nA note.\n"):
         assert part in text
@@ -50,18 +50,18 @@ def test_a_machine_is_named_by_its_gpu_or_its_cpu() -> None:
         ("none", "AMD EPYC"): "2-core-epyc",
     }
     for (gpu_name, cpu), expected in names.items():
-        assert report._hardware({"gpu": gpu_name, "cpu": cpu, "cores": "2"}) == expected
+        assert publish._hardware({"gpu": gpu_name, "cpu": cpu, "cores": "2"}) == expected
 
 
 def test_the_readme_shows_the_newest_result_of_each_kind(tmp_path: Path) -> None:
-    assert report.targets(tmp_path) == ""
-    other = report.Table("other", ["x"], [["hidden"]])
+    assert publish.targets(tmp_path) == ""
+    other = publish.Table("other", ["x"], [["hidden"]])
     results = (("gpu", "2026-01-02", "1"), ("loader", "2026-02-01", "2"), ("loader", "2026-01-31", "3"))
     for what, date, measured in results:
         table = TABLE._replace(rows=[[what, measured, "9"]])
         content = {"machine": {"date": date}, "tables": [table._asdict(), other._asdict()]}
         (tmp_path / f"{what}_{date}.json").write_text(json.dumps(content))
-    lines = report.targets(tmp_path).splitlines()
+    lines = publish.targets(tmp_path).splitlines()
     assert lines[2:] == [
         "| loader | 2 | 9 | [loader_2026-02-01](results/loader_2026-02-01.md) |",
         "| gpu | 1 | 9 | [gpu_2026-01-02](results/gpu_2026-01-02.md) |",
@@ -69,17 +69,17 @@ def test_the_readme_shows_the_newest_result_of_each_kind(tmp_path: Path) -> None
 
 
 def test_only_what_lies_between_the_markers_is_replaced() -> None:
-    text = f"before\n{report.BEGIN}old\n{report.END}after\n"
-    new = report.insert(text, "new\n")
-    assert new == f"before\n{report.BEGIN}new\n{report.END}after\n"
-    assert report.insert(new, "new\n") == new
+    text = f"before\n{publish.BEGIN}old\n{publish.END}after\n"
+    new = publish.insert(text, "new\n")
+    assert new == f"before\n{publish.BEGIN}new\n{publish.END}after\n"
+    assert publish.insert(new, "new\n") == new
     with pytest.raises(ValueError, match="bench/README.md has no lines"):
-        report.insert("no markers", "new\n")
+        publish.insert("no markers", "new\n")
 
 
 def test_the_readme_is_that_of_the_newest_results() -> None:
-    text = report.README.read_text()
-    assert report.insert(text, report.targets()) == text, "run python bench/report.py"
+    text = publish.README.read_text()
+    assert publish.insert(text, publish.targets()) == text, "run python bench/publish.py"
 
 
 # ---------------------------------------------------------------------------------------------- order
@@ -170,7 +170,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("gpu_*.json")
     content = json.loads(path.read_text())
-    targets, training = (report.Table(**table) for table in content["tables"])
+    targets, training = (publish.Table(**table) for table in content["tables"])
     assert [row[2] for row in targets.rows] == [">= 0.99", "<= 1 %"] * 2 + ["all"]
     names = [gpu.FIXED, *gpu.TIERS, gpu.NOT_PINNED]
     expected = [[network, name] for network in ("ResNet-50", "small CNN") for name in names]

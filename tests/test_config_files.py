@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 from pydantic.fields import FieldInfo
-from template import ONLY_FOR, PROJECT, ROOT
+from template import PROJECT, ROOT, WORKLOADS
 
 import workloads
 from fastgpu.process.config import Config, Section
@@ -134,10 +134,11 @@ def test_the_schema_refuses_misspelt_and_missing_keys():
         jsonschema.validate({"workload": "images"}, SCHEMA)
 
 
-@pytest.mark.parametrize("workload", ONLY_FOR)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_project_has_the_schema_of_its_workload_only(baked, workload):
     schema = json.loads((baked(workload) / "config.schema.json").read_text())
-    (other,) = set(ONLY_FOR) - {workload}
-    assert schema["$defs"].keys() == SCHEMA["$defs"].keys() - {other}
-    assert [rule["then"]["properties"]["model"]["$ref"] for rule in schema["allOf"]] == [f"#/$defs/{workload}"]
+    (other,) = set(WORKLOADS) - {workload}
+    assert schema["$defs"].keys() == SCHEMA["$defs"].keys() - set(WORKLOADS[other])
+    references = [rule["then"]["properties"]["model"]["$ref"] for rule in schema["allOf"]]
+    assert references == [f"#/$defs/{name}" for name in WORKLOADS[workload]]
     assert schema["properties"] == SCHEMA["properties"]

@@ -10,7 +10,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from template import LEAF_ROOMS, ONLY_FOR, PROJECT, ROOT, project_files, tracked
+from template import LEAF_ROOMS, PROJECT, ROOT, WORKLOADS, project_files, tracked
 
 import workloads
 from fastgpu.process.config import SECTIONS
@@ -162,7 +162,8 @@ def comments_of(name: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------- keys named in text
 
 KNOWN_KEYS = {"workload", *keys()}
-KNOWN_KEYS |= {key for name in ONLY_FOR for key in keys(workloads.find_options(name), "model.")}
+OPTIONS = [workloads.find_options(name) for names in WORKLOADS.values() for name in names]
+KNOWN_KEYS |= {key for options in OPTIONS for key in keys(options, "model.")}
 FILE_SUFFIXES = {
     "py",
     "h5",
@@ -177,6 +178,9 @@ FILE_SUFFIXES = {
     "txt",
     "md",
     "pt",
+    "pt2",
+    "onnx",
+    "safetensors",
     "png",
     "csv",
 }

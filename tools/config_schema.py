@@ -4,10 +4,11 @@ The section `model` is checked by the settings of the chosen workload if the tem
 the user's own may have any settings there; training checks them.
 """
 
+import itertools
 import json
 from typing import Any
 
-from template import ONLY_FOR
+from template import WORKLOADS
 
 import workloads
 from fastgpu.process.config import Config
@@ -17,7 +18,7 @@ def make_schema() -> dict[str, Any]:
     """The JSON schema of `Config`, with one rule for each shipped workload."""
     schema = Config.model_json_schema()
     schema["allOf"] = []
-    for name in ONLY_FOR:
+    for name in itertools.chain(*WORKLOADS.values()):
         schema["$defs"][name] = workloads.find_options(name).model_json_schema()
         is_chosen = {"properties": {"workload": {"const": name}}, "required": ["workload"]}
         has_its_settings = {"properties": {"model": {"$ref": f"#/$defs/{name}"}}}

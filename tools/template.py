@@ -9,7 +9,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER = "{{cookiecutter.project_slug}}"
 PROJECT = ROOT / FOLDER
-LEAF_ROOMS = ("convert", "diagnose")
+LEAF_ROOMS = ("convert", "diagnose", "predict")
 """Rooms of fastgpu/ that a user may delete together with their script and their tests."""
 
 sys.path.insert(0, str(PROJECT))  # the tools import the project as it lies here
@@ -37,6 +37,10 @@ def hook_constant(name: str) -> Any:
 
 ONLY_FOR: dict[str, list[str]] = hook_constant("ONLY_FOR")
 """{workload: files of a project that are deleted unless this workload was chosen}."""
+WORKLOADS = {
+    answer: [Path(name).stem for name in names if name.startswith("workloads/")] for answer, names in ONLY_FOR.items()
+}
+"""{answer to the question `workload`: the modules of workloads/ that only such a project has}."""
 WORKLOAD_ANSWERS = (*ONLY_FOR, "both")
 
 

@@ -1,9 +1,9 @@
 """Where does the time go, and which setting would help? Takes the same arguments as train.py, and these:
 
---seconds S      about as long as each measurement takes (default 0.5); there are five rounds of up to seven
+--seconds S      time of each measurement (default 0.3), but at least one step or two pools; eight rounds of up to seven
 --json           print the numbers as JSON; everything else goes to stderr
 --min-feed R     exit with code 1 if the feed ratio is below R, such as 0.95
---plot FILE      draw the speed of each part as bars, in FILE.html
+--plot FILE      draw the time of each part as bars, in FILE.html
 --trace N        write a profile of N steps to run.folder, for https://ui.perfetto.dev
 --tune           find the smallest settings that feed the device, and write them to tuned.<host>.yaml
 --batch          with --tune: try larger batch sizes, too, which changes what is learned
@@ -24,7 +24,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flag in ("--json", "--tune", "--batch"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--min-feed", type=float, default=0.0)
     parser.add_argument("--plot", default="")
     parser.add_argument("--trace", type=int, default=0)
@@ -90,14 +90,14 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
         world.print_once(f"profile of {args.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
     with world.raise_on_every_rank():
         if world.is_main and args.plot:
-            page = result.bars_page(f"{verdict.cause}: {bench.title}", measured)
+            page = result.bars_page(bench.title, measured, verdict)
             result.save(Path(args.plot), lambda path: path.write_text(page, encoding="utf-8"))
     if world.is_main:
         result.keep(folder, numbers)
 
     # ------------------------------------------------------------ tune
     if args.tune:
-        numbers["tuned"] = tune(bench, measured, verdict, facts, tries_batch=args.batch)
+        numbers["tuned"] = tune(bench, verdict, facts, tries_batch=args.batch)
         world.print_once(str(numbers["tuned"]))
     return numbers
 

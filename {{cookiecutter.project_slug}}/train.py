@@ -1,7 +1,7 @@
 """Train on rows that are on the device before the step asks for them.
 
 python train.py                                             one process: a CPU or one GPU
-torchrun --standalone --nproc-per-node=gpu train.py         every GPU of this machine
+torchrun --standalone --nproc-per-node=gpu train.py         on a machine with GPUs: all of them
 python train.py data.batch_size=512 train.epochs=3          any key of config.yaml; --help lists them
 """
 
@@ -10,11 +10,13 @@ import sys
 import workloads
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import exit_with_message, read_launch
+from fastgpu.telemetry.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
     launch = read_launch()
     with exit_with_message(launch):
         config = load_config(sys.argv[1:], workloads.find_options)
+        refuse_taken(config.run)
 
 from contextlib import closing
 from typing import NamedTuple
@@ -31,9 +33,11 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
-from fastgpu.telemetry.describe import describe_feed
-from fastgpu.telemetry.run import open_run
+from fastgpu.telemetry.describe import describe_feed, describe_validation
+from fastgpu.telemetry.model_files import describe_model
+from fastgpu.telemetry.run import Run
 from fastgpu.training.apex import choose_kernels
+from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import reseed, share_gradients, unused_gpus_hint
@@ -51,15 +55,22 @@ class Parts(NamedTuple):
     feed: Feed
     val_feed: Feed
     workload: Workload
-    model: nn.Module  # as it is saved and validated
+    model: nn.Module
     ddp: nn.Module  # the same model; it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
+    ema: AveragedModel | None = None  # its weights, averaged over the steps
+
+    @property
+    def model_to_use(self) -> nn.Module:
+        """The model that is validated and saved for use: the averaged one, if there is one."""
+        return self.ema.module if self.ema and self.ema.n_averaged else self.model
 
     @property
     def state(self) -> dict[str, Stateful]:
-        """What a checkpoint holds."""
-        return {"model": self.model, "step": OptimizerState(self.optimizer, self.precision.scaler)}
+        """What a checkpoint needs for resuming."""
+        averaged: dict[str, Stateful] = {"ema": self.ema} if self.ema else {}
+        return {"model": self.model, "step": OptimizerState(self.optimizer, self.precision.scaler), **averaged}
 
 
 def build(cfg: Config, world: World) -> Parts:
@@ -80,7 +91,8 @@ def build(cfg: Config, world: World) -> Parts:
     # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
     model = to_device(workload.model(), world.device, cfg.train.channels_last)
-    optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world))
+    ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
+    optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world), workload.parameter_groups(model))
     precision = mixed_precision(cfg.train.precision, world.device)
     has_ragged = any(field.is_ragged for field in source.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
@@ -92,7 +104,7 @@ def build(cfg: Config, world: World) -> Parts:
         model=options.model_dump(),
         train={"precision": precision.name},
     )
-    return Parts(resolved, source, val_source, sizes, feed, val_feed, workload, model, ddp, optimizer, precision)
+    return Parts(resolved, source, val_source, sizes, feed, val_feed, workload, model, ddp, optimizer, precision, ema)
 
 
 def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
@@ -102,7 +114,7 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     optimizer = parts.optimizer
     scaler = parts.precision.scaler
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
     losses = []
     for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
@@ -115,8 +127,22 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
         nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
     scaler.step(optimizer)
     scaler.update()
+    if parts.ema:
+        parts.ema.update_parameters(parts.model)
     optimizer.zero_grad()
     return torch.stack(losses).sum()
+
+
+def validate(parts: Parts, epoch: int, world: World) -> dict[str, float]:
+    """{"val/<metric>": mean over all validation rows}."""
+    return evaluate(
+        parts.model_to_use,
+        parts.workload,
+        parts.val_feed.pools(epoch),
+        batch_size=parts.sizes.batch_size,
+        autocast=parts.precision.autocast,
+        world=world,
+    )
 
 
 def train(cfg: Config, world: World) -> None:
@@ -124,16 +150,26 @@ def train(cfg: Config, world: World) -> None:
     feed, workload = parts.feed, parts.workload
     epoch_rows = feed.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
-
-    with closing(feed), closing(parts.val_feed), open_run(cfg.run, parts.state, feed.order, world) as run:
+    config = parts.config.flat()
+    with (
+        closing(feed),
+        closing(parts.val_feed),
+        closing(Run(cfg.run, parts.state, feed.order, world, config=config, directions=workload.metrics)) as run,
+    ):
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
+        if not cfg.train.epochs:
+            world.print_once(describe_validation(run.folder, at.step, validate(parts, at.epoch, world)))
+            return
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
-        run.start(parts.config.flat() | {"data.echo": at.echo}, parts.source.row_bytes, workload.card())
+        world.print_once(workload.summary)
+        card = workload.card()
+        description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
+        run.start(parts.source.row_bytes, card, description)
 
         read_before = feed.read_time
-        while at.epoch < cfg.train.epochs:
+        while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
             for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
                 rng = reseed(world, cfg.run.seed, at.epoch, pool.plan.number)  # a resumed run draws the same numbers
                 passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
@@ -148,24 +184,17 @@ def train(cfg: Config, world: World) -> None:
                     if run.clock.steps == cfg.log.every_steps:
                         run.report(fresh_rows, lr)  # inside a pool, the host waits for the device only here
                 at.consumed = pool.plan.consumed
-                run.save_if_due(parts.model)
+                run.save_if_due(parts.model_to_use)
             if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
-            metrics = evaluate(
-                parts.model,
-                workload,
-                parts.val_feed.pools(at.epoch),
-                batch_size=parts.sizes.batch_size,
-                autocast=parts.precision.autocast,
-                world=world,
-            )
+            metrics = validate(parts, at.epoch, world)
             if cfg.data.echo == "auto" and run.epoch_throughput.trained_rows:
                 read_s = world.all_reduce_max(feed.read_time.since(read_before).s_per_row)
                 train_s = run.epoch_throughput.train_s_per_row * world.world_size
                 run.set_echo(free_echo(read_s, train_s, workload.is_random))
                 read_before = feed.read_time
-            run.end_epoch(parts.model, metrics, workload.metrics)
+            run.end_epoch(parts.model_to_use, metrics)
         run.finish()
 
 

@@ -1,5 +1,6 @@
-"""The workload `images`: labelled images, one class of many or any number of attributes."""
+"""The workload `images`: one class of many, any number of attributes, or numbers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import ALONE, check_workload, copy_project, metrics_of, numbered, run_train
+from harness import ALONE, check_workload, copy_project, metrics_of, numbered, run_train, same_weights, weights_of
 
 import train as script
 from fastgpu.process.config_loader import load_config
@@ -26,6 +27,7 @@ OFF = {
     "label_smoothing": 0.0,
 }
 """Settings without any augmentation."""
+UINT8 = np.dtype("uint8")
 FIELDS = {"images": "images", "labels": "labels"}
 
 
@@ -72,11 +74,11 @@ def test_small_images_keep_their_resolution_in_the_first_stage(shape, side):
 
 
 def test_normalize_is_mean_and_std_of_a_channel():
-    layer = Normalize({"mean": [10.0, 20.0], "std": [2.0, 4.0]}, 2)
+    layer = Normalize({"mean": [10.0, 20.0], "std": [2.0, 4.0]}, 2, UINT8)
     x = images((3, 2, 4, 4))
     expected = (x.float() - torch.tensor([10.0, 20.0]).view(1, 2, 1, 1)) / torch.tensor([2.0, 4.0]).view(1, 2, 1, 1)
     torch.testing.assert_close(layer(x), expected)
-    torch.testing.assert_close(Normalize({}, 2)(x), x / 127.5 - 1)
+    torch.testing.assert_close(Normalize({}, 2, UINT8)(x), x / 127.5 - 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"flip": True, "mixup_alpha": 0.2}], ids=["plain", "augmented"])
@@ -140,7 +142,7 @@ def test_smoothed_and_mixed_labels_against_the_formula(store):
 
 def test_scores_are_sums_against_the_formula(store):
     workload = make_workload(store)
-    workload.n_classes = 10
+    workload.n_outputs = 10
     logits = torch.randn(50, 10, generator=rng())
     labels = torch.arange(50) % 10
 
@@ -166,7 +168,7 @@ def test_scores_are_sums_against_the_formula(store):
 
 def test_fewer_than_five_classes(store):
     workload = make_workload(store)
-    assert workload.n_classes == 4
+    assert workload.n_outputs == 4
     batch = Rows({"images": images((6, 3, 8, 8)), "labels": torch.zeros(6, dtype=torch.int64)})
     assert workload.score(workload.model().eval(), batch)["top5_pct"].total == 600
 
@@ -176,7 +178,7 @@ def test_classes_come_from_the_names_if_there_are_any(write):
     with h5py.File(path, "r+") as file:
         file.attrs["class_names"] = list("abcdefg")
     workload = make_workload(open_store("data.train", path, FIELDS))
-    assert workload.n_classes == 7
+    assert workload.n_outputs == 7
     assert workload.card()["class_names"] == list("abcdefg")
 
 
@@ -190,10 +192,12 @@ def open_rows(folder, pixels, labels, name="x.h5") -> Store:
 @pytest.mark.parametrize(
     ("pixels", "labels", "message"),
     [
-        (numbered(5, (1, 8, 8)).astype("f4"), np.arange(5), r"float32 \('N', 1, 8, 8\); allowed is uint8 \(N, C"),
-        (numbered(5, (8, 8)), np.arange(5), r"images are uint8 \('N', 8, 8\); allowed is uint8 \(N, C, H, W\)"),
-        (numbered(5, (1, 8, 8)), np.arange(5.0), r"labels are float64 \('N',\); allowed are integers \(N,\)"),
-        (numbered(5, (1, 8, 8)), np.zeros((5, 2, 2), int), r"labels are int64 \('N', 2, 2\); allowed are integers"),
+        (numbered(5, (1, 8, 8)).astype("f8"), np.arange(5), r"float64 \(N, 1, 8, 8\); allowed are uint8.* --to uint8"),
+        (numbered(5, (64,)), np.arange(5), r"images are uint8 \(N, 64\); allowed are .*\(N, C, H, W\) or \(N, H, W\)"),
+        (numbered(5, (8, 8, 3)), np.arange(5), r"\(N, 8, 8, 3\), which looks like \(N, H, W, C\).* --layout nhwc"),
+        (numbered(5, (8, 8, 1)), np.arange(5), r"\(N, 8, 8, 1\), which looks like \(N, H, W, C\).* --layout nhwc"),
+        (numbered(5, (1, 8, 8)), np.zeros((5, 2, 2), int), r"labels are int64 \(N, 2, 2\); allowed are integers"),
+        (numbered(5, (1, 8, 8)), np.arange(5)[:, None], r"labels are int64 \(N, 1\); did you mean \(N,\)\?"),
         (numbered(5, (1, 8, 8)), np.arange(5) - 1, "labels run from -1 to 3; allowed are 0 to 3"),
     ],
 )
@@ -203,20 +207,153 @@ def test_rows_that_are_no_labelled_images(tmp_path, pixels, labels, message):
         make_workload(store)
 
 
+def test_a_file_may_say_that_its_channels_come_first(tmp_path):
+    path = tmp_path / "x.h5"
+    open_rows(tmp_path, numbered(5, (2, 8, 4)), np.arange(5))
+    with h5py.File(path, "r+") as file:
+        file.attrs["layout"] = "nchw"
+    assert make_workload(open_store("data.train", str(path), FIELDS)).shape_CHW == (2, 8, 4)
+
+
 def test_validation_must_be_of_the_same_kind(tmp_path):
     train = open_rows(tmp_path, numbered(5, (1, 8, 8)), np.arange(5), "train.h5")
     more_classes = open_rows(tmp_path, numbered(10, (1, 8, 8)), np.arange(10), "more.h5")
     with pytest.raises(UserError, match="labels run from 0 to 9; allowed are 0 to 4"):
         make_workload(train, more_classes)
     narrower = open_rows(tmp_path, numbered(5, (1, 8, 4)), np.arange(5), "narrower.h5")
-    with pytest.raises(UserError, match=r"images are \('N', 1, 8, 4\), those of .* are \('N', 1, 8, 8\)"):
+    with pytest.raises(UserError, match=r"images are uint8 \(N, 1, 8, 4\), those of .* are uint8 \(N, 1, 8, 8\)"):
         make_workload(train, narrower)
+    deeper = open_rows(tmp_path, numbered(5, (1, 8, 8)).astype("u2"), np.arange(5), "deeper.h5")
+    with pytest.raises(UserError, match=r"images are uint16 .*, those of .* are uint8"):
+        make_workload(train, deeper)
+    numbers = open_rows(tmp_path, numbered(5, (1, 8, 8)), np.arange(5.0), "numbers.h5")
+    with pytest.raises(UserError, match=r"labels are float64 \(N\), those of .* are int64 \(N\)"):
+        make_workload(train, numbers)
+    make_workload(train, open_rows(tmp_path, numbered(5, (1, 8, 8)), np.arange(5, dtype="u1"), "bytes.h5"))
 
 
 def test_images_and_labels_are_needed(write):
     store = open_store("data.train", write(), {"pixels": "images"})
-    with pytest.raises(UserError, match="data.fields has pixels; the images workload needs images and labels"):
+    with pytest.raises(UserError, match="data.fields has pixels; this workload needs images and labels"):
         make_workload(store)
+
+
+def test_classes_come_from_their_number_if_they_have_no_names(write):
+    path = write(40, (3, 8, 8))
+    with h5py.File(path, "r+") as file:
+        file.attrs["n_classes"] = 7
+    assert make_workload(open_store("data.train", path, FIELDS)).n_outputs == 7
+
+
+@pytest.mark.parametrize("labels", [np.arange(12) % 4, np.ones((12, 3), int), np.random.rand(12)])
+def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(tmp_path, labels):
+    store = open_rows(tmp_path, numbered(12, (3, 8, 8)), labels)
+    workload = make_workload(store)
+
+    def column(name: str) -> np.ndarray:
+        raise KeyError(name)
+
+    attributes = store.attributes | workload.card()
+    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=column)
+    again = make_workload(described).model()
+    again.load_state_dict(workload.model().state_dict())
+    assert workload.summary == make_workload(described).summary
+
+
+# ---------------------------------------------------------------------------------------------- dtypes and layouts
+
+
+def test_normalize_knows_the_range_of_the_dtype():
+    x = torch.randint(0, 65536, (3, 2, 4, 4), generator=rng())
+    normalize = Normalize({}, 2, np.dtype("uint16"))
+    torch.testing.assert_close(normalize(x.to(torch.uint16)), x / 32767.5 - 1)
+    assert normalize.mean_color(torch.uint16).tolist() == [32768, 32768]
+    for dtype in ("float16", "float32"):
+        x = torch.randn(3, 2, 4, 4).to(getattr(torch, dtype))
+        assert torch.equal(Normalize({}, 2, np.dtype(dtype))(x), x.float())
+        scaled = Normalize({"mean": 0.5, "std": [0.25, 2]}, 2, np.dtype(dtype))
+        torch.testing.assert_close(scaled(x), (x.float() - 0.5) / torch.tensor([0.25, 2]).view(1, 2, 1, 1))
+        torch.testing.assert_close(scaled.mean_color(x.dtype).float(), torch.tensor([0.5, 0.5]))
+
+
+def test_attributes_of_other_channels_are_refused():
+    with pytest.raises(UserError, match="attribute std has 3 numbers, but images have 1 channels"):
+        Normalize({"std": [1.0, 2.0, 3.0]}, 1, UINT8)
+
+
+def pixels_of(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = np.random.default_rng(0).random(shape)
+    return (values * (np.iinfo(dtype).max if dtype.startswith("u") else 1)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float16", "float32"])
+def test_every_augmentation_keeps_the_dtype_and_can_be_trained_on(tmp_path, dtype):
+    pixels = pixels_of(dtype, (12, 3, 8, 8))
+    store = open_rows(tmp_path, pixels, np.arange(12) % 4)
+    options = {"flip": True, "crop_padding": 2, "min_crop_scale": 0.5, "cutout_size": 3, "mixup_alpha": 0.3}
+    if dtype == "uint16":
+        options["color_jitter"] = 0.2
+    workload = make_workload(store, **options)
+    assert options.keys() == {key for key in workload.lighter if key in options}
+    batch = Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(12) % 4})
+    assert str(workload.transform(batch, rng())["images"].dtype) == f"torch.{dtype}"
+    check_workload(workload, batch, batch)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_cannot_be_done_on_floats_is_refused_by_its_key(tmp_path, dtype):
+    store = open_rows(tmp_path, pixels_of(dtype, (12, 3, 8, 8)), np.arange(12) % 4)
+    with pytest.raises(UserError, match=f"model.color_jitter is 0.2, but images are {dtype}, .*; allowed is 0"):
+        make_workload(store, color_jitter=0.2)
+
+
+# ---------------------------------------------------------------------------------------------- numbers to predict
+
+
+@pytest.fixture
+def numbers() -> np.ndarray:
+    """(40, 3) float32"""
+    return np.random.default_rng(0).standard_normal((40, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("n_numbers", [None, 1, 3])
+def test_loss_and_scores_of_a_regression_against_the_formula(tmp_path, numbers, n_numbers):
+    numbers = numbers[:, 0] if n_numbers is None else numbers[:, :n_numbers]
+    workload = make_workload(open_rows(tmp_path, numbered(40, (3, 8, 8)), numbers))
+    assert workload.n_outputs == (n_numbers or 1)
+    assert "regression" in workload.summary
+    truth = torch.from_numpy(numbers)
+    batch = Rows({"images": images((40, 3, 8, 8)), "labels": truth})
+    outputs = torch.randn(40, workload.n_outputs, generator=rng())
+    error = outputs - truth.view(40, -1)
+    torch.testing.assert_close(workload.loss(lambda _: outputs, batch), error.square().mean())
+    scores = workload.score(lambda _: outputs, batch)
+    torch.testing.assert_close(scores["mse"].total / scores["mse"].n, error.square().mean())
+    torch.testing.assert_close(scores["mae"].total / scores["mae"].n, error.abs().mean())
+    check_workload(workload, batch, batch)
+
+
+def test_numbers_are_mixed_like_their_images(tmp_path, numbers):
+    workload = make_workload(open_rows(tmp_path, numbered(40, (3, 8, 8)), numbers[:, 0]), mixup_alpha=0.4)
+    brightness = torch.arange(40, dtype=torch.uint8)
+    batch = Rows({"images": brightness[:, None, None, None].expand(40, 3, 8, 8).clone(), "labels": brightness.float()})
+    mixed = workload.transform(batch, rng())
+    torch.testing.assert_close(mixed["labels"][:, 0], mixed["images"][:, 0, 0, 0].float(), atol=0.51, rtol=0)
+    assert not torch.equal(mixed["labels"][:, 0], batch["labels"])
+    assert torch.isfinite(workload.loss(workload.model(), mixed))
+
+
+def test_numbers_must_be_finite_and_have_no_label_smoothing(tmp_path, numbers, capsys):
+    pixels = numbered(40, (3, 8, 8))
+    with pytest.raises(UserError, match="model.label_smoothing is 0.1, but labels are no classes; allowed is 0"):
+        make_workload(open_rows(tmp_path, pixels, numbers), label_smoothing=0.1)
+    assert not capsys.readouterr().out
+    make_workload(open_rows(tmp_path, pixels, np.arange(40.0), "whole.h5"))
+    assert "warning: " in (shown := capsys.readouterr().out)
+    assert "whole numbers of type float64: a regression; classes must be integers" in shown
+    numbers[3, 1] = np.nan
+    with pytest.raises(UserError, match="1 labels are NaN or infinite"):
+        make_workload(open_rows(tmp_path, pixels, numbers, "nan.h5"))
 
 
 # ---------------------------------------------------------------------------------------------- attributes
@@ -231,7 +368,7 @@ def attributes() -> np.ndarray:
 def test_loss_and_scores_of_attributes_against_the_formula(tmp_path, attributes):
     store = open_rows(tmp_path, numbered(40, (3, 8, 8)), attributes)
     workload = make_workload(store, label_smoothing=0.1)
-    assert workload.n_classes == 5
+    assert workload.n_outputs == 5
     assert list(workload.metrics) == ["accuracy_pct", "loss"]
     logits = torch.randn(40, 5, generator=rng())
     truth = torch.from_numpy(attributes)
@@ -259,7 +396,7 @@ def test_attributes_of_validation_must_be_of_the_same_kind(tmp_path, attributes)
     train = open_rows(tmp_path, pixels, attributes)
     with pytest.raises(UserError, match="labels run from 0 to 2; allowed are 0 to 1"):
         make_workload(train, open_rows(tmp_path, pixels, attributes * 2, "twos.h5"))
-    with pytest.raises(UserError, match=r"labels are \('N', 4\), those of .* are \('N', 5\)"):
+    with pytest.raises(UserError, match=r"labels are uint8 \(N, 4\), those of .* are uint8 \(N, 5\)"):
         make_workload(train, open_rows(tmp_path, pixels, attributes[:, :4], "four.h5"))
 
 
@@ -293,6 +430,101 @@ def test_easy_images_are_learned(image_folder):
     last = metrics_of(image_folder / "runs/a")[-1]
     assert last["val/top1_pct"] >= 90
     assert last["val/top5_pct"] == 100
+
+
+def train_in(folder, name: str, pixels: np.ndarray, labels: np.ndarray, *settings: str) -> None:
+    """Train on these rows in a run of that name."""
+    file_name = f"{name}.h5"
+    with h5py.File(folder / file_name, "w") as file:
+        file.create_dataset("images", data=pixels, chunks=(10, *pixels.shape[1:]))
+        file["labels"] = labels
+    paths = [f"data.train={file_name}", f"data.val={file_name}"]
+    script.train(load_config([f"run.name={name}", *paths, *settings]), ALONE)
+
+
+def test_every_dtype_comes_through_every_tier_unchanged(image_folder, capsys):
+    """Images whose values are the same numbers in any dtype give the same weights on all tiers, bit for bit."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(120) % 4
+    pixels = rng.integers(0, 60, (120, 1, 8, 8)) + 40 * labels[:, None, None, None]
+    for dtype in ("uint16", "float16", "float32"):
+        short = ("train.epochs=1", "data.echo=2", "model.flip=true")
+        for tier in ("device", "host", "disk"):
+            train_in(image_folder, f"{dtype}-{tier}", pixels.astype(dtype), labels, *short, f"data.tier={tier}")
+            assert same_weights(image_folder / f"runs/{dtype}-{tier}", image_folder / f"runs/{dtype}-device")
+        assert f"images: 1 x 8 x 8 (channels x height x width), {dtype}; labels: 4 classes" in capsys.readouterr().out
+    assert same_weights(image_folder / "runs/float16-disk", image_folder / "runs/float32-disk")
+
+
+def test_sixteen_bits_train_as_eight(image_folder):
+    """257 times the byte is the same share of the range, so the normalised images are the same."""
+    with h5py.File(image_folder / "rows.h5") as file:
+        pixels = file["images"][:120]
+        labels = file["labels"][:120]
+    settings = ("train.epochs=1", "model.crop_padding=1", "model.flip=true")
+    train_in(image_folder, "eight", pixels, labels, *settings)
+    train_in(image_folder, "sixteen", pixels.astype("u2") * 257, labels, *settings)
+    eight, sixteen = (weights_of(image_folder / f"runs/{name}") for name in ("eight", "sixteen"))
+    for name in eight.keys() - {"0.scale"}:
+        torch.testing.assert_close(eight[name], sixteen[name], rtol=1e-3, atol=1e-3)
+
+
+def test_images_without_a_channel_axis_have_one_channel(image_folder):
+    with h5py.File(image_folder / "rows.h5") as file:
+        pixels = file["images"][:120]
+        labels = file["labels"][:120]
+    settings = ("train.epochs=1", "model.crop_padding=1", "model.min_crop_scale=0.5")
+    train_in(image_folder, "channel", pixels, labels, *settings)
+    train_in(image_folder, "none", pixels[:, 0], labels, *settings)
+    assert same_weights(image_folder / "runs/channel", image_folder / "runs/none")
+
+
+def test_numbers_are_learned(image_folder):
+    with h5py.File(image_folder / "rows.h5") as file:
+        pixels = file["images"][:]
+    brightness = pixels.mean((1, 2, 3)).astype(np.float32) / 128 - 1
+    train_in(image_folder, "numbers", pixels, brightness, "train.epochs=4")
+    scores = [point["val/mse"] for point in metrics_of(image_folder / "runs/numbers") if "val/mse" in point]
+    assert scores[-1] < 0.1 * brightness.var()
+    assert (image_folder / "runs/numbers/checkpoints").exists()
+
+
+OWN_WORKLOAD = """
+import torch
+from torch import nn
+
+from workloads import images
+
+
+class Workload(images.Workload):
+    def model(self):
+        backbone = images.ResNet(self.shape_CHW, 16, width=4, blocks=1)
+        backbone.load_state_dict(torch.load("pretrained.pt", weights_only=True))
+        backbone[0].requires_grad_(False)
+        return nn.Sequential(self.normalize, backbone, nn.Linear(16, self.n_outputs))
+
+    def parameter_groups(self, model):
+        return [{"params": model[1].parameters(), "lr_scale": 1e-6}]
+"""
+
+
+@pytest.mark.slow
+def test_an_own_network_is_a_subclass_of_a_few_lines(image_folder):
+    """Pretrained weights from a file, frozen layers and parameter groups, with the gradients of two ranks."""
+    root = copy_project(image_folder)
+    (root / "workloads/own.py").write_text(OWN_WORKLOAD)
+    torch.manual_seed(1)
+    pretrained = ResNet((1, 8, 8), 16, 4, 1).state_dict()
+    torch.save(pretrained, image_folder / "pretrained.pt")
+    settings = ("workload=own", "train.epochs=1", "optim.lr=0.01", "optim.weight_decay=0")
+    done = run_train(*settings, ranks=2, cwd=image_folder, root=root)
+    assert done.returncode == 0, done.stderr
+    trained = weights_of(image_folder / "runs/a")
+    assert torch.equal(trained["1.0.weight"], pretrained["0.weight"])
+    learned = [name for name, _ in ResNet((1, 8, 8), 16, 4, 1).named_parameters() if name != "0.weight"]
+    for name in learned:
+        torch.testing.assert_close(trained[f"1.{name}"], pretrained[name], rtol=0, atol=1e-5)
+    assert any(not torch.equal(trained[f"1.{name}"], pretrained[name]) for name in learned)
 
 
 def test_a_setting_of_another_workload_is_an_error(image_folder):

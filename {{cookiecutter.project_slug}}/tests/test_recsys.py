@@ -286,6 +286,21 @@ def test_scores_count_the_users_that_have_something_held_out(write_users):
         assert 0 < score.total < 41
 
 
+def test_predictions_are_the_best_items_that_a_user_does_not_have(write_users):
+    train = open_train(write_users("train.h5", 60))
+    workload = Workload(make_options(), train, open_val(write_users("val.h5", 50, seed=1)))
+    model = workload.model().eval()
+    users = [[3, 5, 7], [], list(range(ITEMS - 4))]
+    rows = rows_of(users)
+    logits_BI, _ = model(rows["items"].values, rows["items"].offsets)
+    predicted = workload.predict(model, rows)
+    assert predicted["items"].shape == predicted["scores"].shape == (3, 10)
+    for row, user in enumerate(users):
+        others = [item for item in logits_BI[row].argsort(descending=True).tolist() if item not in user][:10]
+        assert predicted["items"][row].tolist() == others + [-1] * (10 - len(others))
+        torch.testing.assert_close(predicted["scores"][row, : len(others)], logits_BI[row, others])
+
+
 def test_rows_of_another_kind_are_one_line(write_users, capsys):
     train = open_train(write_users("train.h5", 60))
     val = open_val(write_users("val.h5", 30))

@@ -37,6 +37,9 @@ class Workload(Protocol):
     lighter: Mapping[str, Any] = MappingProxyType({})
     """{option: the value with which `transform` does less}. diagnose.py tries them if the transform is slow."""
 
+    top: int = 0
+    """Number of answers that `predict` ranks for each row, best first; `predict.py --top` sets it. 0: it ranks none."""
+
     @property
     @abstractmethod
     def metrics(self) -> Mapping[str, Direction]:
@@ -48,14 +51,29 @@ class Workload(Protocol):
         """Whether a row looks different each time it is trained on (augmentation, dropout of the input). It limits
         data.echo=auto to 4 passes if True and to 2 if False."""
 
+    @property
+    def summary(self) -> str:
+        """What the workload understood of the rows, in one line. It is printed when a run starts."""
+        return ""
+
     @abstractmethod
     def __init__(self, options: Any, train: "Source", val: "Source"):
-        """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`."""
+        """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`.
+
+        predict.py passes sources that have the fields and attributes of the training rows (and what `card` returned,
+        as attributes), but no rows, and no `column`.
+        """
 
     @abstractmethod
     def model(self) -> "nn.Module":
         """The network, newly initialised, on the CPU. It should take rows as they lie in the file, so that a
         checkpoint takes them, too."""
+
+    def parameter_groups(self, model: "nn.Module") -> list[dict[str, Any]]:
+        """Parameters that train differently: [{"params": [...], "lr_scale": 0.1}]. Their learning rate is `optim.lr`
+        times `lr_scale`; `weight_decay` and other arguments of the optimizer can be set, too. All other parameters
+        train as the config says. To freeze parameters, call `requires_grad_(False)` on them in `model`."""
+        return []
 
     @abstractmethod
     def transform(self, batch: "Rows", rng: "Generator") -> "Rows":
@@ -70,10 +88,19 @@ class Workload(Protocol):
     def score(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Sum"]:
         """{metric: its sum over the rows of a validation batch and the number of rows}, for every metric."""
 
+    def predict(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Tensor"]:
+        """{column: (B,) or (B, k)} for a batch without labels, as predict.py writes it. Training does not need this.
+
+        A column `class` holds indices of the attribute `class_names`, a column `items` those of `item_ids`: predict.py
+        writes the names beside them.
+        """
+        raise UserError("the workload has no method predict; workloads/__init__.py describes it")
+
     @abstractmethod
     def card(self) -> dict[str, Any]:
         """What the training data decided about the model, as JSON values: shapes, class names, normalisation. With the
-        section `model` of the run's config.yaml it is enough to build the model again. It is stored in run.json."""
+        options and the attributes of the training file it is enough to build the model again. It is stored in run.json,
+        and among the attributes in model.json."""
 
 
 def load(name: str) -> type[Workload]:

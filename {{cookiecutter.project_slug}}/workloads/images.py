@@ -1,12 +1,13 @@
-"""Image classification: one class of many, or any number of attributes. A compact residual network for any (C, H, W).
+"""Images with one class of many, any number of attributes, or numbers to predict. A compact residual network.
 
-Shapes: B rows of a batch, C H W of an image, K classes or attributes.
+Shapes: B rows of a batch, C H W of an image, K classes, attributes or numbers.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field as Limits
@@ -14,22 +15,27 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.process.config import Count, CountOrZero, Section, Share
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
+from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
+from fastgpu.storage.images import looks_like_nhwc
 from fastgpu.training import augment
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
 
+DTYPES = ("uint8", "uint16", "float16", "float32")
+"""Types of the images that this workload trains on as they are."""
 MIN_SIDE = 4
 """Stages of the network halve the image until its shorter side has this many pixels."""
 
 
 class Workload(workloads.Workload):
-    """Trains on `images`, uint8 (N, C, H, W), and `labels`: integers (N,) from 0 on, or 0 and 1 (N, K).
+    """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
 
-    The attributes `class_names`, `mean` and `std` (of each channel, 0 to 255) of the training data are used if they
-    exist.
+    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes, and floats (N,) or (N, K) are numbers
+    to predict (regression). These attributes of the training data are used if they exist: `class_names` or
+    `n_classes`, and `mean` and `std` of each channel, in the units of the file.
     """
 
     class Options(Section):
@@ -54,6 +60,7 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    top = 1
     lighter = MappingProxyType(
         {
             "flip": False,
@@ -67,24 +74,50 @@ class Workload(workloads.Workload):
 
     def __init__(self, options: Options, train: Source, val: Source):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
-        for source in (train, val):
-            _check_fields(source)
-        _check_same(train, val, "images")
-        _check_same(train, val, "labels")
+        check_images(train, val, "labels")
+        images = train.fields["images"]
+        labels = train.fields["labels"]
+        _check_label_type(train.name, labels)
         self.options = options
-        self.shape_CHW = train.fields["images"].shape
+        self.dtype = images.dtype
+        self.shape_CHW = (1, *images.shape)[-3:]
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
-        self.has_attributes = bool(train.fields["labels"].shape)  # any number of K attributes, instead of one class
-        if self.has_attributes:
-            self.n_classes = train.fields["labels"].shape[0]
+        self.is_regression = labels.dtype.kind == "f"
+        self.has_attributes = bool(labels.shape) and not self.is_regression
+        if self.has_attributes or self.is_regression:
+            self.n_outputs = labels.shape[0] if labels.shape else 1
         else:
-            self.n_classes = len(self.class_names) or _count_classes(train)
-        for source in (train, val):
-            _check_labels(source, 1 if self.has_attributes else self.n_classes - 1)
-        self._normalize = Normalize(train.attributes, self.shape_CHW[0])
+            self.n_outputs = count_classes(train, "labels")
+        if self.is_regression:
+            _check_numbers(train, val)
+        else:
+            for source in (train, val):
+                check_range(source, "labels", 1 if self.has_attributes else self.n_outputs - 1)
+        self._check_options()
+        self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
+
+    def _check_options(self) -> None:
+        o = self.options
+        if o.color_jitter and self.dtype.kind == "f":
+            raise UserError(
+                f"model.color_jitter is {o.color_jitter}, but images are {self.dtype}, whose brightest value is "
+                "unknown; allowed is 0, or images of integers (convert.py arrays ... --to uint8 --range LOW:HIGH)"
+            )
+        if o.label_smoothing and self.is_regression:
+            raise UserError(f"model.label_smoothing is {o.label_smoothing}, but labels are no classes; allowed is 0")
+
+    @property
+    def summary(self) -> str:
+        C, H, W = self.shape_CHW
+        labels = f"{self.n_outputs} {'attributes' if self.has_attributes else 'classes'}"
+        if self.is_regression:
+            labels = f"numbers (regression with {self.n_outputs} output(s))"
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {labels}"
 
     @property
     def metrics(self) -> dict[str, Direction]:
+        if self.is_regression:
+            return {"mse": "lower", "mae": "lower"}
         if self.has_attributes:
             return {"accuracy_pct": "higher", "loss": "lower"}
         return {"top1_pct": "higher", "top5_pct": "higher", "loss": "lower"}
@@ -96,14 +129,14 @@ class Workload(workloads.Workload):
         return o.flip or has_crop or o.color_jitter > 0 or o.cutout_size > 0 or o.mixup_alpha > 0
 
     def model(self) -> nn.Module:
-        """uint8 (B, C, H, W) -> logits (B, K)."""
-        network = ResNet(self.shape_CHW, self.n_classes, self.options.width, self.options.blocks)
-        return nn.Sequential(self._normalize, network)
+        """Images as they lie in the file -> logits or numbers (B, K)."""
+        network = ResNet(self.shape_CHW, self.n_outputs, self.options.width, self.options.blocks)
+        return nn.Sequential(self.normalize, network)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
-        """Augment on the device, in uint8."""
+        """Augment on the device, in the dtype of the file."""
         o = self.options
-        x_BCHW = batch["images"]
+        x_BCHW = batch["images"].view(-1, *self.shape_CHW)
         labels = batch["labels"]
         if o.min_crop_scale < 1:
             x_BCHW = augment.random_resized_crop(x_BCHW, o.min_crop_scale, rng)
@@ -114,16 +147,23 @@ class Workload(workloads.Workload):
         if o.color_jitter:
             x_BCHW = augment.color_jitter(x_BCHW, o.color_jitter, rng)
         if o.cutout_size:
-            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self._normalize.mean_bytes, rng)
+            fill_C = self.normalize.mean_color(x_BCHW.dtype).to(x_BCHW.device)
+            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, fill_C, rng)
         if o.mixup_alpha:
-            one_hot = labels if self.has_attributes else F.one_hot(labels.long(), self.n_classes)
-            x_BCHW, labels = augment.mixup(x_BCHW, one_hot.float(), o.mixup_alpha, rng)
+            is_class = not (self.has_attributes or self.is_regression)
+            target = F.one_hot(labels.long(), self.n_outputs) if is_class else labels.view(-1, self.n_outputs)
+            x_BCHW, labels = augment.mixup(x_BCHW, target.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy of the batch; for attributes, the mean over them, too. Labels may be floats (B, K)."""
+        """Mean cross-entropy (regression: squared error) of the batch, and of its attributes or numbers.
+
+        Mixed labels of classes are floats (B, K).
+        """
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
+        if self.is_regression:
+            return F.mse_loss(logits_BK, labels.float().view_as(logits_BK))
         smoothing = self.options.label_smoothing
         if self.has_attributes:
             target_BK = labels.float() * (1 - smoothing) + smoothing / 2
@@ -135,12 +175,15 @@ class Workload(workloads.Workload):
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
         n = len(batch)
+        if self.is_regression:
+            error_BK = logits_BK - labels.float().view_as(logits_BK)
+            return {"mse": Sum(error_BK.square().mean(1).sum(), n), "mae": Sum(error_BK.abs().mean(1).sum(), n)}
         if self.has_attributes:
-            loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.n_classes
-            hits = ((logits_BK > 0) == (labels > 0)).sum() / self.n_classes
+            loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.n_outputs
+            hits = ((logits_BK > 0) == (labels > 0)).sum() / self.n_outputs
             return {"accuracy_pct": Sum(100 * hits, n), "loss": Sum(loss, n)}
         labels_B = labels.long()
-        hits_B5 = logits_BK.topk(min(5, self.n_classes), dim=1).indices == labels_B[:, None]
+        hits_B5 = logits_BK.topk(min(5, self.n_outputs), dim=1).indices == labels_B[:, None]
         loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
         return {
             "top1_pct": Sum(100 * hits_B5[:, 0].sum(), n),
@@ -148,81 +191,148 @@ class Workload(workloads.Workload):
             "loss": Sum(loss, n),
         }
 
+    def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        """`class` and its `probability`, (B,), or (B, top) if `top` is above 1; for attributes the probability of each,
+        by its name; for a regression the `prediction`, (B,) or (B, K)."""
+        logits_BK = model(batch["images"]).float()
+        if self.is_regression:
+            return {"prediction": logits_BK[:, 0] if self.n_outputs == 1 else logits_BK}
+        if self.has_attributes:
+            names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
+            return dict(zip(names, logits_BK.sigmoid().unbind(1), strict=True))
+        best = logits_BK.softmax(1).topk(min(self.top, self.n_outputs), dim=1)
+        if self.top == 1:
+            return {"class": best.indices[:, 0], "probability": best.values[:, 0]}
+        return {"class": best.indices, "probability": best.values}
+
     def card(self) -> dict[str, Any]:
         return {
             "image_shape": list(self.shape_CHW),
-            "n_classes": self.n_classes,
+            "n_classes": 0 if self.is_regression else self.n_outputs,
             "class_names": self.class_names,
             "has_attributes": self.has_attributes,
-            "scale": self._normalize.scale.flatten().tolist(),
-            "shift": self._normalize.shift.flatten().tolist(),
+            "is_regression": self.is_regression,
+            "scale": self.normalize.scale.flatten().tolist(),
+            "shift": self.normalize.shift.flatten().tolist(),
         }
 
 
 # ---------------------------------------------------------------------------------------------- checks of the rows
 
 
-def _check_fields(source: Source) -> None:
-    images = source.fields.get("images")
-    labels = source.fields.get("labels")
-    if images is None or labels is None:
-        raise UserError(f"data.fields has {', '.join(source.fields)}; the images workload needs images and labels")
-    if images.dtype != "uint8" or len(images.shape) != 3:
-        shape = ("N", *images.shape)
-        raise UserError(f"{source.name}: images are {images.dtype} {shape}; allowed is uint8 (N, C, H, W)")
-    if labels.dtype.kind not in "ui" or len(labels.shape) > 1:
-        shape = ("N", *labels.shape)
-        raise UserError(f"{source.name}: labels are {labels.dtype} {shape}; allowed are integers (N,), or (N, K)")
+def check_images(train: Source, val: Source, target: str) -> None:
+    """Raise UserError if a source lacks images of a known type and layout, or `target`, or if the sources differ."""
+    for source in (train, val):
+        if not {"images", target} <= source.fields.keys():
+            raise UserError(f"data.fields has {', '.join(source.fields)}; this workload needs images and {target}")
+        images = source.fields["images"]
+        if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
+            raise UserError(
+                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or (N, H, W); "
+                "other types: convert.py arrays ... --to uint8 --range LOW:HIGH"
+            )
+        if looks_like_nhwc(images.shape) and source.attributes.get("layout") != "nchw":
+            raise UserError(
+                f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
+                "them so by convert.py arrays ... --layout nhwc; otherwise give the file the attribute layout=nchw"
+            )
+    for name in ("images", target):
+        ours = train.fields[name]
+        theirs = val.fields[name]
+        are_labels = name != "images" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
+        if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
+            raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
 
-def _check_same(train: Source, val: Source, name: str) -> None:
-    if val.fields[name].shape != train.fields[name].shape:
-        val_shape = ("N", *val.fields[name].shape)
-        train_shape = ("N", *train.fields[name].shape)
-        raise UserError(f"{val.name}: {name} are {val_shape}, those of {train.name} are {train_shape}")
+def count_classes(source: Source, name: str, ignored: int = -1) -> int:
+    """The number of classes: by the attribute class_names or n_classes, otherwise the highest label + 1.
+
+    ignored: a label that is not a class.
+    """
+    n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
+    if n_classes:
+        return int(n_classes)
+    labels = _in_memory(source, name)
+    if labels is None:
+        raise UserError(
+            f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
+            f"`class_names` or its `{name}` as an array"
+        )
+    return int(labels[labels != ignored].max(initial=0)) + 1
 
 
-def _count_classes(source: Source) -> int:
-    try:
-        return int(source.column("labels").max()) + 1
-    except KeyError:
-        raise UserError(f"{source.name}: give the Dataset `class_names`, or its `labels` as an array") from None
-
-
-def _check_labels(source: Source, highest: int) -> None:
-    """Check the range of the labels, if they are in memory."""
-    try:
-        labels = source.column("labels")
-    except KeyError:
+def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> None:
+    """Raise UserError if labels that are in memory are below 0 or above `highest`, other than `ignored`."""
+    labels = _in_memory(source, name)
+    if labels is None:
         return
     low = int(labels.min())
-    high = int(labels.max())
+    high = int(labels[labels != ignored].max(initial=0))
     if low < 0 or high > highest:
-        raise UserError(f"{source.name}: labels run from {low} to {high}; allowed are 0 to {highest}")
+        raise UserError(f"{source.name}: {name} run from {low} to {high}; allowed are 0 to {highest}")
+
+
+def _in_memory(source: Source, name: str) -> np.ndarray | None:
+    try:
+        return source.column(name)
+    except KeyError:
+        return None
+
+
+def _check_label_type(name: str, labels: Field) -> None:
+    if labels.is_ragged or labels.dtype.kind not in "uif" or len(labels.shape) > 1:
+        raise UserError(
+            f"{name}: labels are {labels}; allowed are integers (N,) for classes, 0 and 1 (N, K) for attributes, and "
+            "floats (N,) or (N, K) for regression"
+        )
+    if labels.dtype.kind != "f" and labels.shape == (1,):
+        raise UserError(f"{name}: labels are {labels}; did you mean (N,)? convert.py arrays writes them so")
+
+
+def _check_numbers(train: Source, val: Source) -> None:
+    """Check the numbers of a regression, if they are in memory."""
+    for source in (val, train):
+        labels = _in_memory(source, "labels")
+        if labels is not None and not np.isfinite(labels).all():
+            n_wrong = np.sum(~np.isfinite(labels))
+            raise UserError(f"{source.name}: {n_wrong:,} labels are NaN or infinite; leave these rows out")
+    if labels is not None and (labels == np.round(labels)).all():
+        warn(f"{train.name}: labels are whole numbers of type {labels.dtype}: a regression; classes must be integers")
 
 
 # ---------------------------------------------------------------------------------------------- the network
 
 
 class Normalize(nn.Module):
-    """uint8 -> float, (x - mean) / std of each channel. It is part of the model, so a checkpoint takes raw images."""
+    """(x - mean) / std of each channel, as floats. It is part of the model, so a checkpoint takes images of the file.
+
+    Without the attributes `mean` and `std`, integers are mapped to -1 to 1 and floats stay as they are.
+    """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, attributes: Mapping[str, Any], channels: int):
+    def __init__(self, attributes: Mapping[str, Any], n_channels: int, dtype: np.dtype):
+        """dtype: of the images. Raises UserError if the attributes do not fit the channels."""
         super().__init__()
-        mean = torch.as_tensor(attributes.get("mean", 127.5), dtype=torch.float32).expand(channels)
-        std = torch.as_tensor(attributes.get("std", 127.5), dtype=torch.float32).expand(channels)
-        self.register_buffer("scale", (1 / std).view(1, -1, 1, 1))
-        self.register_buffer("shift", (-mean / std).view(1, -1, 1, 1))
+        middle = np.iinfo(dtype).max / 2 if dtype.kind == "u" else None
+        defaults = {"mean": middle or 0.0, "std": middle or 1.0}
+        values = {}
+        for name, default in defaults.items():
+            value = torch.as_tensor(attributes.get(name, default), dtype=torch.float32).flatten()
+            if len(value) not in (1, n_channels):
+                raise UserError(f"attribute {name} has {len(value)} numbers, but images have {n_channels} channels")
+            values[name] = value.expand(n_channels)
+        self.register_buffer("scale", (1 / values["std"]).view(1, -1, 1, 1))
+        self.register_buffer("shift", (-values["mean"] / values["std"]).view(1, -1, 1, 1))
 
-    @property
-    def mean_bytes(self) -> Tensor:
-        """(C,) uint8: the color that becomes 0."""
-        return (-self.shift / self.scale).round().to(torch.uint8).flatten()
+    def mean_color(self, dtype: torch.dtype) -> Tensor:
+        """(C,) of a dtype of images: the color that becomes 0."""
+        return augment.to_dtype((-self.shift / self.scale).flatten(), dtype)
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, C, H, W) or (B, H, W) -> (B, C, H, W)."""
+        x_BCHW = x[:, None] if x.ndim == 3 else x
         return x_BCHW * self.scale + self.shift
 
 

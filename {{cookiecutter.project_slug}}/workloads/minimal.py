@@ -60,5 +60,9 @@ class Workload(workloads.Workload):
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
         return {"mse": Sum(self.loss(model, batch) * len(batch), len(batch))}
 
+    def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        prediction = model(batch["x"].flatten(1).float()).float()
+        return {"prediction": prediction.flatten() if self.n_outputs == 1 else prediction}
+
     def card(self) -> dict[str, Any]:
         return {"inputs": self.n_inputs, "outputs": self.n_outputs}

@@ -48,6 +48,8 @@ class Workload(workloads.Workload):
         kl_anneal_steps: CountOrZero = 0
         """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
 
+    top = 10
+
     def __init__(self, options: Options, train: Source, val: Source):
         """Raises UserError if the rows are not items of users, or if training and validation have other items."""
         self.options = options
@@ -60,7 +62,7 @@ class Workload(workloads.Workload):
                     "convert them together"
                 )
         n_empty = int((val.lengths["held_out"] == 0).sum())
-        if n_empty == len(val):
+        if n_empty and n_empty == len(val):
             raise UserError(f"{val.name}: no user has anything held out, so nothing can be scored")
         if n_empty:
             warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
@@ -98,6 +100,16 @@ class Workload(workloads.Workload):
         values |= {f"recall_at_{k}": ranking.recall[k] for k in RECALL_AT}
         n_users = ranking.has_held_out.sum()
         return {name: Sum((value_B * ranking.has_held_out).sum(), n_users) for name, value_B in values.items()}
+
+    def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        """The `top` best `items` that each user does not have, and their `scores` (logits): (B, top). If there are
+        fewer of them, the rest are item -1 with the score -inf."""
+        seen: Ragged = batch["items"]
+        logits_BI, _ = model(seen.values, seen.offsets)
+        scores_BI = logits_BI.float()
+        scores_BI[seen.rows, seen.values] = -torch.inf
+        best = scores_BI.topk(min(self.top, self.n_items), dim=1)
+        return {"items": best.indices.masked_fill(best.values.isinf(), -1), "scores": best.values}
 
     def card(self) -> dict[str, Any]:
         return {"n_items": self.n_items}

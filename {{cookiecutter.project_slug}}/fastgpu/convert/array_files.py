@@ -1,19 +1,39 @@
 """NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
 from fastgpu.convert.reading import explain_errors
+from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
 
+Columns = dict[str, Any]
+"""{field: an array, an HDF5 dataset, a LazyColumn or a RaggedArray}"""
 
-def open_arrays(sources: Sequence[str]) -> Arrays:
-    """Fields of equal length, from any number of
+
+class LazyColumn:
+    """A column of which only the rows that are asked for are computed. read: a slice of rows -> (n, *shape)."""
+
+    def __init__(self, shape: Sequence[int], dtype: np.dtype, read: Callable[[slice], np.ndarray]):
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.ndim = len(self.shape)
+        self._read = read
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self._read(rows)
+
+
+def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = lambda columns: columns) -> Arrays:
+    """Fields of equal length, after `prepare` has changed what it wants to, from any number of
 
         name=file.npy            mapped into memory, not read
         file.npz                 arrays that have names, read
@@ -23,7 +43,7 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
 
     Raises UserError for what cannot be rows.
     """
-    columns: dict[str, np.ndarray | RaggedArray] = {}
+    columns: Columns = {}
     n_items: dict[str, int | None] = {}
     for source in sources:
         name, _, path = source.rpartition("=")
@@ -48,7 +68,40 @@ def open_arrays(sources: Sequence[str]) -> Arrays:
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
     if not any(lengths.values()):
         raise UserError(f"{', '.join(sources)}: no rows")
-    return Arrays(", ".join(sources), columns, n_items=n_items)
+    return Arrays(", ".join(sources), prepare(columns), n_items=n_items)
+
+
+def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str, Arrays]:
+    """The rows of each split, drawn at random; from each class alike if there are `labels` (rows,) of integers."""
+    columns = {
+        name: source.ragged(name) if field.is_ragged else source.column(name) for name, field in source.fields.items()
+    }
+    n_items = {name: field.n_items for name, field in source.fields.items()}
+    labels = columns.get("labels")
+    if not isinstance(labels, (np.ndarray, h5py.Dataset, LazyColumn)):
+        labels = np.zeros(len(source))
+    return {
+        part: Arrays(source.name, {name: _choose(column, rows) for name, column in columns.items()}, n_items=n_items)
+        for part, rows in draw_split(labels[:], shares, seed).items()
+    }
+
+
+def _choose(column: Any, rows: np.ndarray) -> Any:
+    """These rows of a column. rows: ascending row numbers."""
+    if isinstance(column, RaggedArray):
+        lengths = np.diff(column.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        places = np.repeat(column.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return RaggedArray(column.values[places], offsets)
+
+    def read(part: slice) -> np.ndarray:
+        wanted = rows[part]
+        if not len(wanted):
+            return np.empty((0, *column.shape[1:]), column.dtype)
+        first = wanted[0]
+        return column[first : wanted[-1] + 1][wanted - first]
+
+    return LazyColumn((len(rows), *column.shape[1:]), column.dtype, read)
 
 
 def _load(path: str) -> Any:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile
+from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, open_images
 from fastgpu.convert.reading import OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
@@ -144,15 +144,9 @@ def open_celeba(folder: Path, preprocessing: Preprocessing, on_error: OnError) -
     if missing:
         raise UserError(f"{partition_path} has no line for {min(missing)}")
     parts = np.array([part_of[name] for name in listing.names])
-    open_file = _image_opener(folder)
-    sources = {}
-    for number, split in enumerate(CELEBA_SPLITS):
-        rows = np.flatnonzero(parts == number)
-        if len(rows):
-            sources[split] = ImageFiles(
-                str(folder), listing.choose(rows), open_file, preprocessing=preprocessing, on_error=on_error
-            )
-    return sources
+    splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(CELEBA_SPLITS)}
+    listing = listing._replace(splits={split: rows for split, rows in splits.items() if len(rows)})
+    return open_images(listing.parts(), _image_opener(folder), preprocessing, on_error)
 
 
 def _read_attributes(path: Path) -> Listing:
@@ -173,7 +167,7 @@ def _read_attributes(path: Path) -> Listing:
             raise UserError(f"{path}:{row + 3}: a file and {N_ATTRIBUTES} times 1 or -1 should stand here")
         files.append(file)
         labels[row] = [sign == "1" for sign in signs]
-    return Listing(files, labels, {"class_names": attribute_names})
+    return Listing(str(path.parent), files, labels, {"class_names": attribute_names})
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from fastgpu.convert.reading import OnError
+from fastgpu.convert.splits import parse_split
 from fastgpu.convert.writer import Compression, WriteOptions
 from fastgpu.convert.writing import Target, write_files
 from fastgpu.process.machine import available_cpus
@@ -86,17 +87,24 @@ def add_target_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--compression", choices=get_args(Compression), default="none", help="default: none")
     parser.add_argument("--shards", type=int, default=1, help="number of files to write")
     parser.add_argument("--force", action="store_true", help="replace existing files")
+    parser.add_argument("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
 
 
 def read_target(args: Namespace) -> Target:
     """The flags of `add_target_flags`."""
     seed = None if args.keep_order else args.seed
-    return Target(args.target, seed, WriteOptions(args.shards, args.compression, args.threads, args.force))
+    options = WriteOptions(args.shards, args.compression, args.threads, args.force)
+    return Target(args.target, seed, options, args.dry_run)
 
 
 def add_split_flag(parser: ArgumentParser) -> None:
     """--split."""
-    parser.add_argument("--split", type=_share, metavar="SHARE", help="share to train on; the rest is for validation")
+    parser.add_argument(
+        "--split",
+        type=parse_split,
+        metavar="SHARES",
+        help="share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1",
+    )
 
 
 def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
@@ -105,12 +113,6 @@ def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
         "--on-error",
         choices=get_args(OnError),
         default="stop",
-        help=f"at a broken {item}. skip: leave it out and list it beside TARGET; stop if more than 1 %% are broken",
+        help=f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, "
+        "and list it beside TARGET; stop if more than 1 %% are broken",
     )
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return share

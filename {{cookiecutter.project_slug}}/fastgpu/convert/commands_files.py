@@ -1,17 +1,18 @@
 """Files and arrays:
 
-python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, sparse matrices of scipy
+python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, sparse matrices of scipy; --split 0.9
 python convert.py repack old-*.h5 train.h5 --shards 8               HDF5 files -> train-00000-of-00008.h5, ...
 python convert.py repack --dataset mine:Photos photos/ train.h5     a torch Dataset of your own, decoded once
-python convert.py info train.h5                                     how the rows lie, and what would be faster
+python convert.py info train.h5                                     rows, classes, layout, and what would be faster
 python convert.py verify train.h5                                   every block that is damaged
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from fastgpu.convert.array_files import open_arrays
-from fastgpu.convert.command_line import CommandLine, add_target_flags, read_target
+from fastgpu.convert.array_files import open_arrays, split_arrays
+from fastgpu.convert.command_line import CommandLine, add_split_flag, add_target_flags, read_target
+from fastgpu.convert.summary import describe_rows
 from fastgpu.convert.writing import progress_bar, write_files
 from fastgpu.feed.sizes import POOL_BYTES
 from fastgpu.process.config import Loader
@@ -19,7 +20,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.file import split_group
-from fastgpu.storage.inspection import DatasetInfo, advise, class_order_warning, columns_of, damaged, fields_of
+from fastgpu.storage.inspection import advise, class_order_warning, columns_of, damaged, fields_of
 from fastgpu.storage.store import open_store
 
 DATASET_FIELDS = {"images": "images", "labels": "labels"}
@@ -29,7 +30,9 @@ DATASET_FIELDS = {"images": "images", "labels": "labels"}
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for files and arrays."""
     parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
+    parser.set_defaults(prepare=lambda columns, args: columns)
     add_target_flags(parser)
+    add_split_flag(parser)
 
     parser = command_line.add(
         repack, "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset", many=True
@@ -48,7 +51,9 @@ def arrays(args: Namespace) -> None:
 
     A source is name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset.
     """
-    write_files({"": open_arrays(args.source)}, read_target(args))
+    source = open_arrays(args.source, lambda columns: args.prepare(columns, args))
+    parts = split_arrays(source, args.split, args.seed) if args.split else {"": source}
+    write_files(parts, read_target(args))
 
 
 def repack(args: Namespace) -> None:
@@ -82,27 +87,27 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
 
 
 def info(args: Namespace) -> None:
-    """Show how the rows of files lie, and what would make reading faster."""
+    """Show what files hold, how their rows lie, and what would make reading faster."""
     for path in args.source:
         columns = columns_of(path)
         print(path)
         for column in columns:
             print(f"  {column}")
-        for text in (*advise(columns), *_find_problems(path, columns)):
+        advice = advise(columns)
+        file = split_group(path)[0]
+        for group, fields in sorted(fields_of(columns).items()):
+            try:
+                source = open_store("FILE", f"{file}::{group}", fields)
+            except UserError as error:
+                advice.append(str(error).removeprefix("FILE: "))
+                continue
+            if group != "/":
+                print(f"  {group}")
+            print(*describe_rows({"": source}), sep="\n")
+            if problem := class_order_warning(source, POOL_BYTES // source.row_bytes):
+                advice.append(problem)
+        for text in advice:
             print(f"  advice: {text}")
-
-
-def _find_problems(path: str, columns: list[DatasetInfo]) -> Iterator[str]:
-    """Problems that opening each group reveals: it cannot be trained on, or it is sorted by class."""
-    file = split_group(path)[0]
-    for group, fields in sorted(fields_of(columns).items()):
-        try:
-            source = open_store("FILE", f"{file}::{group}", fields)
-            problem = class_order_warning(source, POOL_BYTES // source.row_bytes)
-        except UserError as error:
-            problem = str(error).removeprefix("FILE: ")
-        if problem:
-            yield problem
 
 
 def verify(args: Namespace) -> int:

@@ -2,6 +2,8 @@
 
 python convert.py images photos/ photos.h5 --size 64 --split 0.9    a folder for each class -> photos-train.h5, -val.h5
 python convert.py images photos.csv photos.h5 --size 64             or a CSV with lines of path,label
+python convert.py images photos/ cells.h5 --masks masks/ --size 64  images and masks of the same names
+python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with the pixels in it
 python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
 python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
 python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up images, to try things with
@@ -13,6 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+
+from fastgpu.convert.array_files import Columns
+from fastgpu.convert.array_images import prepare_images
 from fastgpu.convert.cifar_celeba import open_celeba, open_cifar10
 from fastgpu.convert.command_line import (
     CommandLine,
@@ -21,9 +27,13 @@ from fastgpu.convert.command_line import (
     add_target_flags,
     read_target,
 )
-from fastgpu.convert.image_files import ImageFiles, Listing, list_csv, list_folder, split_listing
+from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
+from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
+from fastgpu.convert.reading import explain_errors
+from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.synthetic_images import SyntheticImages
 from fastgpu.convert.writing import write_files
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.storage.images import Preprocessing, Resize
 
@@ -35,12 +45,31 @@ def add_commands(command_line: CommandLine) -> None:
     parser = command_line.add(images, "folder or .csv file")
     add_target_flags(parser)
     _add_decoding_flags(parser)
-    add_split_flag(parser)
-    parser.add_argument("--columns", default="path,label", help="columns of the CSV that hold paths and labels")
+    _add_table_flags(parser)
     parser.add_argument(
-        "--classes", type=int, help="number of classes, if the labels of the CSV are numbers; default: highest + 1"
+        "--columns",
+        default="path,label",
+        help="columns of the CSV with paths and labels; default: path,label. With several labels, such as "
+        "path,smile,hat, they are attributes of 0 and 1",
     )
     parser.add_argument("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
+    parser.add_argument("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
+
+    parser = command_line.add(pixels, ".csv file")
+    add_target_flags(parser)
+    _add_table_flags(parser)
+    parser.add_argument("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
+    parser.add_argument("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
+    add_on_error_flag(parser, "line")
+
+    parser = command_line.commands.choices["arrays"]
+    parser.set_defaults(prepare=prepare_arrays)
+    parser.add_argument(
+        "--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw"
+    )
+    parser.add_argument("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
+    parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
+    parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
 
     add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
 
@@ -56,29 +85,31 @@ def add_commands(command_line: CommandLine) -> None:
 
 
 def images(args: Namespace) -> None:
-    """Decode image files: a folder with a sub-folder for each class, or a CSV with a path and a label in each line."""
+    """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
+    folder with another one of --masks."""
     source = Path(args.source)
-    if source.is_dir():
+    root = args.root or (source if source.is_dir() else source.parent)
+    if args.masks:
+        listing = list_pairs(source, args.masks, args.on_error)
+    elif source.is_dir():
         listing = list_folder(source)
-        root = args.root or source
     else:
-        listing = list_csv(source, args.columns.split(","), args.classes)
-        root = args.root or source.parent
+        columns = args.columns.split(",")
+        listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
+    if args.split_by and not listing.splits:
+        raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
+    parts = listing.parts(args.split, args.seed)
+    sources = open_images(parts, lambda name: (root / name).open("rb"), _read_preprocessing(args), args.on_error)
+    write_files(sources, read_target(args))
 
-    def open_part(files: Listing) -> ImageFiles:
-        return ImageFiles(
-            args.source,
-            files,
-            lambda name: (root / name).open("rb"),
-            preprocessing=_read_preprocessing(args),
-            on_error=args.on_error,
-        )
 
-    if args.split:
-        train, val = split_listing(listing, args.split, args.seed)
-        write_files({"train": open_part(train), "val": open_part(val)}, read_target(args))
-    else:
-        write_files({"": open_part(listing)}, read_target(args))
+def pixels(args: Namespace) -> None:
+    """Read a CSV whose rows are images: a column for each pixel, or one column of numbers separated by spaces."""
+    with explain_errors(args.source, "a CSV file of UTF-8 text"):
+        file = PixelFile(Path(args.source), args.delimiter)
+        listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
+    parts = listing.parts(args.split, args.seed)
+    write_files({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, read_target(args))
 
 
 def cifar10(args: Namespace) -> None:
@@ -95,16 +126,32 @@ def celeba(args: Namespace) -> None:
     write_files(parts, read_target(args))
 
 
+def prepare_arrays(columns: Columns, args: Namespace) -> Columns:
+    """What the command `arrays` does with images."""
+    if (args.to is None) != (args.range is None):
+        raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
+    return prepare_images(columns, args.layout, args.range, clip=args.clip)
+
+
 def make_images(args: Namespace) -> Mapping[str, Source]:
     """Made-up images: for each class one picture, under noise."""
     n_rows = args.rows or SYNTHETIC_ROWS
     if not args.split:
         return {"": SyntheticImages(n_rows, args.shape, args.classes, seed=args.seed)}
-    n_train = round(args.split * n_rows)
+    borders = [0, *(round(n_rows * share) for share in np.cumsum(args.split))]
     return {
-        "train": SyntheticImages(n_train, args.shape, args.classes, seed=args.seed),
-        "val": SyntheticImages(n_rows - n_train, args.shape, args.classes, seed=args.seed, part=1),
+        name: SyntheticImages(stop - start, args.shape, args.classes, seed=args.seed, part=part)
+        for part, (name, start, stop) in enumerate(zip(SPLITS, borders[:-1], borders[1:], strict=False))
     }
+
+
+def _add_table_flags(parser: ArgumentParser) -> None:
+    add_split_flag(parser)
+    parser.add_argument("--split-by", metavar="COLUMN", help="column of the CSV that says train, val or test")
+    parser.add_argument(
+        "--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header"
+    )
+    parser.add_argument("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
 
 
 def _add_decoding_flags(parser: ArgumentParser) -> None:
@@ -138,3 +185,10 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not a shape such as 3x32x32")
     return int(match[1]), int(match[2]), int(match[3])
+
+
+def _parse_range(text: str) -> tuple[float, float]:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?):(-?\d+(?:\.\d+)?)", text)
+    if match is None or float(match[1]) >= float(match[2]):
+        raise ArgumentTypeError(f"{text} is not the lowest and the highest value, such as 0:4095")
+    return float(match[1]), float(match[2])

@@ -87,7 +87,9 @@ def make_parts(args: Namespace) -> Mapping[str, Source]:
             f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}: use 20 or more rows and items, "
             "and a mean of at most a quarter of the items"
         )
-    train_share = args.split or SYNTHETIC_SPLIT
+    if args.split and len(args.split) > 2:
+        raise UserError(f"--split is {','.join(map(str, args.split))}; made-up interactions have train and val alone")
+    train_share = args.split[0] if args.split else SYNTHETIC_SPLIT
     parts = make_interactions(n_users, args.items, args.mean_items, train_share=train_share, seed=args.seed)
     scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
     print(f"val: {scores}")

@@ -1,20 +1,24 @@
-"""Image files as rows of one shape: lists of files with their labels, decoded in the reader threads."""
+"""Image files as rows of one shape: lists of files with their labels or masks, decoded in the reader threads."""
 
-import csv
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, SkippingSource, explain_errors
+from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
+from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
+from fastgpu.convert.tables import parse_labels, read_table
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.field import Field
-from fastgpu.storage.images import Preprocessing, decode, format_size
+from fastgpu.storage.images import IGNORED_CLASS, Preprocessing, decode, decode_pair, format_size, read_mask
 
+Size = tuple[int, int] | None
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
@@ -22,19 +26,45 @@ PROBED_FILES = 100
 
 
 class Listing(NamedTuple):
-    """Image files and their labels."""
+    """Image files and what belongs to them."""
 
+    source: str
+    """The folder or CSV, for messages."""
     names: Sequence[str]
-    labels: np.ndarray
-    """(files,) or (files, number of attributes)"""
+    labels: np.ndarray | None
+    """(files,) or (files, K); None if there are masks."""
     attributes: dict[str, Any]
     lines: Sequence[int] = ()
     """The line of the CSV that names each file; empty if there is no CSV."""
+    masks: Sequence[Path] = ()
+    """The mask of each file."""
+    is_binary: bool = False
+    """Whether the masks hold 0 and 255, which is class 1."""
+    splits: Mapping[str, np.ndarray] = MappingProxyType({})
+    """{split: row numbers}, if the source says it."""
 
     def choose(self, rows: np.ndarray) -> "Listing":
         """The files at these places of the list."""
-        lines = [self.lines[row] for row in rows] if self.lines else ()
-        return Listing([self.names[row] for row in rows], self.labels[rows], self.attributes, lines)
+
+        def take(values: Sequence[Any]) -> Sequence[Any]:
+            return [values[row] for row in rows] if values else ()
+
+        labels = None if self.labels is None else self.labels[rows]
+        return self._replace(
+            names=take(self.names), labels=labels, lines=take(self.lines), masks=take(self.masks), splits={}
+        )
+
+    def parts(self, shares: Sequence[float] | None = None, seed: int = 0) -> dict[str, "Listing"]:
+        """{split: its files}, or {"": all files}. All have the same dict of attributes.
+
+        shares: of a split that is drawn at random. Raises UserError if the source says the split already.
+        """
+        splits = self.splits
+        if shares and splits:
+            raise UserError(f"--split is given, but {self.source} is split into {', '.join(splits)}; drop one")
+        if shares:
+            splits = draw_split(np.zeros(len(self.names)) if self.labels is None else self.labels, shares, seed)
+        return {name: self.choose(rows) for name, rows in splits.items()} or {"": self}
 
 
 # ---------------------------------------------------------------------------------------------- which files
@@ -43,165 +73,208 @@ class Listing(NamedTuple):
 def list_folder(folder: Path) -> Listing:
     """Images at any depth in the sub-folders of `folder`, one for each class. `attributes` has the class names.
 
-    Files that are not images by their names are left out, and their number is printed.
+    If all sub-folders have names of splits (train, val, ...), their sub-folders are the classes. Files that are left
+    out are counted and printed, and so are folders without images.
     """
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
+    folders = _list_sub_folders(folder)
+    is_split = all(name.lower() in SPLIT_OF_WORD for name in folders)
+    if is_split:
+        folders = [f"{split}/{name}" for split in folders for name in _list_sub_folders(folder / split)]
+    names: list[str] = []
+    class_of_file: list[str] = []
+    for name in folders:
+        images = list_images(folder, name)
+        if not images:
+            print(f"{folder / name} has no images and is not a class")
+        names += images
+        class_of_file += [name.split("/")[-1]] * len(images)
+    classes, labels = np.unique(class_of_file, return_inverse=True)
+    splits = {}
+    if is_split:
+        splits = group_splits(folder, [name.split("/")[0] for name in names], range(len(names)))
+    return Listing(str(folder), names, labels.astype(np.int64), {"class_names": classes.tolist()}, splits=splits)
+
+
+def _list_sub_folders(folder: Path) -> list[str]:
+    """Names of sub-folders, sorted. Prints the images that lie beside them."""
+    folders = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not folders:
         raise UserError(
             f"{folder} has no sub-folders, one for each class; if the files lie elsewhere, list them in a CSV of "
             "path,label"
         )
-    suffixes = set(Image.registered_extensions())
+    loose = sorted(path.name for path in folder.iterdir() if path.is_file() and _is_image(path.name))
+    if loose:
+        print(f"{len(loose):,} images lie beside the class folders of {folder} and are left out: {list_first(loose)}")
+    return folders
+
+
+def list_images(root: Path, folder: str = "") -> list[str]:
+    """Paths, relative to `root`, of the images at any depth in root/folder. Prints how many other files there are."""
     names = []
-    labels = []
     n_ignored = 0
-    for label, class_name in enumerate(classes):
-        for parent, folders, files in os.walk(folder / class_name, followlinks=True):
-            folders.sort()
-            for file in sorted(files):
-                if file.startswith(".") or Path(file).suffix.lower() not in suffixes:
-                    n_ignored += 1
-                    continue
-                names.append(os.path.relpath(Path(parent) / file, folder))
-                labels.append(label)
+    for parent, folders, files in os.walk(root / folder, followlinks=True):
+        folders.sort()
+        images = sorted(file for file in files if _is_image(file))
+        names += [os.path.relpath(Path(parent) / file, root) for file in images]
+        n_ignored += len(files) - len(images)
     if n_ignored:
-        print(f"{n_ignored:,} files of {folder} are left out: by their names they are not images")
-    return Listing(names, np.array(labels, np.int64), {"class_names": classes})
+        print(f"{n_ignored:,} files of {root / folder} are left out: by their names they are not images")
+    return names
 
 
-def list_csv(path: Path, columns: Sequence[str], n_classes: int | None) -> Listing:
-    """A CSV with a file and its label in each line.
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in Image.registered_extensions()
 
-    Labels are whole numbers from 0 on, or else names, which are numbered in alphabetical order. columns: names of the
-    two columns. n_classes: number of classes, if some of the numbers do not occur. Raises UserError with the line if a
-    label is missing or out of range.
+
+def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
+    """Images at any depth in `folder`, and for each the mask of the same name (without the suffix) in `mask_folder`.
+
+    Names are compared with their sub-folders only if they are not unique without. Raises UserError with the images that
+    have no mask, or with on_error="skip" prints them; masks without an image are printed.
     """
-    if len(columns) != 2:
-        raise UserError(f"--columns is {','.join(columns)}; it should be two names: PATH,LABEL")
-    names = []
-    words = []
-    lines = []
-    with explain_errors(path, "a CSV file of UTF-8 text"), path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        present = reader.fieldnames or []
-        missing = [name for name in columns if name not in present]
-        if missing:
-            raise UserError(
-                f"{path} has no column {missing[0]}; it has {', '.join(present) or 'none'}; name the two with "
-                "--columns PATH,LABEL"
-            )
-        for entry in reader:
-            name, word = (entry[column] for column in columns)
-            if not name or not word or not word.strip():
-                raise UserError(f"{path}:{reader.line_num}: a path or a label is missing")
-            names.append(name)
-            words.append(word.strip())
-            lines.append(reader.line_num)
-    if not all(word.lstrip("-").isdecimal() for word in words):
-        classes, labels = np.unique(words, return_inverse=True)
-        if n_classes and len(classes) > n_classes:
-            raise UserError(f"--classes is {n_classes}, but {path} names {len(classes)} classes")
-        return Listing(names, labels.astype(np.int64), {"class_names": classes.tolist()}, lines)
-    labels = np.array([int(word) for word in words], np.int64)
-    n_classes = n_classes or int(labels.max(initial=0)) + 1
-    for line, label in zip(lines, labels.tolist(), strict=True):
-        if not 0 <= label < n_classes:
-            raise UserError(f"{path}:{line}: label {label} is out of range; allowed are 0 to {n_classes - 1}")
-    return Listing(names, labels, {"class_names": [str(number) for number in range(n_classes)]}, lines)
+    for path in (folder, mask_folder):
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder; --masks is for a folder of images and one of masks")
+    images = list_images(folder)
+    masks = list_images(mask_folder)
+
+    def key(name: str) -> str:
+        return Path(name).stem if has_unique_stems else str(Path(name).with_suffix(""))
+
+    has_unique_stems = all(len({Path(name).stem for name in names}) == len(names) for names in (images, masks))
+    mask_of = {key(name): name for name in masks}
+    if len({key(name) for name in images}) < len(images) or len(mask_of) < len(masks):
+        raise UserError(f"{folder} or {mask_folder} has files that differ in their suffixes alone; remove one of each")
+    lonely = [name for name in images if key(name) not in mask_of]
+    if lonely:
+        text = f"{len(lonely):,} of {len(images):,} images have no mask in {mask_folder}: {list_first(lonely)}"
+        if on_error == "stop" or len(lonely) == len(images):
+            raise UserError(f"{text}; --on-error skip leaves them out")
+        print(f"{text}; they are left out")
+    names = [name for name in images if key(name) in mask_of]
+    used_masks = [mask_of[key(name)] for name in names]
+    unused = sorted(set(masks) - set(used_masks))
+    if unused:
+        print(f"{len(unused):,} masks have no image in {folder} and are left out: {list_first(unused)}")
+    paths = [mask_folder / name for name in used_masks]
+    values: set[int] = set()
+    for path in paths[:PROBED_FILES]:
+        with suppress(Exception), path.open("rb") as file:  # what is wrong with it is reported when it is its turn
+            values |= set(np.unique(read_mask(file)).tolist())
+    is_binary = 255 in values and values <= {0, 255}
+    if is_binary:
+        print("the masks hold 0 and 255 only: 255 is written as class 1")
+    return Listing(str(folder), names, None, {}, masks=paths, is_binary=is_binary)
 
 
-def split_listing(listing: Listing, share: float, seed: int) -> tuple[Listing, Listing]:
-    """`share` of the files of each class, drawn at random, and the others."""
-    order = np.random.default_rng(seed).permutation(len(listing.labels))
-    order = order[np.argsort(listing.labels[order], kind="stable")]
-    _, counts = np.unique(listing.labels, return_counts=True)
-    is_first = np.zeros(len(order), bool)
-    for files in np.split(order, np.cumsum(counts)[:-1]):
-        is_first[files[: round(len(files) * share)]] = True
-    return listing.choose(np.flatnonzero(is_first)), listing.choose(np.flatnonzero(~is_first))
+def list_csv(
+    path: Path, columns: Sequence[str], n_classes: int | None, *, delimiter: str | None = None, split_by: str = ""
+) -> Listing:
+    """A CSV with a file and its labels in each line.
+
+    columns: names of the column with the files and of those with labels, which `parse_labels` describes. split_by: name
+    of the column that says train, val or test. Raises UserError with the line if something is missing or wrong.
+    """
+    if len(columns) < 2:
+        raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
+    words, lines = read_table(path, [*columns, *filter(None, [split_by])], delimiter)
+    labels, attributes = parse_labels(path, {name: words[name] for name in columns[1:]}, lines, n_classes)
+    splits = group_splits(path, words[split_by], lines) if split_by else {}
+    return Listing(str(path), words[columns[0]], labels, attributes, lines, splits=splits)
 
 
 # ---------------------------------------------------------------------------------------------- rows
 
 
-class ImageFiles(SkippingSource):
-    """Rows `images`, uint8 (N, 3, H, W), and `labels`; each file is a block.
+def open_images(
+    parts: Mapping[str, Listing], open_file: OpenFile, preprocessing: Preprocessing, on_error: OnError
+) -> dict[str, "ImageFiles"]:
+    """The rows of each split. All have the size of the first image that can be decoded, if --size is not given."""
+    size = preprocessing.size
+    sources = {}
+    for split, listing in parts.items():
+        sources[split] = ImageFiles(listing, open_file, preprocessing, size=size, on_error=on_error)
+        size = sources[split].size
+        listing.attributes["preprocessing"] = preprocessing._replace(size=size).to_json()
+    return sources
 
-    on_error: `stop` raises UserError with the name of the first image that cannot be decoded. `skip` adds it to
-    `failed`, and raises UserError if more than 1 % are broken.
+
+class ImageFiles(DecodedRows):
+    """Rows `images`, uint8 (N, 3, H, W), and `labels`; or `masks`, uint8 (N, H, W), in their place.
+
+    If there are masks, the attribute `n_classes` grows while they are read: it is the highest value + 1.
     """
 
     def __init__(
-        self, name: str, listing: Listing, open_file: OpenFile, *, preprocessing: Preprocessing, on_error: OnError
+        self,
+        listing: Listing,
+        open_file: OpenFile,
+        preprocessing: Preprocessing,
+        *,
+        size: Size | None,
+        on_error: OnError,
     ):
+        """size: of the rows. None: that of the first image that can be decoded."""
         if not listing.names:
-            raise UserError(f"{name} has no images")
-        self.name = name
+            raise UserError(f"{listing.source} has no images")
+        columns = {} if listing.labels is None else {"labels": listing.labels}
+        super().__init__(listing.source, len(listing.names), columns, on_error=on_error)
         self.attributes = listing.attributes
-        self.failed = {}
         self._listing = listing
         self._open = open_file
         self._preprocessing = preprocessing
-        self._on_error = on_error
-        self._size = preprocessing.size or self._find_size()
-        self.fields = {
-            "images": Field(np.dtype(np.uint8), (3, *self._size)),
-            "labels": Field(listing.labels.dtype, listing.labels.shape[1:]),
-        }
-        self.block_rows = np.ones(len(listing.names), np.int32)
+        self._lock = Lock()
+        self.size = size or self._find_size()
+        self.fields = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
+        if listing.labels is None:
+            self.fields["masks"] = Field(np.dtype(np.uint8), self.size)
+        else:
+            self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
 
-    def __len__(self) -> int:
-        return len(self._listing.names)
-
-    def column(self, name: str) -> np.ndarray:
-        """The labels of all rows. Raises KeyError for the images."""
-        return {"labels": self._listing.labels}[name]
-
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
-        """Decode images to their places. Thread-safe. Raises UserError, see `on_error`."""
-        for row, _, (place,) in reads:
-            out["labels"][place] = self._listing.labels[row]
-            try:
-                image_CHW = self._decode(row)
-                if image_CHW.shape[1:] != self._size:
-                    size = format_size(image_CHW.shape[1:])
-                    raise UserError(
-                        f"{self._where(row)} has {size} pixels, but the first image has {format_size(self._size)}; "
-                        "give --size"
-                    )
-                out["images"][place] = image_CHW
-            except UserError as error:
-                if self._on_error == "stop":
-                    raise UserError(f"{error}; --on-error skip leaves such images out") from None
-                self.failed[row] = str(error)
-                if len(self.failed) > max(1, MAX_SKIPPED_SHARE * len(self)):
-                    raise UserError(
-                        f"{len(self.failed)} of {len(self):,} images are broken, more than 1 %; the last: {error}"
-                    ) from None
+    def decode(self, row: int) -> Mapping[str, np.ndarray]:
+        """The image and its mask. Thread-safe. Raises BrokenRowError if one cannot be decoded; UserError if the
+        image has another size, unless broken rows are to be skipped."""
+        decoded = self._decode(row)
+        if decoded["images"].shape[1:] != self.size:
+            size = format_size(decoded["images"].shape[1:])
+            kind = BrokenRowError if self.on_error == "skip" else UserError  # without --size, there are many of them
+            raise kind(
+                f"{self._where(row)} has {size} pixels, but the first image has {format_size(self.size)}; give --size"
+            )
+        if "masks" in decoded:
+            classes = decoded["masks"][decoded["masks"] != IGNORED_CLASS]
+            with self._lock:
+                n_classes = max(self.attributes.get("n_classes", 1), int(classes.max(initial=0)) + 1)
+                self.attributes["n_classes"] = n_classes
+        return decoded
 
     def _where(self, row: int) -> str:
         line = f":{self._listing.lines[row]}" if self._listing.lines else ""
         return f"{self.name}{line}: {self._listing.names[row]}"
 
-    def _decode(self, row: int) -> np.ndarray:
+    def _decode(self, row: int) -> dict[str, np.ndarray]:
         try:
             with self._open(self._listing.names[row]) as file:
-                return decode(file, self._preprocessing)
+                if not self._listing.masks:
+                    return {"images": decode(file, self._preprocessing)}
+                with self._listing.masks[row].open("rb") as mask_file:
+                    image_CHW, mask_HW = decode_pair(
+                        file, mask_file, self._preprocessing, is_binary=self._listing.is_binary
+                    )
+                return {"images": image_CHW, "masks": mask_HW}
         except FileNotFoundError:
-            raise UserError(f"{self._where(row)} does not exist") from None
+            raise BrokenRowError(f"{self._where(row)} does not exist") from None
         except UnidentifiedImageError:
-            raise UserError(f"{self._where(row)} is not an image that Pillow knows") from None
+            raise BrokenRowError(f"{self._where(row)} is not an image that Pillow knows") from None
         except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise UserError(f"{self._where(row)} cannot be decoded: {error}") from None
+            raise BrokenRowError(f"{self._where(row)} cannot be decoded: {error}") from None
 
     def _find_size(self) -> tuple[int, int]:
-        """The size of the first image that can be decoded."""
-        n_probed = 1 if self._on_error == "stop" else PROBED_FILES
-        errors = []
-        for row in range(min(n_probed, len(self))):
+        for row in range(min(PROBED_FILES, len(self))):
             try:
-                _, height, width = self._decode(row).shape
+                _, height, width = self._decode(row)["images"].shape
                 return height, width
-            except UserError as error:
-                errors.append(error)
-        raise errors[0]
+            except BrokenRowError as error:
+                self.failed[row] = str(error)
+        raise UserError(f"{self.name}: none of these images can be decoded:\n  " + list_first(self.reasons, "\n  "))

@@ -1,29 +1,94 @@
-"""What the readers of other formats share: messages for files that are missing or damaged, and --on-error."""
+"""What the readers of other formats share: missing or damaged files, broken rows and --on-error."""
 
 import csv
 import zipfile
 import zlib
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from tarfile import TarError
 from typing import Literal
 
+import numpy as np
+
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.storage.file import not_found
 
 OnError = Literal["stop", "skip"]
 """What is done with a broken image or line: stop, or leave it out and list it."""
 MAX_SKIPPED_SHARE = 0.01
 """If a larger share is broken, the data is not what it should be, and conversion stops."""
+MAX_LISTED = 20
+"""Broken rows that an error lists."""
+MAX_COUNTED = 1000
+"""Broken rows after which a conversion that would fail at its end stops at once."""
 
 
-class SkippingSource(Source):
-    """A source that may find out while it reads that a row is broken. Its fields have fixed shapes."""
+class BrokenRowError(UserError):
+    """One row cannot be decoded. The others may be whole."""
 
-    failed: dict[int, str]
-    """{row: why it cannot be read}. `read` adds a broken row here and leaves its place undefined. Whoever takes rows
-    from this source must leave out those that are listed here."""
+
+class DecodedRows(Source):
+    """Rows that are decoded one at a time, each a block of its own, and that may turn out to be broken.
+
+    Broken rows are collected in `failed`. on_error: `stop` means that nothing is written if there is one; `skip`, that
+    they are left out. Reading ends at once if more than 1 % are broken, but for `stop` not before there are 1,000.
+    """
+
+    def __init__(self, name: str, n_rows: int, columns: Mapping[str, np.ndarray], *, on_error: OnError):
+        """columns: the fields that are in memory, {field: (rows, ...)}."""
+        self.name = name
+        self.block_rows = np.ones(n_rows, np.int32)
+        self.failed: dict[int, str] = {}
+        """{row: why it cannot be read}. `read` leaves the place of such a row undefined; whoever takes rows from this
+        source must leave it out."""
+        self.on_error = on_error
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self.block_rows)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why rows are broken, in the order of the rows."""
+        return [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
+
+    @abstractmethod
+    def decode(self, row: int) -> Mapping[str, np.ndarray]:
+        """The other fields of one row. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
+
+    def column(self, name: str) -> np.ndarray:
+        """One field of all rows that is in memory. Raises KeyError for the others."""
+        return self._columns[name]
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
+        """Decode rows to their places. Thread-safe. Raises UserError if too many are broken."""
+        max_failed = max(1 if self.on_error == "skip" else MAX_COUNTED, MAX_SKIPPED_SHARE * len(self))
+        for row, _, (place,) in reads:
+            try:
+                decoded = self.decode(row)
+            except BrokenRowError as error:
+                self.failed[row] = str(error)
+                if len(self.failed) > max_failed:
+                    raise describe_broken(self.reasons, len(self), ", more than 1 %") from None
+                continue
+            for field, column in self._columns.items():
+                out[field][place] = column[row]
+            for field, value in decoded.items():
+                out[field][place] = value
+
+
+def list_first(items: Sequence[str], separator: str = ", ") -> str:
+    """The first of some texts, and how many more there are."""
+    n_more = len(items) - MAX_LISTED
+    return separator.join([*items[:MAX_LISTED], *([f"and {n_more:,} more"] if n_more > 0 else [])])
+
+
+def describe_broken(reasons: Sequence[str], n_rows: int, cure: str) -> UserError:
+    """An error that lists the first broken rows of `n_rows`."""
+    lines = list_first(reasons, "\n  ")
+    return UserError(f"{len(reasons):,} of {n_rows:,} rows are broken{cure}:\n  {lines}")
 
 
 @contextmanager

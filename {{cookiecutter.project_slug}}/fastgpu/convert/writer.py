@@ -90,8 +90,9 @@ class Writer:
         self._n_announced_rows = n_rows
         self._may_be_fewer = may_be_fewer
         self._fields = fields
-        self._attributes = dict(attributes or {})
-        self._statistics = None if "mean" in self._attributes else ImageStatistics(fields, n_rows)
+        self.attributes = dict(attributes or {})
+        """Facts about the rows. More may be added until the context ends."""
+        self._statistics = None if "mean" in self.attributes else ImageStatistics(fields, n_rows)
         self._borders = [number * n_rows // options.shards for number in range(options.shards + 1)]
         self._n_shards = 0  # that were opened
         self._file: h5py.File | None = None
@@ -140,6 +141,7 @@ class Writer:
         path = _partial(self.paths[self._n_shards])
         n_rows = self._borders[self._n_shards + 1] - self._borders[self._n_shards]
         self._n_shards += 1
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = h5py.File(path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
         block_rows = choose_block_rows(n_rows, self._fields)
         for name, field in self._fields.items():
@@ -164,13 +166,12 @@ class Writer:
             if self._n_shards < len(self.paths):
                 raise UserError(f"{self.n_rows:,} rows do not fill {len(self.paths)} shards; use fewer")
             self._finish_shard()
-        attributes = dict(self._attributes)
         if self._statistics:
-            attributes |= self._statistics.attributes()
-        attributes["fastgpu_format"] = FORMAT
+            self.attributes |= self._statistics.attributes()
+        self.attributes["fastgpu_format"] = FORMAT
         for path in self.paths:
             with h5py.File(_partial(path), "r+", libver="latest") as file:
-                file.attrs.update(attributes)
+                file.attrs.update(self.attributes)
             atomic_replace(_partial(path), path)
 
 
@@ -189,8 +190,10 @@ def _check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int
     if not 1 <= options.shards <= n_rows:
         raise UserError(f"--shards is {options.shards}, for {n_rows:,} rows; use 1 to {n_rows}")
     folder = target.parent
+    while not folder.exists():  # it is made when the first file is
+        folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"{folder} does not exist; make it first")
+        raise UserError(f"{folder} is not a folder; write to another")
     paths = _shard_paths(target, options.shards)
     existing = [path for path in paths if path.exists()]
     if existing and not options.replace:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.reading import SkippingSource
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, DecodedRows, describe_broken
+from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
@@ -39,15 +40,18 @@ class Target(NamedTuple):
     seed: int | None = 0
     """Seed of the random order. None: the order of the source."""
     options: WriteOptions = WriteOptions()
+    is_dry_run: bool = False
+    """Print what would be written, and write nothing."""
 
 
 def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequence[str] = ()) -> None:
     """Write each part to a file of its own: x.h5 becomes x-train.h5 for the part `train`, and stays x.h5 for "".
 
-    All files get their names together, or none does. Then the number of rows of each file is printed, and what was
-    skipped is listed beside it. skipped_lines: a line of text for each line of the input that was left out.
+    What was understood of the source is printed before. All files get their names together, or none does. Then the
+    number of rows of each file is printed, and what was skipped is listed beside it. skipped_lines: a line of text for
+    each line of the input that was left out. Raises UserError if rows are broken that must not be left out.
     """
-    messages = []
+    messages: list[str] = []
     reports: dict[Path, Sequence[str]] = {}
 
     def report(path: Path, lines: Sequence[str], kind: str) -> None:
@@ -56,28 +60,61 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
             reports[path] = lines
             messages.append(f"{len(lines):,} broken {kind} were skipped: {path}")
 
+    orders = {name: _choose_order(source, target.seed) for name, source in parts.items()}
+    texts = {name: _describe_order(source, orders[name]) for name, source in parts.items()}
+    writers = {}
+    for name, source in parts.items():
+        path = target.path
+        if name:
+            path = path.with_name(f"{path.stem}-{name}{path.suffix}")
+        attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
+        may_skip = isinstance(source, DecodedRows)
+        options = target.options
+        writers[name] = Writer(path, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
+    first = next(iter(parts.values()))
+    print(first.name, *describe_rows(parts, next(iter(texts.values()))), sep="\n", flush=True)
+    if target.is_dry_run:
+        print(
+            "--dry-run: nothing is written; it would be", ", ".join(_join_paths(writer) for writer in writers.values())
+        )
+        return
     report(target.path, skipped_lines, "lines")
     with ExitStack() as stack:
         for name, source in parts.items():
-            path = target.path
-            if name:
-                path = path.with_name(f"{path.stem}-{name}{path.suffix}")
-            order = _choose_order(source, target.seed)
-            order_text = _describe_order(source, order)
-            attributes = {"source": source.name, **source.attributes, "row_order": order_text}
-            may_skip = isinstance(source, SkippingSource)
-            writer = Writer(path, len(source), source.fields, attributes, options=target.options, may_be_fewer=may_skip)
-            stack.enter_context(writer)
-            failed = source.failed if isinstance(source, SkippingSource) else {}
-            _copy_rows(source, order, writer, failed, name=name)
-            paths = ", ".join(str(path) for path in writer.paths[:2])
-            if len(writer.paths) > 2:
-                paths += f" and {len(writer.paths) - 2} more"
-            messages.append(f"{writer.n_rows:,} rows, order {order_text}, in {paths}")
-            report(path, [reason for _, reason in sorted(failed.items())], "images")
+            stack.enter_context(writers[name])
+            failed = source.failed if isinstance(source, DecodedRows) else {}
+            _copy_rows(source, orders[name], writers[name], failed, name=name)
+        _check_broken(parts)
+        for name, source in parts.items():
+            writers[name].attributes |= {**source.attributes, "row_order": texts[name]}  # some are known only now
+    for name, source in parts.items():
+        writer = writers[name]
+        messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(writer)}")
+        messages += describe_statistics(writer.attributes)
+        if isinstance(source, DecodedRows):
+            report(writer.paths[0], source.reasons, "images")
     for path, lines in reports.items():
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(*messages, sep="\n")
+
+
+def _join_paths(writer: Writer) -> str:
+    text = ", ".join(str(path) for path in writer.paths[:2])
+    if len(writer.paths) > 2:
+        text += f" and {len(writer.paths) - 2} more"
+    return text
+
+
+def _check_broken(parts: Mapping[str, Source]) -> None:
+    """Raise UserError with all broken rows if rows must not be left out."""
+    sources = [source for source in parts.values() if isinstance(source, DecodedRows) and source.on_error == "stop"]
+    reasons = [reason for source in sources for reason in source.reasons]
+    if reasons:
+        n_rows = sum(len(source) for source in sources)
+        cure = ", so nothing was written"
+        if len(reasons) <= MAX_SKIPPED_SHARE * n_rows:
+            cure += "; --on-error skip leaves them out"
+        raise describe_broken(reasons, n_rows, cure)
 
 
 def progress_bar(total: int, unit: str, name: str = "") -> tqdm:

@@ -1,23 +1,16 @@
-"""Measures how fast each part of the training loop is without the others. verdict.py draws the conclusions.
+"""Measures how fast each part of the training loop is without the others.
 
-    compute        transform and step on one batch that stays on the device
-    untransformed  the step on that batch, transformed beforehand
-    local          like compute, but no rank averages gradients with the others
-    copy           transform and step on pools that are copied from staging memory which is filled already
-    supply         the feed, without a step behind it
-    cached         the feed of a few blocks again and again, so from the page cache
-    loop           the training loop itself
-
-They take turns in each of several rounds, and all ranks measure the same thing at once. The ranks agree on the number
-of steps and pools, because a rank that averages gradients must not wait for one that has stopped.
+The parts are the fields of `Measured` in verdict.py, which draws the conclusions. They take turns in each of eight
+rounds, and all ranks measure the same thing at once. The ranks agree on the number of steps and pools, because a rank
+that averages gradients must not wait for one that has stopped.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import ceil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,15 +23,15 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import BlockRead, Pool, Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.dataset import DatasetSource
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
-STEPS_AT_ONCE = 3  # steps to warm up with; the number of timed steps is a multiple of it
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
+N_ROUNDS = 8  # see verdict.py
 
 Work = Callable[[int], int]
 """work(n_units) does that many steps, or takes that many pools, and returns the number of steps that this makes."""
@@ -57,8 +50,6 @@ class Feeds(NamedTuple):
     """Reads the same few blocks again and again."""
     n_ready_pools: int = 0
     """Pools that lie ready when a feed has rested. They are taken before a measurement begins."""
-    n_cached_pools: int = 0
-    """Pools of `cached` until each of its blocks has been read once."""
     n_joint_pools: int = 1
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
@@ -82,8 +73,7 @@ def open_feeds(
         n_joint_pools = max(1, ceil(placement.n_readers / order.pool_batches))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
     if placement.tier == "disk" and not only_real:
-        few = first_blocks(source, order)
-        feeds = feeds._replace(cached=make_feed(source, few, placement, loader), n_cached_pools=few.pools_per_epoch)
+        feeds = feeds._replace(cached=make_feed(source, first_blocks(source, order), placement, loader))
     if placement.device.type == "cuda" and not only_real:
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
         staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)
@@ -167,15 +157,8 @@ class Device:
                 work()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = []
-        for warning in caught:
-            if "called a synchronizing" in str(warning.message):
-                path = Path(warning.filename)
-                name = "/".join(path.parts[-2:])
-                if path.is_relative_to(Path.cwd()):
-                    name = str(path.relative_to(Path.cwd()))
-                places.append(f"{name}:{warning.lineno}")
-        return list(dict.fromkeys(places))
+        syncs = [each for each in caught if "called a synchronizing" in str(each.message)]
+        return list(dict.fromkeys(f"{os.path.relpath(sync.filename)}:{sync.lineno}" for sync in syncs))
 
 
 # ---------------------------------------------------------------------------------------------- the loop
@@ -214,16 +197,16 @@ class Pools:
         self._pools = (pool for epoch in count() for pool in feed.pools(epoch))
         self._number = 0
 
-    def _next(self) -> tuple[Pool, int]:
-        """(pool, number of times to train on it)"""
+    def _next(self) -> tuple[Rows, int]:
+        """(rows, number of times to train on them)"""
         self._number += 1
-        return next(self._pools), echo_passes(self._loop.echo, self._number)
+        return next(self._pools).rows, echo_passes(self._loop.echo, self._number)
 
     def steps(self) -> Iterator[object]:
         """The steps on one pool."""
-        pool, passes = self._next()
-        rng = torch.Generator(next(iter(pool.rows.columns.values())).device)
-        for batch in echo(pool.rows, self._loop.batch_size, passes, rng):
+        rows, passes = self._next()
+        rng = torch.Generator(next(iter(rows.columns.values())).device)
+        for batch in echo(rows, self._loop.batch_size, passes, rng):
             yield self._loop.train_step(self._loop.transform(batch))
 
     def train(self, n_pools: int) -> int:
@@ -232,115 +215,106 @@ class Pools:
 
     def drain(self, n_pools: int) -> int:
         """Take that many pools without training on them. Returns the number of steps that they are good for."""
-        n_steps = 0
-        for _ in range(n_pools):
-            pool, passes = self._next()
-            n_steps += passes * ceil(len(pool.rows) / self._loop.batch_size)
-        return n_steps
+        pools = [self._next() for _ in range(n_pools)]
+        return sum(passes * ceil(len(rows) / self._loop.batch_size) for rows, passes in pools)
 
-    def warm_up(self, n_pools: int) -> int:
+    def warm_up(self, n_pools: int) -> None:
         """Drain the pools that lie ready, then train on as many: a slow feed is slow at once, not only after those."""
-        return self.drain(n_pools) + self.train(n_pools)
+        self.drain(n_pools)
+        self.train(n_pools)
 
 
 # ---------------------------------------------------------------------------------------------- the measurements
 
 
 class Meter(NamedTuple):
-    """Measures times, on all ranks at once. Each measurement takes about `seconds`."""
+    """Measures times, on all ranks at once. A measurement takes about `seconds`, or as long as its smallest work."""
 
     world: World
     device: Device
     seconds: float = 1.0
 
-    def run(self, work: Work, n_units: int) -> tuple[float, int]:
-        """Seconds that the work takes on this rank, and its steps. All ranks begin together."""
+    def run(self, work: Work, n_units: int) -> tuple[float, list[float]]:
+        """Seconds that the work takes, and seconds per step on each rank. All ranks begin together."""
         self.device.synchronize()
         self.world.all_reduce_max(0.0)
         t0 = time.perf_counter()
         n_steps = work(n_units)
         self.device.synchronize()
-        return time.perf_counter() - t0, n_steps
-
-    def step_s_by_rank(self, work: Work, n_units: int) -> list[float]:
-        """Seconds per step on each rank."""
-        seconds, n_steps = self.run(work, n_units)
-        return self.world.all_gather(seconds / n_steps)
+        seconds = time.perf_counter() - t0
+        return self.world.all_reduce_max(seconds), self.world.all_gather(seconds / n_steps)
 
     def choose_units(self, work: Work, multiple: int) -> int:
         """The number of units that take about `seconds`: a multiple of `multiple`, the same on every rank."""
         n_units = multiple
         while True:
-            passed_s = self.world.all_reduce_max(self.run(work, n_units)[0])
+            passed_s, _ = self.run(work, n_units)
             if passed_s > self.seconds / 4:
                 return multiple * max(1, round(n_units / multiple * self.seconds / passed_s))
             n_units *= 4
 
-    def timing(self, work: Work, multiple: int) -> Rounds:
+    def timing(self, work: Work, multiple: int = 1) -> Rounds:
         """Seconds per step on the slowest rank. The first units, in which kernels are chosen, do not count."""
         n_units = self.choose_units(work, multiple)
-        return Rounds(tuple(max(self.step_s_by_rank(work, n_units)) for _ in range(3)))
+        return Rounds(tuple(max(self.run(work, n_units)[1]) for _ in range(3)))
 
 
 class _Task(NamedTuple):
     work: Work
-    warm_up: Work
-    n_warm_up_units: int
-    multiple: int
+    warm_up: Callable[[int], object]
+    n_warm_up_units: int = 1
+    multiple: int = 1
     """The number of timed units is a multiple of this."""
-    n_ready_pools: int = 0
-    """Pools to read ahead after a measurement: this must not take the CPUs from the next one."""
+    is_feed: bool = False
 
 
 def measure(
-    meter: Meter, loop: Loop, feeds: Feeds, *, n_rounds: int = 5, report: Callable[[str], None] = lambda _: None
+    meter: Meter, loop: Loop, feeds: Feeds, *, n_rounds: int = N_ROUNDS, report: Callable[[str], None] = lambda _: None
 ) -> Measured:
-    """Measure everything. report: is called with the name of what is measured next.
+    """Measure everything. report: is called with a line about each round.
 
     The steps change the model (running statistics, and the weights unless the learning rate is 0): do not keep it.
     """
     tasks = _tasks(loop, feeds, meter.world)
-    n_units: dict[str, int] = {}
+    n_units = {}
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
+    rest_s = 0.0
+    left = ""
     for number in range(n_rounds):
+        report(f"measuring: round {number + 1} of {n_rounds}{left}")
+        round_t0 = time.perf_counter()
         for name, task in tasks.items():
-            report(f"round {number + 1} of {n_rounds}: {name}")
             if number == 0:
-                task.warm_up(max(1, task.n_warm_up_units))
+                task.warm_up(task.n_warm_up_units)
                 n_units[name] = meter.choose_units(task.work, task.multiple)
             task.warm_up(task.n_warm_up_units)
             cpu_t0 = _cpu_s()
-            t0 = time.perf_counter()
-            step_s[name].append(meter.step_s_by_rank(task.work, n_units[name]))
-            passed_s = time.perf_counter() - t0
+            passed_s, ranks_s = meter.run(task.work, n_units[name])
+            step_s[name].append(ranks_s)
             if name == "loop":
                 n_cpus = (_cpu_s() - cpu_t0) / passed_s * meter.world.local_world_size
-                cpu_shares.append(n_cpus / available_cpus())
-            time.sleep(min(MAX_REST_S, task.n_ready_pools * passed_s / n_units[name]))
+                cpu_shares.append(meter.world.all_reduce_max(n_cpus / available_cpus()))
+            if name == "supply":
+                rest_s = min(MAX_REST_S, feeds.n_ready_pools * passed_s / n_units[name])
+            if task.is_feed:  # it reads ahead: this must not take the CPUs from the next task
+                time.sleep(rest_s)
+        left = f", at most {(n_rounds - number - 1) * (time.perf_counter() - round_t0):.0f} s left"
 
-    report("the device")
     observed = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
     busy_s = meter.device.busy_s(lambda: observed(OBSERVED_STEPS)) / OBSERVED_STEPS
     syncs = meter.device.syncs(lambda: observed(OBSERVED_STEPS))
 
-    slowest = {name: Rounds(tuple(max(ranks_s) for ranks_s in rounds)) for name, rounds in step_s.items()}
-    by_rank = {}
-    for name, rounds in step_s.items():
-        by_rank[name] = tuple(Rounds(rank_rounds).median for rank_rounds in zip(*rounds, strict=True))
+    by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
+    slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
     return Measured(
         batch_size=loop.batch_size * meter.world.world_size,
-        compute=slowest["compute"],
-        loop=slowest["loop"],
-        copy=slowest.get("copy"),
-        supply=slowest.get("supply"),
-        cached=slowest.get("cached"),
-        transform_s=max(0.0, slowest["compute"].median - slowest["untransformed"].median),
-        ranks_compute_s=by_rank.get("local", by_rank["compute"]),
-        ranks_supply_s=by_rank.get("supply", ()),
+        **slowest,
+        ranks_compute=by_rank.get("local", ()),
+        ranks_supply=by_rank.get("supply", ()),
         busy_s=meter.world.all_reduce_max(busy_s) or None,
         syncs=tuple(syncs),
-        cpu_share=meter.world.all_reduce_max(Rounds(tuple(cpu_shares)).median),
+        cpu_share=Rounds(tuple(cpu_shares)),
     )
 
 
@@ -352,20 +326,21 @@ def _tasks(loop: Loop, feeds: Feeds, world: World) -> dict[str, _Task]:
     }
     if world.world_size > 1:
         steps["local"] = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
-    tasks = {name: _Task(work, work, STEPS_AT_ONCE, STEPS_AT_ONCE) for name, work in steps.items()}
+    tasks = {name: _Task(work, work) for name, work in steps.items()}
 
     n_ready = feeds.n_ready_pools
     multiple = 2 * feeds.n_joint_pools
     real = Pools(feeds.real, loop)
-    tasks["loop"] = _Task(real.train, real.warm_up, n_ready, multiple, n_ready)
     if n_ready:
-        tasks["supply"] = _Task(real.drain, real.drain, n_ready, multiple, n_ready)
+        tasks["supply"] = _Task(real.drain, real.drain, n_ready, multiple, is_feed=True)
+    tasks["loop"] = _Task(real.train, real.warm_up, n_ready, multiple, is_feed=True)
     if feeds.staged:
         staged = Pools(feeds.staged, loop)
-        tasks["copy"] = _Task(staged.train, staged.warm_up, n_ready, multiple, n_ready)
+        tasks["copy"] = _Task(staged.train, staged.warm_up, n_ready, multiple, is_feed=True)
     if feeds.cached:
         cached = Pools(feeds.cached, loop)
-        tasks["cached"] = _Task(cached.drain, cached.drain, n_ready + feeds.n_cached_pools, multiple, n_ready)
+        n_warm_up = n_ready + feeds.cached.order.pools_per_epoch  # until each of its blocks has been read once
+        tasks["cached"] = _Task(cached.drain, cached.drain, n_warm_up, multiple, is_feed=True)
     return tasks
 
 

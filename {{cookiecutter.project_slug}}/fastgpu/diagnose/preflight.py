@@ -3,7 +3,8 @@
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,55 +49,42 @@ def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Findin
 
     nvml: the driver's library; None: pynvml. Raises UserError if a training file cannot be read.
     """
-    uses_dataset = data.dataset != "none"
     python = sys.version.split()[0]
-    hdf5 = h5py.version.hdf5_version
-    findings = [
-        Finding("versions", f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {hdf5})"),
-        _processes(world),
-        _memory(world.local_world_size, uses_dataset),
-        _run_folder(run.folder),
-    ]
-    for uuid in world.gpus or []:
-        findings += _try(_gpu, nvml, uuid)
+    versions = f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {h5py.version.hdf5_version})"
     why_no_apex = apex.why_unusable("optimizers", "FusedAdam", "amp_C")
-    findings.append(Finding("Apex", why_no_apex or "NVIDIA Apex is installed, with its kernels"))
-    paths = _training_files(data)
-    if paths:
-        findings += _try(_place, paths)
-    if paths and not uses_dataset:
-        findings += _try(_layout, paths[0], list(data.fields.values()))
+    findings = [
+        Finding("versions", versions),
+        _processes(world),
+        _memory(world.local_world_size, uses_workers=data.dataset != "none"),
+        _run_folder(run.folder),
+        Finding("Apex", why_no_apex or "NVIDIA Apex is installed, with its kernels"),
+    ]
+    for part in (_gpus(world, nvml), _files(data)):
+        try:
+            findings += part
+        except UserError:
+            raise
+        except Exception as error:  # a driver or a system that does not answer
+            findings.append(Finding("not seen", str(error)))
     return findings
-
-
-def _try(look_at: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Finding]:
-    """The findings of one function. A driver or a system that does not answer is a finding, too."""
-    try:
-        return list(look_at(*arguments))
-    except UserError:
-        raise
-    except Exception as error:
-        return [Finding("not seen", str(error))]
 
 
 def _processes(world: World) -> Finding:
     n_ranks = world.local_world_size
     cpus_per_rank = available_cpus() / n_ranks
     n_gpus = torch.cuda.device_count()
-    value = f"{n_ranks} here, {cpus_per_rank:g} CPUs each"
-    if n_gpus:
-        value += f", {n_gpus} GPUs visible"
+    is_gpu = world.device.type == "cuda"
     advice = ""
-    if world.device.type == "cuda" and n_ranks < n_gpus:
+    if is_gpu and n_ranks < n_gpus:
         advice = f"{n_gpus - n_ranks} GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
-    elif world.device.type == "cpu" and n_gpus:
+    elif n_gpus and not is_gpu:
         advice = "the GPUs are not used (dist.device)"
-    elif world.device.type == "cuda" and cpus_per_rank < 2:
+    elif is_gpu and cpus_per_rank < 2:
         advice = "the readers and the loop share a CPU; give the job more CPUs"
-    return Finding("processes", value, advice)
+    return Finding("processes", f"{n_ranks} here, {cpus_per_rank:g} CPUs each, {n_gpus} GPUs visible", advice)
 
 
-def _memory(n_ranks: int, uses_workers: bool) -> Finding:
+def _memory(n_ranks: int, *, uses_workers: bool) -> Finding:
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     value = f"{free_host_bytes() / GIB:.1f} GiB of RAM free, {max_files:,} open files"
     advice = ""
@@ -111,63 +99,51 @@ def _memory(n_ranks: int, uses_workers: bool) -> Finding:
 
 
 def _run_folder(folder: str) -> Finding:
-    path = Path(folder).absolute()
-    while not path.exists():
-        path = path.parent
+    path = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
     free = shutil.disk_usage(path).free
-    advice = ""
-    if free < MIN_DISK_BYTES:
-        advice = "checkpoints and logs need room; use another run.folder"
+    advice = "checkpoints and logs need room; use another run.folder" if free < MIN_DISK_BYTES else ""
     return Finding("runs", f"{free / GIB:.1f} GiB free at run.folder ({folder})", advice)
 
 
-def _gpu(nvml: Any, uuid: str) -> Iterator[Finding]:
-    nvml = nvml or open_nvml()
-    handle = gpu_handle(nvml, uuid)
-    driver = nvml.nvmlSystemGetDriverVersion()
-    n_lanes = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
-    max_lanes = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    limits = clock_limits(nvml, handle)
-    advice = ""
-    if n_lanes < max_lanes:
-        advice = f"its slot has {n_lanes} of {max_lanes} PCIe lanes; copies are slower by this factor"
-    if limits:
-        advice = f"its clocks are held down ({', '.join(limits)}); look at power and cooling"
-    yield Finding("GPU", f"{nvml.nvmlDeviceGetName(handle)}, driver {driver}, PCIe x{n_lanes}", advice)
+def _gpus(world: World, nvml: Any) -> Iterator[Finding]:
+    for uuid in world.gpus or []:
+        nvml = nvml or open_nvml()
+        handle = gpu_handle(nvml, uuid)
+        n_lanes = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
+        max_lanes = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        limits = clock_limits(nvml, handle)
+        advice = ""
+        if n_lanes < max_lanes:
+            advice = f"its slot has {n_lanes} of {max_lanes} PCIe lanes; copies are slower by this factor"
+        if limits:
+            advice = f"its clocks are held down ({', '.join(limits)}); look at power and cooling"
+        name = f"{nvml.nvmlDeviceGetName(handle)}, driver {nvml.nvmlSystemGetDriverVersion()}"
+        yield Finding("GPU", f"{name}, PCIe x{n_lanes}", advice)
 
 
-def _training_files(data: Data) -> list[str]:
-    """The files of data.train, as `file.h5` or `file.h5::/group`, or what a Dataset is called with."""
+def _files(data: Data) -> Iterator[Finding]:
+    """The file system that holds the training files, and how the datasets lie in the first one."""
     paths = [data.train] if isinstance(data.train, str) else list(data.train)
-    if data.dataset != "none":
-        return paths
-    files = []
-    for path in paths:
-        for file, group in expand("data.train", path):
-            files.append(file if group == "/" else f"{file}::{group}")
-    return files
-
-
-def _place(paths: Sequence[str]) -> Iterator[Finding]:
-    """The file system that holds the first file."""
-    path = Path(split_group(paths[0])[0]).resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    files = [(path, "/") for path in paths]
+    if data.dataset == "none":
+        files = list(chain(*(expand("data.train", path) for path in paths)))
+    if not files:
+        return
+    file, group = files[0]
+    place = Path(split_group(file)[0]).resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
     kind = "a file system of unknown type"
     if mounts:
         kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype  # such as ext4 or nfs4
     advice = ""
     if kind.startswith(NETWORK):
         advice = f"{kind} is a network file system: the first epoch is no faster than the network"
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    yield Finding("data", f"{paths[0]}{more} on {kind}", advice)
-
-
-def _layout(path: str, datasets: Sequence[str]) -> Iterator[Finding]:
-    """How the datasets lie in an HDF5 file, and what would make them faster."""
-    file, group = split_group(path)
-    if not Path(file).is_file():
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    yield Finding("data", f"{file}{more} on {kind}", advice)
+    if data.dataset != "none" or not Path(file).is_file():
         return
-    names = {f"{group.rstrip('/')}/{name.lstrip('/')}" for name in datasets}
+    names = {f"{group.rstrip('/')}/{name.lstrip('/')}" for name in data.fields.values()}
+    path = file if group == "/" else f"{file}::{group}"
     columns = [column for column in columns_of(path) if column.path in names or column.group in names]
     for column in columns[:MAX_DATASETS_SHOWN]:
         yield Finding("", str(column))

@@ -5,7 +5,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from string import Template
+from typing import Any
 
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import MEANING, Measured, Rounds, Verdict
@@ -13,16 +14,25 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 
 LOOP = "the training loop"
-
-
-class Subject(NamedTuple):
-    """The training that was diagnosed."""
-
-    world: str
-    machine: Mapping[str, Any]
-    """`World.identity` and `row_bytes`."""
-    config: Mapping[str, Any]
-    """{dotted key: value}, without `auto`."""
+PAGE = Template("""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>$cause</title>
+<style>
+  :root { color-scheme: light dark }
+  body { font: 15px system-ui; margin: 2em auto; max-width: 60em; padding: 0 1em }
+  div { display: grid; gap: 1em; grid-template-columns: 15em 1fr 9em; height: 2.2em; align-items: center }
+  b { background: #2563eb; display: block; height: 1.5em }
+  .loop b { background: #dc2626 }
+  i { border: solid; border-width: 0 2px; height: .8em; position: absolute; top: .35em }
+  i::after { border-top: 2px solid; content: ""; display: block; margin-top: .35em }
+  u { position: relative; text-decoration: none }
+  s { border-left: 1px solid; padding-left: .2em; position: absolute; text-decoration: none }
+</style>
+<h1>$cause</h1><p>$sentence</p><p>$title. Bars: the median; brackets: the interval of the rounds.</p>
+$bars
+<div><span>ms per step</span><u>$axis</u></div>
+</html>
+""")
+N_TICKS = 4
 
 
 def ceilings(m: Measured) -> dict[str, Rounds]:
@@ -37,88 +47,97 @@ def ceilings(m: Measured) -> dict[str, Rounds]:
     return {name: timing for name, timing in timings.items() if timing}
 
 
+def describe_ratio(ratio: Rounds) -> str:
+    """The feed ratio and its noise. The loop cannot be faster than compute alone, so more than 1 is shown as 1."""
+    return f"{min(1.0, ratio.median):.2f}, noise +-{100 * ratio.noise:.0f} %"
+
+
+def sentence(verdict: Verdict) -> str:
+    """The meaning of the verdict, and why it was given."""
+    return f"{MEANING[verdict.cause]} ({verdict.why})"
+
+
 def table(title: str, m: Measured, verdict: Verdict) -> str:
     """All numbers and the verdict, for a terminal."""
-    ratio = m.feed_ratio
-    lines = [title, f"  {'each part alone':<28}{'ms per step':>12}{'rows/s':>12}{'of compute':>12}"]
+    lines = [title, f"  {'each part alone':<28}{'ms per step':>12}   {'from - to':<21}{'rows/s':>12}{'of compute':>12}"]
     for name, timing in ceilings(m).items():
+        speed = m.compute_s / timing.median
+        if "supply" not in name:  # the others include compute: they are faster by noise only
+            speed = min(1.0, speed)
+        interval = f"{1000 * timing.low:.3f} - {1000 * timing.high:.3f}"
         rows_per_s = m.batch_size / timing.median
-        speed = m.compute.median / timing.median
-        spread_pct = 100 * timing.spread
-        lines.append(
-            f"  {name:<28}{1000 * timing.median:>12.3f}{rows_per_s:>12,.0f}{speed:>10.2f} x  +-{spread_pct:.0f} %"
-        )
-    lines.append(f"  {'transform, part of compute':<28}{1000 * m.transform_s:>12.3f}")
+        lines.append(f"  {name:<28}{1000 * timing.median:>12.3f}   {interval:<21}{rows_per_s:>12,.0f}{speed:>10.2f} x")
+    transform_ms = 1000 * max(0.0, m.transform.median) * m.compute_s
+    lines.append(f"  {'transform, part of compute':<28}{transform_ms:>12.3f}")
     if m.busy_s is not None:
         lines.append(f"  {'device busy, part of compute':<28}{1000 * m.busy_s:>12.3f}")
-    lines.append(f"feed ratio {ratio.median:.3f} [{min(ratio.values):.3f} to {max(ratio.values):.3f}]")
-    lines.append(f"{verdict.cause}: {MEANING[verdict.cause]} ({verdict.why})")
+    lines.append(f"feed ratio {describe_ratio(m.feed_ratio)}")
+    lines.append(f"{verdict.cause}: {sentence(verdict)}")
+    lines.append(f"  certainty {verdict.certainty}")
     if verdict.cause != "COMPUTE":
         lines.append(f"  change    {verdict.change}")
     if verdict.gain > 1:
-        lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted; confidence: {verdict.confidence}")
+        lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted")
     if verdict.see_also:
         lines.append(f"  see also  {verdict.see_also}")
     return "\n".join(lines)
 
 
-def bars_page(title: str, m: Measured) -> str:
-    """The parts as bars of rows per second: an HTML page that needs no network."""
-    left = 250
-    width = 900
-    rows_per_s = {name: m.batch_size / timing.median for name, timing in ceilings(m).items()}
-    px_per_unit = (width - left - 150) / max(rows_per_s.values())
-    shapes = [f'<text x="10" y="30" font-size="17" font-weight="600">{html.escape(title)}</text>']
-    y = 60
-    for name, speed in rows_per_s.items():
-        length = speed * px_per_unit
-        color = "#dc2626" if name == LOOP else "#2563eb"
-        shapes.append(
-            f'<text x="{left - 10}" y="{y + 18}" text-anchor="end">{name}</text>'
-            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="26" fill="{color}"/>'
-            f'<text x="{left + length + 8:.1f}" y="{y + 18}">{speed:,.0f} rows/s</text>'
+def bars_page(title: str, m: Measured, verdict: Verdict) -> str:
+    """The parts as bars of the time per step: an HTML page that needs no network."""
+    timings = ceilings(m)
+    end_s = 1.2 * max(timing.median for timing in timings.values())  # longer brackets are cut
+    bars = []
+    for name, timing in timings.items():
+        left, width, right = (100 * min(1.0, step_s / end_s) for step_s in (timing.low, timing.median, timing.high))
+        bars.append(
+            f'<div class="{"loop" if name == LOOP else "part"}"><span>{name}</span>'
+            f'<u><b style="width:{width:.2f}%"></b><i style="left:{left:.2f}%;width:{right - left:.2f}%"></i></u>'
+            f"<span>{m.batch_size / timing.median:,.0f} rows/s</span></div>"
         )
-        y += 38
-    style = f"max-width: {width}px; width: 100%; font: 14px system-ui; fill: #0f172a"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-        f'<svg viewBox="0 0 {width} {y}" style="{style}" role="img">{"".join(shapes)}</svg></html>\n'
+    ticks = [number / N_TICKS for number in range(N_TICKS)]
+    return PAGE.substitute(
+        cause=verdict.cause,
+        sentence=html.escape(sentence(verdict)),
+        title=html.escape(title),
+        bars="\n".join(bars),
+        axis="".join(f'<s style="left:{100 * tick:g}%">{1000 * tick * end_s:.3g}</s>' for tick in ticks),
     )
 
 
-def as_json(subject: Subject, m: Measured, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything as JSON values. A later run reads the keys from `machine` to `summary` (telemetry/ceiling.py)."""
+def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Everything as JSON values. A later run reads the keys from `machine` to `summary` (telemetry/ceiling.py).
+
+    subject: see `Bench.subject`.
+    """
     date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    summary = (
-        f"diagnose.py, {date}: {verdict.cause}: {MEANING[verdict.cause]} ({verdict.why}); change: {verdict.change}, "
-        f"{verdict.gain:.2f} x the speed predicted"
-    )
     parts = {}
     for name, timing in ceilings(m).items():
         rows_per_s = m.batch_size / timing.median
         parts[name] = {"step_s": timing.median, "rounds": timing.values, "rows_per_s": rows_per_s}
+    gain = f"{verdict.gain:.2f} x the speed predicted"
     return {
+        **subject,
         "date": date,
-        "world": subject.world,
-        "machine": dict(subject.machine),
-        "step": step_identity(subject.config),
-        "feed": feed_identity(subject.config),
-        "compute_rows_per_s": m.batch_size / m.compute.median,
+        "step": step_identity(subject["config"]),
+        "feed": feed_identity(subject["config"]),
+        "compute_rows_per_s": m.batch_size / m.compute_s,
         "is_conclusive": verdict.cause != "INCONCLUSIVE",
-        "summary": summary,
+        "summary": f"diagnose.py, {date}: {verdict.cause}: {sentence(verdict)}; change: {verdict.change}, {gain}",
         "feed_ratio": m.feed_ratio.median,
+        "feed_ratio_rounds": m.feed_ratio.values,
+        "feed_ratio_shown": describe_ratio(m.feed_ratio),
         "verdict": verdict._asdict(),
         "ceilings": parts,
         "measured": {
-            "transform_s": m.transform_s,
+            "transform_s": m.transform.median * m.compute_s,
             "busy_s": m.busy_s,
             "syncs": m.syncs,
-            "cpu_share": m.cpu_share,
-            "ranks_compute_s": m.ranks_compute_s,
-            "ranks_supply_s": m.ranks_supply_s,
+            "cpu_share": m.cpu_share.median,
+            "ranks_compute_s": [timing.median for timing in m.ranks_compute or [m.compute]],
+            "ranks_supply_s": [timing.median for timing in m.ranks_supply],
         },
         "preflight": [finding._asdict() for finding in findings],
-        "config": dict(subject.config),
     }
 
 

@@ -13,23 +13,19 @@ import yaml
 
 from fastgpu.diagnose.bench import Bench, as_sections
 from fastgpu.diagnose.result import save
-from fastgpu.diagnose.verdict import Facts, Measured, Overrides, Rounds, Setting, Verdict
+from fastgpu.diagnose.verdict import Facts, Overrides, Rounds, Verdict, as_words
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.machine import available_cpus
-from fastgpu.process.world import World
 
 MARGIN = 1.15  # the supply is enough if it is this many times as fast as the demand
 EQUAL_SHARE = 0.05  # a smaller setting that is slower than the best one by at most this share is preferred
-MAX_SPREAD = 0.15  # timings with a larger spread show nothing
+MAX_NOISE = 0.15  # timings with more noise show nothing
 MAX_POOL_S = 2.0  # pools that take longer to supply are not tried
 MIN_BATCH_GAIN = 0.1  # a larger batch that saves less of the time per row is not worth it
 BATCH_FACTORS = (2, 4, 8, 16, 32, 64)
-CHUNK_CACHES = (8 << 20, 64 << 20, 512 << 20)
 
 Ladder = tuple[str, Sequence[Any]]
 """A key of the config and the values to try, the cheapest first."""
-Supply = Callable[[Overrides], Rounds | None]
-"""Settings -> seconds to supply the rows of one step. None: the settings are not possible here."""
 Trial = tuple[dict[str, Any], Rounds]
 """Settings that were tried, and seconds to supply the rows of one step with them."""
 
@@ -42,30 +38,33 @@ class Choice(NamedTuple):
     outcome: Literal["enough", "not enough", "inconclusive"]
 
 
-def tune(bench: Bench, measured: Measured, verdict: Verdict, facts: Facts, *, tries_batch: bool) -> str:
+def tune(bench: Bench, verdict: Verdict, facts: Facts, *, tries_batch: bool) -> str:
     """Try settings, write the good ones to tuned.<host>.yaml, and return a report.
 
     tries_batch: try larger batches, too, which changes what is learned.
     """
     is_input = verdict.cause in ("READ", "DECODE")
     if not is_input and not tries_batch:
-        return f"{verdict.cause}: the supply of rows is not the bottleneck; there is nothing to tune"
-    demand_s = measured.compute_s
+        if verdict.cause == "INCONCLUSIVE":
+            return "--tune tried nothing, because it has to know the bottleneck first"
+        return "--tune tried nothing, because the supply of rows is not the bottleneck"
     overrides: dict[str, Any] = {}
     notes: list[str] = []
     if tries_batch:
-        batch_size, demand_s = _find_batch_size(bench, demand_s, notes)
-        if batch_size > bench.config.data.batch_size:
-            overrides["data.batch_size"] = batch_size
-            notes.append("a larger batch changes what is learned: look for its learning rate")
+        overrides = _find_batch_size(bench, notes)
+        bench = _with_settings(bench, overrides) if overrides else bench
+    demand_s = bench.compute.median
+    batch_size = bench.config.data.batch_size
+    notes.append(f"demand: {batch_size / demand_s:,.0f} rows/s")
     if is_input or overrides:
-        choice = search_supply(bench, overrides, demand_s)
+        current = bench.time_supply({})
+        current_s = current.median if current else inf
+        choice = search(bench.time_supply, current_s, demand_s, _make_ladders(bench, current_s))
         for settings, timing in choice.trials:
-            rows_per_s = measured.batch_size / timing.median
-            words = format_overrides(settings)
-            notes.append(f"{words}: {rows_per_s:,.0f} rows/s supplied, +-{100 * timing.spread:.0f} %")
+            rate = f"{batch_size / timing.median:,.0f} rows/s supplied, +-{100 * timing.noise:.0f} %"
+            notes.append(f"{as_words(settings)}: {rate}")
         if choice.outcome == "inconclusive":
-            return "\n".join([*notes, "inconclusive: this machine is too noisy; nothing is written"])
+            return "\n".join([*notes, "--tune wrote nothing: the last timings differ too much (inconclusive)"])
         overrides |= choice.overrides
         supply_s = min((timing.median for _, timing in choice.trials), default=0.0)
         echo = round(min(facts.max_echo, facts.echo * supply_s / demand_s), 2)
@@ -73,25 +72,20 @@ def tune(bench: Bench, measured: Measured, verdict: Verdict, facts: Facts, *, tr
             overrides["data.echo"] = echo
             notes.append("that is not enough: data.echo trains on each row more than once")
     if not overrides:
-        return "\n".join([*notes, "no setting supplies rows faster than the current ones: see the change above"])
+        return "\n".join([*notes, "--tune wrote nothing: no setting is faster than the current ones"])
 
-    path = Path(f"tuned.{platform.node()}.yaml")
+    host = platform.node()
+    path = Path(f"tuned.{host}.yaml")
+    date = time.strftime("%Y-%m-%d")
     notes = [
-        f"by diagnose.py --tune on {time.strftime('%Y-%m-%d')}, {platform.node()}: {bench.world}, "
-        f"{available_cpus()} CPUs, torch {torch.__version__}",
-        f"demand: {measured.batch_size / demand_s:,.0f} rows/s",
+        f"by diagnose.py --tune on {date}, {host}: {bench.world}, {available_cpus()} CPUs, torch {torch.__version__}",
         *notes,
         f"to use it, add it after the other config files: --config config.yaml --config {path}",
     ]
     with bench.world.raise_on_every_rank():
         if bench.world.is_main:
             save(path, lambda path: path.write_text(as_config_file(overrides, notes)))
-    return "\n".join([*notes, f"{path}: {format_overrides(overrides)}"])
-
-
-def format_overrides(overrides: Overrides) -> str:
-    """The overrides as words of the command line."""
-    return " ".join(str(Setting(key, value)) for key, value in overrides.items())
+    return "\n".join([*notes, f"{path}: {as_words(overrides)}"])
 
 
 def as_config_file(overrides: Overrides, notes: Sequence[str]) -> str:
@@ -100,70 +94,52 @@ def as_config_file(overrides: Overrides, notes: Sequence[str]) -> str:
     return comments + yaml.safe_dump(as_sections(overrides), sort_keys=False)
 
 
-def _find_batch_size(bench: Bench, step_s: float, notes: list[str]) -> tuple[int, float]:
-    """Double the batch size as long as that trains rows faster and memory lasts.
-
-    step_s: seconds to train on the rows of a step. Returns the batch size, and the seconds for as many rows with it.
-    """
+def _find_batch_size(bench: Bench, notes: list[str]) -> dict[str, Any]:
+    """Double the batch size as long as that surely trains rows faster and memory lasts. Returns the setting."""
     n_rows = bench.config.data.batch_size
-    best = n_rows
+    row_s = bench.compute.low / n_rows
+    best: dict[str, Any] = {}
     for factor in BATCH_FACTORS:
-        setting = Setting("data.batch_size", n_rows * factor)
-        gc.collect()  # frees the bench before this one
-        torch.cuda.empty_cache()
-        config = bench.config.resolved(data={"batch_size": n_rows * factor})
+        setting = {"data.batch_size": factor * n_rows}
         try:
-            larger_s = Bench(config, bench.world, bench.program, bench.meter.seconds).compute_s / factor
+            larger = _with_settings(bench, setting).compute
         except RankError:
             raise
         except UserError as error:  # raised on every rank: too little memory, or too few rows
-            notes.append(f"{setting}: {error}")
+            notes.append(f"{as_words(setting)}: {error}")
             break
-        notes.append(f"{setting}: {n_rows / larger_s:,.0f} rows/s trained")
-        if larger_s > (1 - MIN_BATCH_GAIN) * step_s:
+        notes.append(f"{as_words(setting)}: {factor * n_rows / larger.median:,.0f} rows/s trained")
+        if larger.high / (factor * n_rows) > (1 - MIN_BATCH_GAIN) * row_s:
             break
-        best = n_rows * factor
-        step_s = larger_s
-    return best, step_s
+        best = setting
+        row_s = larger.low / (factor * n_rows)
+    if best:
+        notes.append("a larger batch changes what is learned: look for its learning rate")
+    return best
+
+
+def _with_settings(bench: Bench, overrides: Overrides) -> Bench:
+    bench.show(f"trying {as_words(overrides)}")
+    gc.collect()  # frees the bench before this one
+    torch.cuda.empty_cache()
+    config = bench.config.resolved(**as_sections(overrides))
+    return Bench(config, bench.world, bench.program, bench.meter.seconds)
 
 
 # ---------------------------------------------------------------------------------------------- the search
 
 
-def search_supply(bench: Bench, overrides: Overrides, demand_s: float) -> Choice:
-    """The settings that feed a demand, on top of `overrides`."""
-    current = bench.time_supply(overrides)
-    current_s = current.median if current else inf
-    sizes = [bench.sizes.pool_batches * factor for factor in (1, 2, 4)]
-    ladders = make_ladders(
-        fewest_cpus(bench.world),
-        [size for size in sizes if size * current_s < MAX_POOL_S],
-        uses_workers=bench.sizes.uses_workers,
-        by_h5py=bench.parts.source.by_h5py,
-    )
-    return search(lambda more: bench.time_supply({**overrides, **more}), current_s, demand_s, ladders)
-
-
-def fewest_cpus(world: World) -> int:
-    """CPUs per rank, on the machine that has the fewest: all ranks must try the same settings."""
-    own = max(1, available_cpus() // world.local_world_size)
-    return int(-world.all_reduce_max(-own))
-
-
-def make_ladders(n_cpus: int, pool_batches: Sequence[int], *, uses_workers: bool, by_h5py: bool) -> list[Ladder]:
-    """The settings to try, in this order.
-
-    n_cpus: CPUs of one rank. pool_batches: sizes of a pool. uses_workers: the rows come from a Dataset. by_h5py: only
-    the HDF5 library can read the file.
-    """
-    ladders: list[Ladder]
-    if uses_workers:
+def _make_ladders(bench: Bench, supply_s: float) -> list[Ladder]:
+    """The settings to try, in this order. They are the same on all ranks, also if machines have unlike CPUs."""
+    own_cpus = max(1, available_cpus() // bench.world.local_world_size)
+    n_cpus = int(-bench.world.all_reduce_max(-own_cpus))
+    pools = [factor * bench.sizes.pool_batches for factor in (1, 2, 4)]
+    ladders: list[Ladder] = [("loader.num_readers", doublings(4 * n_cpus)), ("loader.prefetch_pools", [1, 2, 4])]
+    if bench.sizes.uses_workers:
         ladders = [("loader.num_workers", doublings(2 * n_cpus)), ("loader.prefetch_factor", [1, 2, 4])]
-    else:
-        ladders = [("loader.num_readers", doublings(4 * n_cpus)), ("loader.prefetch_pools", [1, 2, 4])]
-    ladders.append(("data.pool_batches", pool_batches))
-    if by_h5py:
-        ladders.append(("hdf5.rdcc_nbytes", CHUNK_CACHES))
+    ladders.append(("data.pool_batches", [size for size in pools if size * supply_s < MAX_POOL_S]))
+    if bench.parts.source.by_h5py:
+        ladders.append(("hdf5.rdcc_nbytes", [8 << 20, 64 << 20, 512 << 20]))
     return ladders
 
 
@@ -173,12 +149,15 @@ def doublings(maximum: int) -> list[int]:
     return [power for power in powers if power < maximum] + [maximum]
 
 
-def search(supply: Supply, current_s: float, demand_s: float, ladders: Sequence[Ladder]) -> Choice:
+def search(
+    supply: Callable[[Overrides], Rounds | None], current_s: float, demand_s: float, ladders: Sequence[Ladder]
+) -> Choice:
     """Climb one ladder after the other until the supply is `MARGIN` times as fast as the demand.
 
-    current_s: seconds to supply the rows of one step with the current settings. demand_s: seconds to train on them. Of
-    each ladder the smallest value is kept that is enough or, if none is, that is as good as the best one. A ladder on
-    which nothing is better than before changes nothing.
+    supply: settings -> seconds to supply the rows of one step; None if the settings are not possible here. current_s:
+    the same with the current settings. demand_s: seconds to train on the rows. Of each ladder the smallest value is
+    kept that is enough or, if none is, that is as good as the best one. A ladder on which nothing is better than before
+    changes nothing.
     """
     overrides: dict[str, Any] = {}
     trials: list[Trial] = []
@@ -193,13 +172,12 @@ def search(supply: Supply, current_s: float, demand_s: float, ladders: Sequence[
                 continue
             rungs.append((candidate, timing))
             trials.append((candidate, timing))
-            if timing.spread > MAX_SPREAD:
+            if timing.noise > MAX_NOISE:
                 return Choice({}, trials, "inconclusive")
             if timing.median * MARGIN <= demand_s:
                 return Choice(candidate, trials, "enough")
         best_s = min((timing.median for _, timing in rungs), default=inf)
         if current_s > (1 + EQUAL_SHARE) * best_s:
-            good = [rung for rung in rungs if rung[1].median <= (1 + EQUAL_SHARE) * best_s]
-            overrides, timing = good[0]
+            overrides, timing = next(rung for rung in rungs if rung[1].median <= (1 + EQUAL_SHARE) * best_s)
             current_s = timing.median
     return Choice(overrides, trials, "not enough")

@@ -1,14 +1,21 @@
 """Concludes from the measurements which part of the loop is the bottleneck, and what to change.
 
 Reading, decoding, copying and training overlap, so the loop takes as long as the slowest of them. Each was measured
-without the others (ceilings.py): the part that takes as long as the loop is the cause. The gain of a change follows
-from the same rule: afterwards the loop takes as long as the slowest part that is left.
+without the others (ceilings.py). The gain of a change follows from the same rule: afterwards the loop takes as long as
+the slowest part that is left.
+
+When is a cause named? Every question is about a share of some time, for instance the share of the loop's time that
+compute does not need. The share is computed in each round, so that a machine that is slow for a while cancels out. A
+question is answered only if the interval of its share answers it (`exceeds`). `judge` names a cause if the answers
+exclude all others; if an answer is missing, the verdict is INCONCLUSIVE. The interval is from the second lowest to the
+second highest of eight rounds: whatever the noise, the true median lies below it in 3.5 % of all cases (9 of 256), and
+above it as often.
 
 All times are seconds per optimizer step, that is for the rows of one step over all ranks, whether echoed or not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median, median_low, quantiles
+from statistics import median, median_low
 from typing import Any, Literal, NamedTuple
 
 from fastgpu.process.config import Tier
@@ -28,8 +35,9 @@ MEANING: dict[Cause, str] = {
 }
 DEAD_BAND = 0.05  # smaller differences in speed do not count
 NEAR = 0.1  # a part whose time is this close to that of the loop explains it
+READ_SHARE = 0.5  # storage is the cause if it takes a larger part of the supply's time
 AUGMENT_SHARE = 0.25  # a transform that takes a larger part of the step is worth a change
-STRAGGLER_RATIO = 1.15  # a rank that takes this many times as long as the others is a straggler
+STRAGGLER_SHARE = 0.13  # a rank that takes 1.15 times as long as the others is a straggler
 IDLE_SHARE = 0.2  # a device that is idle for a larger part of the step waits for the host
 CPU_SHARE = 0.85  # where a larger part of the CPUs is used, none is left for more readers
 MAX_BATCH_FACTOR = 64
@@ -45,15 +53,17 @@ class Setting(NamedTuple):
     value: bool | int | float | str
 
     def __str__(self) -> str:
-        if isinstance(self.value, bool):
-            return f"{self.key}={str(self.value).lower()}"
-        if isinstance(self.value, float):
-            return f"{self.key}={self.value:g}"
-        return f"{self.key}={self.value}"
+        text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value).lower()
+        return f"{self.key}={text}"
+
+
+def as_words(overrides: Overrides) -> str:
+    """The overrides as words of the command line."""
+    return " ".join(str(Setting(key, value)) for key, value in overrides.items())
 
 
 class Rounds(NamedTuple):
-    """One quantity, measured in several rounds: seconds per step, or the ratio of two."""
+    """One quantity, measured in several rounds: seconds per step, or a share of them."""
 
     values: tuple[float, ...]
 
@@ -62,12 +72,43 @@ class Rounds(NamedTuple):
         return median(self.values)
 
     @property
-    def spread(self) -> float:
-        """The interquartile range relative to the median; with three rounds it is half of their range."""
-        if len(self.values) < 2:
-            return 0.0
-        low, _, high = quantiles(self.values, n=4, method="inclusive")
-        return (high - low) / self.median
+    def low(self) -> float:
+        """The lower end of the interval: of eight rounds the second lowest, of fewer the lowest."""
+        return sorted(self.values)[len(self.values) // 8]
+
+    @property
+    def high(self) -> float:
+        """The upper end of the interval."""
+        return sorted(self.values, reverse=True)[len(self.values) // 8]
+
+    @property
+    def noise(self) -> float:
+        """Half of the interval, relative to the median."""
+        return (self.high - self.low) / 2 / self.median
+
+    def __str__(self) -> str:
+        """The interval of a share. Shares below 0 are noise."""
+        return f"{100 * max(0.0, self.low):.0f} to {100 * max(0.0, self.high):.0f} %"
+
+
+def each_round(formula: Callable[..., float], *quantities: Rounds) -> Rounds:
+    """The formula applied to the values of each round."""
+    return Rounds(tuple(map(formula, *(quantity.values for quantity in quantities))))
+
+
+def saved(part: Rounds, whole: Rounds) -> Rounds:
+    """The share of `whole` that would be saved if it took only as long as `part`."""
+    return each_round(lambda part_s, whole_s: 1 - part_s / whole_s, part, whole)
+
+
+def exceeds(share: Rounds, threshold: float) -> bool | None:
+    """Whether a share is above the threshold. None: its interval does not tell.
+
+    No means at most threshold + DEAD_BAND, so that enough rounds give an answer for any share.
+    """
+    if share.high < threshold + DEAD_BAND:
+        return False
+    return True if share.low > threshold else None
 
 
 class Measured(NamedTuple):
@@ -79,29 +120,28 @@ class Measured(NamedTuple):
     """Transform and step on one batch that stays on the device, on all ranks together."""
     loop: Rounds
     """The training loop itself, in the same rounds as `compute`."""
+    untransformed: Rounds | None = None
+    """The step on a batch that was transformed before."""
     copy: Rounds | None = None
     """Transform and step on pools that are copied from staging memory which is filled already."""
     supply: Rounds | None = None
     """The feed, without a step behind it."""
     cached: Rounds | None = None
-    """The feed of a few blocks again and again, so from the page cache."""
-    transform_s: float = 0.0
-    """Part of `compute` that the transform takes."""
-    ranks_compute_s: tuple[float, ...] = ()
-    """`compute` of each rank on its own, without averaging gradients."""
-    ranks_supply_s: tuple[float, ...] = ()
+    """The feed of a few blocks again and again, from the page cache."""
+    ranks_compute: tuple[Rounds, ...] = ()
+    """Like `compute`, of each rank without averaging gradients. Empty: there is one rank."""
+    ranks_supply: tuple[Rounds, ...] = ()
     busy_s: float | None = None
     """Part of a step in which the device was busy."""
     syncs: tuple[str, ...] = ()
     """Places in the code, as `file.py:12`, where the step makes the host wait for the device."""
-    cpu_share: float = 0.0
+    cpu_share: Rounds = Rounds((0.0,))
     """Share of the CPUs' time that the loop and its readers used."""
 
     @property
     def feed_ratio(self) -> Rounds:
-        """The speed of the loop relative to `compute`, round by round."""
-        pairs = zip(self.compute.values, self.loop.values, strict=True)
-        return Rounds(tuple(compute_s / loop_s for compute_s, loop_s in pairs))
+        """The speed of the loop relative to `compute`. Values above 1 are noise."""
+        return each_round(lambda compute_s, loop_s: compute_s / loop_s, self.compute, self.loop)
 
     @property
     def compute_s(self) -> float:
@@ -122,9 +162,19 @@ class Measured(NamedTuple):
         return self.supply.median if self.supply else 0.0
 
     @property
-    def local_s(self) -> float:
-        """Seconds of a step of the slowest rank, without averaging gradients."""
-        return max(self.ranks_compute_s, default=self.compute_s)
+    def local(self) -> Rounds:
+        """A step of the slowest rank, without averaging gradients."""
+        return each_round(max, *self.ranks_compute) if len(self.ranks_compute) > 1 else self.compute
+
+    @property
+    def lost(self) -> Rounds:
+        """The share of the loop's time that compute alone does not need."""
+        return saved(self.compute, self.loop)
+
+    @property
+    def transform(self) -> Rounds:
+        """The share of `compute` that the transform takes."""
+        return saved(self.untransformed or self.compute, self.compute)
 
 
 class Facts(NamedTuple):
@@ -159,23 +209,37 @@ class Verdict(NamedTuple):
     why: str
     change: str
     """The setting to change, as `key=value`, or other advice."""
-    gain: float
+    gain: float = 1.0
     """Predicted speed of the loop after the change / its speed now."""
-    confidence: Literal["high", "medium", "low"]
+    certainty: Literal["high", "medium", "low"] = "low"
+    """low: nothing is certain (INCONCLUSIVE). high: the cause, and the numbers to a few percent."""
     overrides: Mapping[str, Any] = {}
     """The change as {dotted key: value}. Empty: the change is not a setting."""
     see_also: str = ""
     """Something else that would help, by an unknown factor."""
+    candidates: tuple[Cause, ...] = ()
+    """The causes that the measurements do not exclude, the likeliest first."""
 
 
 Tried = Mapping[Setting, float]
 """{setting: seconds per step with it} of the part of the loop that the setting changes."""
-
-
-Suspect = tuple[Cause, str, float]
-"""(cause, why, seconds that the loop should take if this is the cause)"""
 Change = tuple[Setting | str, float]
 """(setting or other advice, seconds that the loop should take afterwards)"""
+
+
+class Suspect(NamedTuple):
+    """A cause that the measurements do not exclude. INCONCLUSIVE: one that no part shows."""
+
+    cause: Cause
+    why: str
+
+
+class _Cost(NamedTuple):
+    cause: Cause
+    share: Rounds
+    """Share of the step that could be saved."""
+    threshold: float
+    where: str = ""
 
 
 def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
@@ -195,224 +259,207 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
     tried: what was measured with the settings of `settings_to_try`: the supply (READ, DECODE), the copies (COPY) or the
     step (AUGMENT).
     """
-    shortfall = 1 - m.feed_ratio.median
-    noise = max(m.feed_ratio.spread, m.loop.spread / 2)
-    slowest_feed_s = max(m.copy_s, m.supply_s)
-    feed_equals_compute = abs(slowest_feed_s / m.compute_s - 1) < 2 * noise
-    may_be_noise = DEAD_BAND < shortfall < noise
-    if noise > DEAD_BAND and shortfall < 2 * noise and (feed_equals_compute or may_be_noise):
-        question = "whether there is a shortfall"
-        if feed_equals_compute:
-            question = "which of supply and compute is slower"
-        why = f"the rounds differ by {100 * noise:.0f} %, too much to tell {question}"
-        return Verdict("INCONCLUSIVE", why, "run it again on a quiet machine, or with --seconds 10", 1.0, "low")
-
-    suspect: Suspect | None
-    if shortfall <= DEAD_BAND:
-        fed = f"the loop runs at {100 * m.feed_ratio.median:.1f} % of its speed without a feed"
-        suspect = _suspect_in_step(m) or ("COMPUTE", fed, m.compute_s)
-    else:
-        suspect = _suspect_in_feed(m) or _suspect_in_step(m, among=("LAUNCH", "SYNC"))
-    if suspect is None:
-        factor = m.loop_s / max(slowest_feed_s, m.compute_s)
-        why = f"the loop takes {factor:.2f} x as long as its slowest part alone"
-        return Verdict("INCONCLUSIVE", why, "run it again on a quiet machine, or look at --trace", 1.0, "low")
-
-    cause, why, explained_s = suspect
-    change, changed_loop_s = _CHANGES[cause](m, facts, tried or {})
-    error = abs(m.loop_s - explained_s) / m.loop_s
+    suspects = find_suspects(m)
+    cause, why = suspects[0]
+    causes = tuple(dict.fromkeys(suspect.cause for suspect in suspects))
+    if causes != (cause,) or cause == "INCONCLUSIVE":
+        if len(causes) > 1:
+            possible = ", ".join(causes).replace("INCONCLUSIVE", "parts that slow each other down")
+            why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {possible}"
+        advice = "run it again on a quieter machine, with larger --seconds, or look at --trace"
+        candidates = tuple(each for each in causes if each != "INCONCLUSIVE")
+        return Verdict("INCONCLUSIVE", why, advice, candidates=candidates)
+    change, changed_loop_s = _choose_change(cause, m, facts, tried or {})
     return Verdict(
         cause,
         why,
         str(change),
         gain=max(1.0, m.loop_s / changed_loop_s),
-        confidence="high" if error < NEAR / 2 and noise < DEAD_BAND else "medium",
+        certainty="high" if m.feed_ratio.noise < DEAD_BAND else "medium",
         overrides={change.key: change.value} if isinstance(change, Setting) else {},
         see_also=_see_also(cause, facts),
+        candidates=(cause,),
     )
 
 
 # ---------------------------------------------------------------------------------------------- the cause
 
 
-def _suspect_in_feed(m: Measured) -> Suspect | None:
-    """The part of the way to the device that takes as long as the loop. None: no part does."""
-    explains_loop_s = (1 - NEAR) * m.loop_s
-    if m.copy_s >= explains_loop_s and m.copy_s > 0.95 * m.supply_s:
-        return "COPY", "steps with copies alone take as long as the loop", m.copy_s
-    if m.supply_s >= explains_loop_s:
-        cause, why = _why_supply_is_slow(m)
-        return cause, why, m.supply_s
-    supply_matters = m.supply_s > (m.loop_s - m.compute_s) / 4
-    if supply_matters and m.cpu_share > CPU_SHARE:
-        why = f"supply and step share the CPUs, of which {100 * m.cpu_share:.0f} % are used"
-        return "DECODE", why, m.loop_s
-    return None
+def find_suspects(m: Measured) -> list[Suspect]:
+    """The causes that the measurements do not exclude, the likeliest first."""
+    loses = exceeds(m.lost, 0.0)
+    if loses is None:
+        both = [_find_in_step(m), _find_in_feed(m)]
+        likely, unlikely = reversed(both) if m.lost.median > DEAD_BAND else both
+        return likely + unlikely
+    return _find_in_feed(m) if loses else _find_in_step(m)
 
 
-def _why_supply_is_slow(m: Measured) -> tuple[Cause, str]:
-    if slow_rank := _describe_straggler(m.ranks_supply_s):
-        return "STRAGGLER", f"{slow_rank} to supply a batch"
-    if not m.cached:
-        return "DECODE", "the supply from memory takes as long as the loop"
-    storage_share = 1 - m.cached.median / m.supply_s
-    if storage_share > 0.5:
-        return "READ", f"{100 * storage_share:.0f} % of the supply's time is spent in storage"
-    if storage_share < DEAD_BAND:
-        return "DECODE", "the supply from the page cache is just as slow"
-    return "DECODE", f"the supply from the page cache still takes {100 * (1 - storage_share):.0f} % of the time"
+def _find_in_feed(m: Measured) -> list[Suspect]:
+    """Which part of the way to the device may be the slowest. `copy` includes compute; the supply includes copies."""
+    copies = m.copy or m.compute
+    supply = m.supply or copies
+    copies_are_slower = exceeds(saved(m.compute, copies), 0.0)
+    supply_is_slower = exceeds(saved(copies, supply), 0.0)
+    suspects = []
+    if supply_is_slower is not False and _may_explain(supply, m):
+        suspects += _find_in_supply(m)
+    if supply_is_slower is not True and copies_are_slower is not False and _may_explain(copies, m):
+        suspects.append(Suspect("COPY", "steps with copies alone take as long as the loop"))
+    is_shown = supply_is_slower or copies_are_slower
+    return suspects if suspects and is_shown else suspects + _find_in_between(m)
 
 
-def _suspect_in_step(m: Measured, among: Sequence[Cause] = ()) -> Suspect | None:
-    """What costs most of the step, if that is worth a change. among: consider only these causes (empty: all)."""
-    costs: dict[Cause, tuple[float, str]] = {}  # the share of the step that could be saved, and why
-    if slow_rank := _describe_straggler(m.ranks_compute_s):
-        cost = 1 - _other_ranks_s(m.ranks_compute_s) / m.local_s
-        costs["STRAGGLER"] = (cost, f"{slow_rank} for a step of its own")
-    if len(m.ranks_compute_s) > 1:
-        cost = 1 - m.local_s / m.compute_s
-        costs["COMM"] = (cost, f"{100 * cost:.0f} % of a step passes until all gradients have arrived")
-    idle_s = 0.0
+def _may_explain(part: Rounds, m: Measured) -> bool:
+    """Whether a part is not too fast to explain the time of the loop."""
+    return exceeds(saved(part, m.loop), NEAR) is not True
+
+
+def _find_in_supply(m: Measured) -> list[Suspect]:
+    suspects = []
+    if len(m.ranks_supply) > 1:
+        rank, share = find_straggler(m.ranks_supply)
+        is_straggler = exceeds(share, STRAGGLER_SHARE)
+        if is_straggler is not False:
+            suspects.append(Suspect("STRAGGLER", f"{share} of the supply's time for rank {rank}"))
+        if is_straggler:
+            return suspects
+    if not (m.supply and m.cached):
+        return [*suspects, Suspect("DECODE", "the supply from memory takes as long as the loop")]
+    storage = saved(m.cached, m.supply)
+    is_read = exceeds(storage, READ_SHARE)
+    why = f"{storage} of the supply's time is spent in storage"
+    if is_read is not False:
+        suspects.append(Suspect("READ", why))
+    if not is_read:
+        suspects.append(Suspect("DECODE", why))
+    return suspects
+
+
+def _find_in_between(m: Measured) -> list[Suspect]:
+    """Why the loop takes longer than each of its parts."""
+    supply_matters = m.supply and m.supply.low > m.lost.high * m.loop.high / 4
+    if supply_matters and m.cpu_share.low > CPU_SHARE:
+        return [Suspect("DECODE", f"supply and step share the CPUs, of which {m.cpu_share} are used")]
+    factor = m.loop_s / max(m.copy_s, m.supply_s, m.compute_s)
+    unknown = Suspect("INCONCLUSIVE", f"the loop takes {factor:.2f} x as long as its slowest part alone")
+    in_step = _find_in_step(m)
+    on_host = [suspect for suspect in in_step if suspect.cause in ("LAUNCH", "SYNC")]
+    return in_step if on_host == in_step else [*on_host, unknown]
+
+
+def _find_in_step(m: Measured) -> list[Suspect]:
+    """What may cost most of the step. COMPUTE: maybe nothing costs enough to be worth a change."""
+    costs = [_Cost("AUGMENT", m.transform, AUGMENT_SHARE)]
+    if len(m.ranks_compute) > 1:
+        rank, share = find_straggler(m.ranks_compute)
+        costs.append(_Cost("STRAGGLER", share, STRAGGLER_SHARE, f"for rank {rank}"))
+        costs.append(_Cost("COMM", saved(m.local, m.compute), DEAD_BAND))
     if m.busy_s is not None:
-        idle_s = m.local_s - m.busy_s  # the host's time, if it never overlaps with that of the device
-    idle_share = idle_s / m.local_s
-    if m.busy_s is not None and idle_share > IDLE_SHARE:
-        idle = f"the device is idle for {100 * idle_share:.0f} % of a step"
-        if m.syncs:
-            cost = 1 - max(m.busy_s, idle_s) / m.local_s
-            costs["SYNC"] = (cost, f"{idle}; the host waits at {', '.join(m.syncs)}")
-        if not m.syncs or idle_s > 2 * m.busy_s:
-            costs["LAUNCH"] = (idle_share, f"{idle}, although its batch is there")
-    transform_share = m.transform_s / m.compute_s
-    if transform_share > AUGMENT_SHARE:
-        costs["AUGMENT"] = (transform_share, f"the transform takes {100 * transform_share:.0f} % of a step")
+        busy_s = m.busy_s
+        idle = each_round(lambda step_s: 1 - busy_s / step_s, m.local)
+        if m.syncs:  # without them, the host's time and that of the device overlap
+            overlap = each_round(lambda share: min(share, 1 - share), idle)
+            costs.append(_Cost("SYNC", overlap, IDLE_SHARE, f"at {', '.join(m.syncs)}"))
+        if not m.syncs or idle.median > 2 / 3:
+            costs.append(_Cost("LAUNCH", idle, IDLE_SHARE))
 
-    eligible = [cause for cause in costs if costs[cause][0] > DEAD_BAND and (not among or cause in among)]
-    if not eligible:
-        return None
-    worst = max(eligible, key=lambda cause: costs[cause][0])
-    return worst, costs[worst][1], m.loop_s
-
-
-def _other_ranks_s(ranks_s: Sequence[float]) -> float:
-    """The time of a usual rank: the median of all but the slowest."""
-    return median_low(sorted(ranks_s)[:-1])
+    costs = [cost for cost in costs if exceeds(cost.share, cost.threshold) is not False]
+    costs.sort(key=lambda cost: cost.share.median, reverse=True)
+    suspects = []
+    for cost in costs:
+        is_rival = exceeds(each_round(float.__sub__, cost.share, costs[0].share), 0.0) is not False
+        if cost is costs[0] or is_rival:
+            suspects.append(Suspect(cost.cause, f"{cost.share} of a step {cost.where}".rstrip()))
+    if not costs or not exceeds(costs[0].share, costs[0].threshold):
+        suspects.append(Suspect("COMPUTE", f"the loop loses {m.lost} of its time to the feed"))
+    return suspects
 
 
-def _describe_straggler(ranks_s: Sequence[float]) -> str:
-    """The rank that takes far longer than the others, in words. Empty: there is none."""
-    if len(ranks_s) < 2:
-        return ""
-    slowest_s = max(ranks_s)
-    factor = slowest_s / _other_ranks_s(ranks_s)
-    if factor < STRAGGLER_RATIO:
-        return ""
-    return f"rank {ranks_s.index(slowest_s)} takes {factor:.2f} x as long as the others"
+def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:
+    """The slowest rank, and the share of its time that the median of the others does not need."""
+    rank = max(range(len(ranks)), key=lambda rank: ranks[rank].median)
+    others = each_round(lambda *times_s: median_low(sorted(times_s)[:-1]), *ranks)
+    return rank, saved(others, ranks[rank])
 
 
 # ---------------------------------------------------------------------------------------------- the change
 
 
-def _change_supply(m: Measured, facts: Facts, tried: Tried) -> Change:
-    copy_s = m.copy_s or m.compute_s
-    shares_cpus = m.supply_s < (1 - NEAR) * m.loop_s  # the supply is fast enough alone, but takes CPUs from the step
-    options: dict[Setting, float] = {}
+def _choose_change(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> Change:
+    """The first change that gains something; if none does, the last one."""
+    changes = _find_changes(cause, m, facts, tried)
+    gaining = [change for change in changes if change[1] < (1 - DEAD_BAND) * m.loop_s]
+    return gaining[0] if gaining else changes[-1]
+
+
+def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
+    """What could be changed, in the order in which it should be tried."""
+    local_s = m.local.median
+    if cause in ("READ", "DECODE", "COPY"):
+        return _find_feed_changes(cause, m, facts, tried)
+    if cause == "AUGMENT":
+        changes: list[Change] = [
+            (setting, _with_step(m, tried[setting])) for setting in sorted(tried, key=tried.__getitem__)
+        ]
+        advice = "make `transform` of the workload lighter, or try train.compile=true"
+        return [*changes, (advice, _with_step(m, (1 - m.transform.median) * m.compute_s))]
+    if cause == "SYNC":
+        busy_s = m.busy_s or 0.0
+        loop_s = _with_step(m, m.compute_s - local_s + max(busy_s, local_s - busy_s))
+        if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
+            return [(Setting("train.precision", "bf16"), loop_s)]
+        return [(f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s)]
+    if cause == "LAUNCH":  # the host takes as long for a large batch as for a small one
+        busy_s = m.busy_s or m.compute_s
+        factor = min(MAX_BATCH_FACTOR, 1 << max(1, int(m.compute_s / busy_s).bit_length() - 1))
+        while factor > 1 and m.batch_size * factor > facts.max_batch_size:
+            factor //= 2
+        if factor == 1:
+            return [("try train.compile=true: there are no rows for a larger batch", m.loop_s)]
+        return [(Setting("data.batch_size", m.batch_size * factor), max(busy_s, _with_step(m, m.compute_s / factor)))]
+    if cause == "COMM":
+        if m.batch_size * 2 > facts.max_batch_size:
+            return [("use fewer ranks: there are no rows for a larger batch", m.loop_s)]
+        return [(Setting("data.batch_size", m.batch_size * 2), _with_step(m, (m.compute_s + local_s) / 2))]
+    if cause == "STRAGGLER":
+        is_supply = exceeds(m.lost, 0.0)
+        rank, share = find_straggler(m.ranks_supply if is_supply else m.ranks_compute)
+        loop_s = _with_step(m, m.compute_s - share.median * local_s)
+        if is_supply:
+            loop_s = max(m.loop_s - share.median * m.supply_s, m.compute_s)
+        return [(f"look at the machine of rank {rank}: other processes, clocks, its disk", loop_s)]
+    return [("nothing", m.loop_s)]
+
+
+def _find_feed_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
+    behind_s = m.compute_s if cause == "COPY" else max(m.compute_s, m.copy_s)
+    feed_s = m.copy_s if cause == "COPY" else m.supply_s
+    shares_cpus = feed_s < (1 - NEAR) * m.loop_s  # the supply is fast enough alone, but takes CPUs from the step
+    changes: list[Change] = []
     if not shares_cpus:
-        options = {setting: max(copy_s, step_s) for setting, step_s in tried.items()}
+        changes += [(setting, max(behind_s, step_s)) for setting, step_s in tried.items()]
     if facts.nearer_tier:
-        options[Setting("data.tier", facts.nearer_tier)] = m.compute_s if facts.nearer_tier == "device" else copy_s
-    best = _best(options, m.loop_s)
-    if best:
-        return best, options[best]
-    if shares_cpus and 2 * facts.echo <= facts.max_echo:
-        return Setting("data.echo", 2 * facts.echo), (m.compute_s + m.loop_s) / 2
-    return _change_echo(m, facts, m.supply_s)
-
-
-def _change_copies(m: Measured, facts: Facts, tried: Tried) -> Change:
-    best = _best(tried, m.loop_s)
-    if best:
-        return best, max(m.compute_s, tried[best])
-    if facts.nearer_tier == "device":
-        return Setting("data.tier", "device"), m.compute_s
-    if facts.float_fields:
+        tier_s = m.compute_s if facts.nearer_tier == "device" else max(m.compute_s, m.copy_s)
+        changes.append((Setting("data.tier", facts.nearer_tier), tier_s))
+    changes.sort(key=lambda change: change[1])
+    if cause == "COPY" and facts.float_fields:
         names = ", ".join(facts.float_fields)
         factor = max(facts.float_fields.values())
         advice = f"store {names} as uint8: {factor} x fewer bytes; the transform turns them into floats on the device"
-        return advice, max(m.compute_s, m.copy_s / factor, m.supply_s / factor)
-    return _change_echo(m, facts, m.copy_s)
+        changes.append((advice, max(m.compute_s, m.copy_s / factor, m.supply_s / factor)))
+    if shares_cpus and 2 * facts.echo <= facts.max_echo:
+        changes.append((Setting("data.echo", 2 * facts.echo), (m.compute_s + m.loop_s) / 2))
+    echo = round(min(facts.max_echo, facts.echo * feed_s / m.compute_s), 2)
+    if echo > (1 + DEAD_BAND) * facts.echo:
+        changes.append((Setting("data.echo", echo), max(m.compute_s, feed_s * facts.echo / echo)))
+    advice = "store fewer bytes per row, or use a faster machine (python convert.py info rates the file)"
+    return [*changes, (advice, m.loop_s)]
 
 
-def _change_echo(m: Measured, facts: Facts, feed_s: float) -> Change:
-    """Train on each pool as often as costs no time, if that is more often than now."""
-    factor = round(min(facts.max_echo, facts.echo * feed_s / m.compute_s), 2)
-    if factor < (1 + DEAD_BAND) * facts.echo:
-        advice = "store fewer bytes per row, or use a faster machine (python convert.py info rates the file)"
-        return advice, m.loop_s
-    return Setting("data.echo", factor), max(m.compute_s, feed_s * facts.echo / factor)
-
-
-def _change_transform(m: Measured, facts: Facts, tried: Tried) -> Change:
-    best = _best(tried, m.compute_s)
-    if best:
-        return best, m.loop_s - m.compute_s + tried[best]
-    return "make `transform` of the workload lighter, or try train.compile=true", m.loop_s - m.transform_s
-
-
-def _change_syncs(m: Measured, facts: Facts, tried: Tried) -> Change:
-    assert m.busy_s is not None
-    loop_s = m.loop_s - m.local_s + max(m.busy_s, m.local_s - m.busy_s)
-    if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
-        return Setting("train.precision", "bf16"), loop_s
-    return f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s
-
-
-def _change_launches(m: Measured, facts: Facts, tried: Tried) -> Change:
-    """Use a larger batch: the host takes as long for it as for a small one."""
-    assert m.busy_s is not None
-    factor = min(MAX_BATCH_FACTOR, 1 << max(1, int(m.compute_s / m.busy_s).bit_length() - 1))
-    while factor > 1 and m.batch_size * factor > facts.max_batch_size:
-        factor //= 2
-    if factor == 1:
-        return "try train.compile=true: there are no rows for a larger batch", m.loop_s
-    loop_s = max(m.loop_s - m.compute_s + m.compute_s / factor, m.busy_s)
-    return Setting("data.batch_size", m.batch_size * factor), loop_s
-
-
-def _change_communication(m: Measured, facts: Facts, tried: Tried) -> Change:
-    if m.batch_size * 2 > facts.max_batch_size:
-        return "use fewer ranks: there are no rows for a larger batch", m.loop_s
-    return Setting("data.batch_size", m.batch_size * 2), m.loop_s - (m.compute_s - m.local_s) / 2
-
-
-def _change_straggler(m: Measured, facts: Facts, tried: Tried) -> Change:
-    ranks_s = m.ranks_compute_s
-    min_loop_s = 0.0
-    if m.supply_s >= (1 - NEAR) * m.loop_s and _describe_straggler(m.ranks_supply_s):
-        ranks_s = m.ranks_supply_s
-        min_loop_s = m.compute_s
-    slowest_s = max(ranks_s)
-    advice = f"look at the machine of rank {ranks_s.index(slowest_s)}: other processes, clocks, its disk"
-    return advice, max(m.loop_s - (slowest_s - _other_ranks_s(ranks_s)), min_loop_s)
-
-
-_CHANGES: Mapping[Cause, Callable[[Measured, Facts, Tried], Change]] = {
-    "READ": _change_supply,
-    "DECODE": _change_supply,
-    "COPY": _change_copies,
-    "AUGMENT": _change_transform,
-    "SYNC": _change_syncs,
-    "LAUNCH": _change_launches,
-    "COMM": _change_communication,
-    "STRAGGLER": _change_straggler,
-    "COMPUTE": lambda m, facts, tried: ("nothing", m.loop_s),
-}
-
-
-def _best(options: Tried, now_s: float) -> Setting | None:
-    """The fastest setting, if it is faster than now."""
-    best = min(options, key=lambda setting: options[setting], default=None)
-    return best if best and options[best] < (1 - DEAD_BAND) * now_s else None
+def _with_step(m: Measured, step_s: float) -> float:
+    """Seconds of the loop if compute took that long."""
+    return max(0.0, m.loop_s - m.compute_s) + step_s
 
 
 def _see_also(cause: Cause, facts: Facts) -> str:

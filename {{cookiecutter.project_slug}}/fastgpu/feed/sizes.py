@@ -76,7 +76,7 @@ def choose_sizes(
             free_device=_free_device_bytes(world),
             free_host=free_host_bytes() // world.local_world_size,
         )
-        can_stay = not uses_workers and all(_offsets_fit(each) for each in sources)
+        can_stay = not uses_workers and all(offsets_fit(each) for each in sources)
         tier = choose_tier(data.tier, room, source.name, can_stay)
         if uses_workers:
             batch_bytes = batch_size * source.row_bytes
@@ -186,5 +186,6 @@ def _free_device_bytes(world: World) -> int:
     return free_host_bytes() // world.local_world_size
 
 
-def _offsets_fit(source: Source) -> bool:
+def offsets_fit(source: Source) -> bool:
+    """Whether 32-bit offsets can count the values of all rows, so that they may stay in memory."""
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import MAX_VALUES
+from fastgpu.rows.mixture import MixedSampler
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
@@ -51,14 +52,11 @@ def make_order(source: Source, sizes: Sizes, world: World, seed: int | None) -> 
     """The order of the rows of this rank. seed: None keeps the order of the file and leaves out no row (validation)."""
     is_shuffled = seed is not None
     canonical_ranks = sizes.canonical_ranks if is_shuffled else None
-    return BlockSampler(
-        source.block_rows,
-        sizes.batch_size,
-        shard=Shard(world.rank, world.world_size, canonical_ranks),
-        pool_batches=sizes.pool_batches,
-        seed=seed,
-        drop_last=is_shuffled,
-    )
+    shard = Shard(world.rank, world.world_size, canonical_ranks)
+    options: dict[str, Any] = {"shard": shard, "pool_batches": sizes.pool_batches, "seed": seed}
+    if source.mixture and is_shuffled:
+        return MixedSampler(source.mixture, source.block_rows, sizes.batch_size, **options)
+    return BlockSampler(source.block_rows, sizes.batch_size, drop_last=is_shuffled, **options)
 
 
 def open_feed(source: Source, order: BlockSampler, sizes: Sizes, world: World, *, loader: Loader) -> Feed:

@@ -6,17 +6,22 @@ The section `model` belongs to the workload, which declares its settings itself 
 does not import torch, so a typing error in the config is reported at once.
 """
 
+import re
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic_core import PydanticCustomError
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
 Kernels = Literal["torch", "apex", "none"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -45,19 +50,28 @@ class Run(Section):
     """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
+    keep_best: Count = 1
+    """Checkpoints `best-<step>` to keep: those of the epochs with the best values of the metric."""
+    best_metric: str = ""
+    """Metric that decides which epochs are the best. Empty: the first one of the workload."""
 
 
 class Data(Section):
     """Which rows are trained on, and in which portions."""
 
-    train: str | list[str]
-    """HDF5 file, list of files or glob pattern (shards). `file.h5::/group` uses the datasets of a group."""
+    train: str | list[str] | dict[str, Weight]
+    """HDF5 file, list of files or glob pattern (shards). `file.h5::/group` uses the datasets of a group. {file: weight}
+    mixes several sources: each epoch takes rows from them in proportion to the weights."""
     val: str | list[str]
-    """The same for validation."""
+    """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
+    every run.seed."""
     fields: dict[str, str]
-    """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix."""
+    """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix.
+    `other.h5::/dataset` reads a field from another file that has as many rows; attributes are those of data.train."""
     val_fields: dict[str, str] = {}
     """The same for data.val. Empty: data.fields."""
+    balance: Literal["none", "classes"] = "none"
+    """classes: each epoch has equally many rows of each value of the field `labels`, and as many rows as data.train."""
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
     batch_size: Count = 64
@@ -77,6 +91,12 @@ class Data(Section):
     """Check the SHA-256 of each block whenever it is read (only files written by convert.py have checksums)."""
     trust_links: bool = False
     """Follow external datasets, virtual datasets and links into other files. Only for files that you trust."""
+
+    @property
+    def val_share(self) -> float | None:
+        """The share of the training rows that data.val asks for; None if it names files."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
+        return float(match[1]) / 100 if match else None
 
 
 class Loader(Section):
@@ -133,14 +153,19 @@ class Optim(Section):
 class Train(Section):
     """Length and numerics of training."""
 
-    epochs: Count = 20
-    """Passes over the training rows."""
+    epochs: CountOrZero = 20
+    """Passes over the training rows. 0: validate and write nothing; with `run.resume=auto`, the last checkpoint."""
+    stop_after_epochs_without_gain: CountOrZero = 0
+    """Stop early when the metric run.best_metric has not become better for this many epochs. 0: never."""
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     channels_last: bool = True
     """Use the NHWC memory format, which tensor cores prefer for convolutions."""
     compile: bool = False
     """Use torch.compile: the first step is slow, the others are faster."""
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999: about the
+    mean over 1000 steps. 0: the weights themselves."""
 
 
 class Dist(Section):
@@ -159,7 +184,20 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in TensorBoard and metrics.jsonl."""
+    """Steps between two points in metrics.jsonl and the sinks of `to`."""
+    to: list[SinkName] = ["tensorboard"]
+    """Where scalars go besides metrics.jsonl. wandb and mlflow are packages to be installed; their own environment
+    variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI) decide where they log to."""
+
+    @field_validator("to")
+    @classmethod
+    def _is_installed(cls, names: list[SinkName]) -> list[SinkName]:
+        for name in names:
+            package = find_spec(name)
+            if package is None or package.origin is None:  # a folder of that name has no origin
+                cure = f'name installed packages only; run: pip install -e ".[{name}]"'
+                raise PydanticCustomError("not_installed", "Input should {cure}", {"cure": cure})
+        return names
 
 
 class Config(Section):

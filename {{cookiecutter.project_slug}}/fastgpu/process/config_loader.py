@@ -16,6 +16,9 @@ from fastgpu.process.launch import UserError
 OptionsT = TypeVar("OptionsT", bound=Section)
 FindOptions = Callable[[str], type[Section]]
 """Name of a workload -> the class of its settings."""
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+"""{word of JSON schema: what --help says}"""
+TORCHRUN_FLAGS = ("nproc-per-node", "nnodes", "node-rank", "standalone", "rdzv-", "max-restarts", "master-")
 
 
 def load_config(argv: list[str], find_options: FindOptions | None = None) -> Config:
@@ -45,9 +48,10 @@ def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
         raise UserError("\n       ".join(lines)) from None
 
 
-def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str]]:
-    """{dotted key: (default as JSON, or "(required)"; description)} of every key."""
-    described: dict[str, tuple[str, str]] = {}
+def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str, str]]:
+    """{dotted key: (default as JSON, or "(required)"; allowed values as Markdown; description)} of every key."""
+    described: dict[str, tuple[str, str, str]] = {}
+    properties = root.model_json_schema()["properties"] if root.model_fields else {}
     for name, field in root.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
@@ -56,8 +60,22 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str,
             default = "(required)"
             if not field.is_required():
                 default = json.dumps(field.get_default(call_default_factory=True), default=str)
-            described[prefix + name] = (default, field.description or "")
+            described[prefix + name] = (default, _describe_allowed(properties[name]), field.description or "")
     return described
+
+
+def _describe_allowed(field: dict[str, Any]) -> str:
+    """The allowed values of a field of a JSON schema, in words."""
+    if "anyOf" in field:
+        return " or ".join(map(_describe_allowed, field["anyOf"]))
+    values = field.get("enum", [field["const"]] if "const" in field else [])
+    if values:
+        return ", ".join(f"`{value}`" for value in values)
+    kind = field.get("type", "any value")
+    if kind == "array":
+        return f"list of {_describe_allowed(field.get('items', {}))}"
+    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if name in field]
+    return " ".join(["mapping" if kind == "object" else kind, *bounds])
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -72,6 +90,8 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         _merge(tree, _read_yaml(path, origins))
     for override in overrides:
         key, _, text = override.partition("=")
+        if origins.get(key) == "command line":
+            raise UserError(f"command line: {key} is given twice: keep one")
         branch: Any = _parse(text, f"command line: {key}", key, origins)
         for name in reversed(key.split(".")):
             branch = {name: branch}
@@ -93,6 +113,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
             paths.append(word.removeprefix("--config="))
         elif "=" in word and not word.startswith("-"):
             overrides.append(word)
+        elif word.lstrip("-").replace("_", "-").startswith(TORCHRUN_FLAGS):
+            raise UserError(
+                f"command line: {word} is a flag of torchrun, which goes before the script: torchrun --standalone "
+                "--nproc-per-node=gpu train.py"
+            )
         else:
             raise UserError(f'command line: "{word}" is not understood: use --config FILE, section.key=value or --help')
     return paths, overrides
@@ -194,7 +219,7 @@ def _hint(key: str, known: list[str]) -> str:
     """What an unknown key should have been."""
     section, _, name = key.rpartition(".")
     close = [known_key for known_key in known if known_key.rpartition(".")[2] == name]  # in another section
-    close = close or difflib.get_close_matches(key, known, 1, 0.75)
+    close = close or difflib.get_close_matches(key, [*known, *SECTIONS], 1, 0.75)
     if close:
         return f"did you mean {close[0]}?"
     siblings = [known_key for known_key in known if section and known_key.rpartition(".")[0] == section]
@@ -217,12 +242,12 @@ def _field_of(loc: tuple[int | str, ...], root: type[Section]) -> str:
 
 def _help(argv: list[str], find_options: FindOptions | None) -> str:
     """The text of --help: every key with its default and its meaning."""
-    lines = ["usage: train.py [--config FILE]... [section.key=value]...", "", "Keys and their defaults:"]
+    lines = ["usage: train.py [--config FILE]... [section.key=value]...", "", "Keys, defaults and (allowed values):"]
     described = keys()
     if find_options:
         tree, _ = _read([word for word in argv if word not in ("-h", "--help")])
         if "workload" in tree:
             described |= keys(find_options(str(tree["workload"])), "model.")
-    for key, (default, description) in described.items():
-        lines.append(f"  {key}={default}\n      {' '.join(description.split())}")
+    for key, (default, allowed, description) in described.items():
+        lines.append(f"  {key}={default}  ({allowed.replace('`', '')})\n      {' '.join(description.split())}")
     return "\n".join(lines)

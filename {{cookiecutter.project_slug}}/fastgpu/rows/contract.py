@@ -14,6 +14,7 @@ from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
 
 if TYPE_CHECKING:
+    from fastgpu.rows.mixture import Mixture
     from fastgpu.rows.order import BlockSampler
 
 
@@ -83,6 +84,8 @@ class Source(Protocol):
     """{ragged field: (rows,) int32, number of values in each row}."""
     filters: str = ""
     """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
+    mixture: "Mixture | None" = None
+    """How often rows are trained on in each epoch. None: each row once."""
     by_h5py: bool = False
     """Whether only the HDF5 library can read the rows, one thread at a time."""
 

@@ -10,7 +10,7 @@ ranks.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import DistributedSampler
@@ -178,16 +178,20 @@ class BlockSampler(DistributedSampler):
             raise ValueError(
                 f"{consumed} consumed rows are not a multiple of the global batch size {self.global_batch_size}"
             )
-        line = self._file
-        if self.shuffle:
-            blocks = np.arange(len(self._block_rows), dtype=np.int32)
-            self._rng(epoch).shuffle(blocks)
-            line = _Line(self._block_rows, blocks)
+        line = self._line(epoch)
         start_batch = consumed // self.global_batch_size
         for number in range(start_batch // self.pool_batches, self.pools_per_epoch):
             yield self._plan(epoch, number, line, start_batch)
 
-    def _plan(self, epoch: int, number: int, line: _Line, start_batch: int) -> PoolPlan:
+    def _line(self, epoch: int) -> Any:
+        """The rows of an epoch one after the other, in the form that `_reads` takes."""
+        if not self.shuffle:
+            return self._file
+        blocks = np.arange(len(self._block_rows), dtype=np.int32)
+        self._rng(epoch).shuffle(blocks)
+        return _Line(self._block_rows, blocks)
+
+    def _plan(self, epoch: int, number: int, line: Any, start_batch: int) -> PoolPlan:
         """Plan one pool of this rank.
 
         Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
@@ -245,7 +249,7 @@ class BlockSampler(DistributedSampler):
         """
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
-    def _reads(self, start: int, places: np.ndarray, line: _Line) -> Iterator[BlockRead]:
+    def _reads(self, start: int, places: np.ndarray, line: Any) -> Iterator[BlockRead]:
         """Cut the rows start, start + 1, ... of the line at the borders of the blocks."""
         slot = line.slot(start)
         first = start - line.start(slot)  # only the first block may begin in its middle

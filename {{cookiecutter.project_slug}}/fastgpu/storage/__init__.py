@@ -1,6 +1,8 @@
 """Rows on a disk or in memory, read as blocks: each source here keeps the contract `Source` of rows/contract.py.
 
 sources.py      opens the source that the config names
+unconverted.py  recognises files that convert.py should read first
+subset.py       some rows of a source: a share for validation
 store.py        HDF5 files as one source
 csr.py          which datasets of a file belong to a field, plain or ragged
 hdf5.py         opens files, groups and datasets, and says what is wrong with them

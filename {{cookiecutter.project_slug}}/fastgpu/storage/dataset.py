@@ -7,6 +7,7 @@ pool moves to the device as a whole. One DataLoader runs on from epoch to epoch,
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,8 @@ from fastgpu.rows.order import BlockSampler
 
 POLL_S = 1
 """Interval at which dead workers are looked for."""
+ALL = slice(None)
+"""All rows of a Dataset."""
 
 
 class DatasetSource(Source):
@@ -56,15 +59,23 @@ class DatasetSource(Source):
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, if the Dataset has it as an attribute. Raises KeyError if it has not."""
         values = getattr(self.items.dataset, name, getattr(self.items.dataset, "targets", None))
-        if values is None or len(values) != len(self):
+        if values is None or len(values) != len(self.items.dataset):  # type: ignore[arg-type]
             raise KeyError(name)
-        return np.asarray(values)
+        return np.asarray(values)[self.items.row_ids]
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Rows as they are in epoch 0, read in this process. Training reads through `open_reader`."""
         for row, _, places in reads:
             for name, value in _collate([self.items[0, row]]).items():
                 out[name][places] = value.numpy()
+
+    def take(self, name: str, row_ids: np.ndarray) -> "DatasetSource":
+        """Some rows of this source: (n,) row ids. Each gives the same items as before."""
+        part = copy(self)
+        part.name = name
+        part.items = self.items.take(row_ids)
+        part.block_rows = self.block_rows[row_ids]
+        return part
 
     def open_reader(self, order: BlockSampler, n_readers: int) -> PoolReader:
         """A pool of `n_readers` worker processes; 0: read in this process."""
@@ -97,12 +108,19 @@ def open_dataset(
 class _SeededDataset(Dataset):
     """Items by (epoch, row). All randomness in an item follows from these two numbers, whichever worker draws it."""
 
-    def __init__(self, dataset: Dataset, fields: Mapping[str, str]):
+    def __init__(self, dataset: Dataset, fields: Mapping[str, str], row_ids: np.ndarray | slice = ALL):
+        """row_ids: the rows of the dataset that are used."""
         self.dataset = dataset
+        self.row_ids = row_ids
         self._fields = fields
+
+    def take(self, row_ids: np.ndarray) -> "_SeededDataset":
+        return _SeededDataset(self.dataset, self._fields, row_ids)
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
         epoch, row = key
+        if isinstance(self.row_ids, np.ndarray):
+            row = int(self.row_ids[row])
         seed = (epoch * 1_000_003 + row) % (1 << 32)
         random.seed(seed)
         np.random.seed(seed)

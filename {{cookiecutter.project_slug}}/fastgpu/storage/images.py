@@ -20,6 +20,8 @@ Resize = Literal["shorter", "exact", "pad"]
 EXIF_ORIENTATION = 0x0112
 EXIF_ON_ITS_SIDE = 5
 """From this EXIF orientation on, images are stored on their side."""
+IGNORED_CLASS = 255
+"""Pixels of a mask that have no class, and those that `pad` adds."""
 
 
 class Preprocessing(NamedTuple):
@@ -62,31 +64,67 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
             image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         image_CHW = pixels.view(image.height, image.width, 3).permute(2, 0, 1)
-    if preprocessing.crop:
+    return _fit(image_CHW, preprocessing).contiguous().numpy()
+
+
+def decode_pair(
+    image_file: IO[bytes], mask_file: IO[bytes], preprocessing: Preprocessing, *, is_binary: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """An image file and its mask -> uint8 (3, H, W), uint8 (H, W): a class for each pixel, or IGNORED_CLASS.
+
+    The classes are the indices of a palette image, or the values of a grey one. is_binary: the values are 0 and 255,
+    which is class 1. Raises ValueError if the mask has another mode, another size than the image, or other values.
+    """
+    with Image.open(image_file) as header:
+        image_size = (header.height, header.width)
+        if header.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
+            image_size = (header.width, header.height)
+    values = read_mask(mask_file)
+    if is_binary:
+        if not np.isin(values, (0, 255)).all():
+            raise ValueError("its mask has other values than 0 and 255, unlike the first masks")
+        values = values // 255
+    if values.shape != image_size:
+        raise ValueError(f"its mask has {format_size(values.shape)} pixels, the image {format_size(image_size)}")
+    mask_CHW = torch.from_numpy(values)[None]
+    mask_HW = _fit(mask_CHW, preprocessing, is_mask=True)[0].contiguous().numpy()
+    image_file.seek(0)
+    return decode(image_file, preprocessing), mask_HW
+
+
+def read_mask(file: IO[bytes]) -> np.ndarray:
+    """The values of a grey image, or the indices of a palette image, uint8 (H, W). Raises ValueError for others."""
+    with Image.open(file) as mask:
+        ImageOps.exif_transpose(mask, in_place=True)
+        values = np.array(mask)
+        mode = mask.mode
+    if values.ndim != 2 or values.dtype.kind not in "bui" or values.min() < 0 or values.max() > 255:
+        raise ValueError(f"its mask has the mode {mode}; allowed are grey values or a palette, 0 to 255")
+    return values.astype(np.uint8)
+
+
+def _fit(image_CHW: Tensor, preprocessing: Preprocessing, *, is_mask: bool = False) -> Tensor:
+    """Crop and resize an image, or a mask (1, H, W), whose values are not mixed."""
+    size, resize, crop = preprocessing
+    if crop:
         own_size = image_CHW.shape[1:]
-        if own_size[0] < preprocessing.crop[0] or own_size[1] < preprocessing.crop[1]:
-            raise ValueError(f"it is {format_size(own_size)}, smaller than --crop {format_size(preprocessing.crop)}")
-        image_CHW = _centre(image_CHW, preprocessing.crop)
-    if preprocessing.size:
-        image_CHW = _fit(image_CHW, preprocessing.size, preprocessing.resize)
-    return image_CHW.contiguous().numpy()
-
-
-def _fit(image_CHW: Tensor, size: tuple[int, int], resize: Resize) -> Tensor:
-    _, height, width = image_CHW.shape
-    if size == (height, width):
+        if own_size[0] < crop[0] or own_size[1] < crop[1]:
+            raise ValueError(f"it is {format_size(own_size)}, smaller than --crop {format_size(crop)}")
+        image_CHW = _centre(image_CHW, crop)
+    channels, height, width = image_CHW.shape
+    if size is None or size == (height, width):
         return image_CHW
     if resize == "shorter":  # the largest part of the image that has the aspect ratio of `size`
         rows = max(1, min(height, round(width * size[0] / size[1])))
         columns = max(1, min(width, round(height * size[1] / size[0])))
-        return _resize(_centre(image_CHW, (rows, columns)), size)
+        return _resize(_centre(image_CHW, (rows, columns)), size, is_mask)
     if resize == "pad":
         scale = min(size[0] / height, size[1] / width)
         inner_size = (max(1, round(height * scale)), max(1, round(width * scale)))
-        padded_CHW = torch.zeros((3, *size), dtype=torch.uint8)
-        _centre(padded_CHW, inner_size).copy_(_resize(image_CHW, inner_size))
+        padded_CHW = torch.full((channels, *size), IGNORED_CLASS if is_mask else 0, dtype=torch.uint8)
+        _centre(padded_CHW, inner_size).copy_(_resize(image_CHW, inner_size, is_mask))
         return padded_CHW
-    return _resize(image_CHW, size)
+    return _resize(image_CHW, size, is_mask)
 
 
 def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
@@ -96,11 +134,19 @@ def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
     return image_CHW[:, top : top + size[0], left : left + size[1]]
 
 
-def _resize(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
+def _resize(image_CHW: Tensor, size: tuple[int, int], is_mask: bool) -> Tensor:
     """torch's kernel for bytes gives Pillow's values, up to one level, in a fifth of the time."""
+    if is_mask:
+        return F.interpolate(image_CHW[None], size, mode="nearest-exact")[0]
     return F.interpolate(image_CHW[None], size, mode="bilinear", antialias=True)[0]
 
 
 def format_size(size: Sequence[int]) -> str:
     """Write (height, width) as `64x48`, the way the command line takes it."""
     return "x".join(str(length) for length in size)
+
+
+def looks_like_nhwc(row_shape: Sequence[int]) -> bool:
+    """Whether rows of this shape are images (H, W, C), as Pillow, OpenCV and Keras have them, and not (C, H, W)."""
+    n_channels = (1, 3, 4)
+    return len(row_shape) == 3 and row_shape[-1] in n_channels and row_shape[0] not in n_channels

@@ -236,15 +236,22 @@ class Layout:
             self._file.preadv(targets[i : i + IOV_MAX], offset + i * row_bytes)
 
     def _read_from_whole_chunks(self, pieces: list[Piece], out: np.ndarray) -> None:
-        """Read rows that have to be decoded or checked a chunk at a time. As above, the kernel is told first."""
+        """Read rows that have to be decoded or checked a chunk at a time. As above, the kernel is told first.
+
+        A chunk is decoded once for all pieces of it that come one after the other.
+        """
         if self._chunks is not None:
             for chunk, _, _ in pieces:
                 offset = int(self._chunks.offsets[chunk])
                 size = int(self._chunks.sizes[chunk])
                 if self._file.cached(offset, size) is None:
                     self._file.will_need(offset, size)
+        current = -1
         for chunk, row, places in pieces:
-            out[places] = self._checked(self._read_chunk(chunk)[row : row + len(places)])
+            if chunk != current:
+                rows = self._read_chunk(chunk)
+                current = chunk
+            out[places] = self._checked(rows[row : row + len(places)])
 
     def _read_chunk(self, chunk: int) -> np.ndarray:
         """(rows, *shape): the rows of a chunk, decoded, and checked if `verify` is set. Valid until the next read."""

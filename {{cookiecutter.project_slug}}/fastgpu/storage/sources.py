@@ -1,29 +1,98 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
+from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
+
 from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
+from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
-from fastgpu.storage.store import open_store
+from fastgpu.storage.store import check_classes, expand, open_store
+from fastgpu.storage.subset import hold_out
+from fastgpu.storage.unconverted import refuse_unconverted
 
 
 def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[Source, Source]:
     """The training rows and the validation rows. Raises UserError on every rank if one rank cannot open them."""
     with world.raise_on_every_rank():
-        return open_source(data, "train", loader, hdf5), open_source(data, "val", loader, hdf5)
+        source = open_source(data, "train", loader, hdf5)
+        val_source = open_source(data, "val", loader, hdf5)
+        check_classes("data.val", source, val_source)
+        return source, val_source
 
 
 def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
     """The rows of data.train or data.val. Raises UserError if they cannot be opened."""
+    if data.val_share is None:
+        source = _open_files(data, split, loader, hdf5)
+    else:
+        if data.val_fields:
+            raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
+        parts = hold_out(_open_files(data, "train", loader, hdf5), data.val_share)
+        source = parts[0] if split == "train" else parts[1]
+    if split == "val":
+        source.mixture = None
+    elif source.mixture:
+        if data.balance == "classes":
+            raise UserError("data.balance is classes and data.train has weights; use one of the two")
+        lost = np.setdiff1d(np.arange(len(source.mixture.names)), source.mixture.groups)
+        if len(lost):
+            name = source.mixture.names[lost[0]]
+            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
+    elif data.balance == "classes":
+        source.mixture = _balance_classes(source)
+    return source
+
+
+def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
+    """All rows that data.train or data.val names, mixed at the weights of data.train."""
     key = f"data.{split}"
-    path = data.train if split == "train" else data.val
+    named = data.train if split == "train" else data.val
+    paths = list(named) if isinstance(named, dict) else named
     fields = data.fields
     if split == "val" and data.val_fields:
         fields = data.val_fields
+    elif split == "val" and any("::" in dataset for dataset in fields.values()):
+        raise UserError("data.fields names files, so data.val_fields should name those of the validation rows")
     if data.dataset != "none":
-        return open_dataset(key, path, fields, factory=data.dataset, loader=loader)
-    return open_store(
-        key, path, fields, verify=data.verify, trust_links=data.trust_links, chunk_cache=hdf5.model_dump()
-    )
+        if isinstance(named, dict):
+            raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
+        return open_dataset(key, paths, fields, factory=data.dataset, loader=loader)
+    refuse_unconverted(key, paths, list(fields))
+    chunk_cache = hdf5.model_dump()
+    store = open_store(key, paths, fields, verify=data.verify, trust_links=data.trust_links, chunk_cache=chunk_cache)
+    if isinstance(named, dict):
+        n_files = [len(expand(key, path)) for path in named]
+        store.mixture = _mix_sources(named, np.repeat(np.arange(len(named)), n_files), store.file_rows)
+    return store
+
+
+def _mix_sources(weights: Mapping[str, float], source_of_file: np.ndarray, file_rows: list[int]) -> Mixture:
+    """A group for each source. weights: {source: weight}. source_of_file: (files,) the number of its source."""
+    groups = np.repeat(source_of_file.astype(np.min_scalar_type(len(weights))), file_rows)
+    return Mixture(tuple(weights), tuple(weights.values()), groups, by_block=True)
+
+
+def _balance_classes(source: Source) -> Mixture:
+    """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
+    try:
+        labels = source.column("labels") if "labels" in source.fields else None
+    except KeyError:
+        labels = None
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
+        found = f"is missing: there are {', '.join(source.fields)}"
+        if labels is not None:
+            found = f"is {source.fields['labels']}"
+        elif "labels" in source.fields:
+            found = "is not in memory (a Dataset needs an attribute `labels` or `targets`)"
+        raise UserError(
+            f"data.balance is classes, but the field `labels` of {source.name} {found}; it should have one whole "
+            "number for each row"
+        )
+    classes, groups = np.unique(labels, return_inverse=True)
+    groups = groups.astype(np.min_scalar_type(len(classes)))
+    return Mixture(tuple(f"class {label}" for label in classes.tolist()), (1,) * len(classes), groups, by_block=False)

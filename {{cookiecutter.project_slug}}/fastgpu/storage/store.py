@@ -8,17 +8,17 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 import glob
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.csr import open_field
+from fastgpu.storage.csr import FieldData, open_field
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
@@ -40,6 +40,8 @@ class Store(Source):
         self.attributes: dict[str, Any] = first.attributes
         self.filters = first.largest.filters
         self.by_h5py = not first.largest.is_direct
+        self.file_rows = [int(file.block_rows.sum()) for file in files]
+        """Number of rows of each file."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
         self.fields: dict[str, Field] = dict(first.fields)
         self.lengths = {}
@@ -87,19 +89,25 @@ def open_store(
     such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: check the SHA-256 of each block
     whenever it is read. trust_links: follow a file to bytes that lie in other files. chunk_cache: `rdcc_nbytes`,
     `rdcc_nslots` and `rdcc_w0` of h5py.File, for rows that only h5py can read.
+
+    A field may lie in another file than `paths`, with as many rows: {field: `other.h5::/dataset`}.
     """
     if not fields:
         raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
     if isinstance(paths, str):
         paths = [paths]
     options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
-    files = []
-    for path in paths:
-        for file_path, group in expand(key, path):
-            files.append(_File(key, file_path, group, fields=fields, options=options))
+    names = [name for path in paths for name in expand(key, path)]
+    elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
+    if len(names) > 1 and elsewhere:
+        raise UserError(
+            f"{key} names {len(names)} files, and a field is in another one ({elsewhere[0]}); name one file"
+        )
+    files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
     for file in files[1:]:
+        check_classes(key, files[0], file)
         for name, field in file.fields.items():
             expected = files[0].fields[name]
             if field.signature != expected.signature:
@@ -107,6 +115,17 @@ def open_store(
                     f"{key}: {file.name} holds {name} as {field}, {files[0].name} as {expected}; shards must agree"
                 )
     return Store(files)
+
+
+def check_classes(key: str, source: "Source | _File", other: "Source | _File") -> None:
+    """Raise UserError if both have `class_names`, and a label means another class in each. key: names the other one."""
+    names = zip(source.attributes.get("class_names") or [], other.attributes.get("class_names") or [], strict=False)
+    for label, (name, other_name) in enumerate(names):
+        if name != other_name:
+            raise UserError(
+                f"{key}: label {label} is {other_name} in {other.name} and {name} in {source.name} (attribute "
+                "class_names); convert them together"
+            )
 
 
 def expand(key: str, path: str) -> list[tuple[str, str]]:
@@ -137,10 +156,17 @@ class _File:
         """{field: (rows, *shape), or (N,) for a ragged field}, for those that are kept in memory"""
         self._layouts: dict[str, Layout] = {}
         """{field: where its rows lie; for a ragged field: where its values lie}"""
-        with open_file(path, f"{key}: {path}") as file:
+        with ExitStack() as files:
+            file = files.enter_context(open_file(path, f"{key}: {path}"))
             root = open_group(file, group, f"{key}: {path}", trust_links=options.trust_links)
             self.attributes = attributes_of(root)
-            n_rows = self._open_fields(root, f"{key}: {self.name}", fields, options)
+            data = {}
+            for field_name, name in fields.items():
+                other, _, dataset = name.rpartition("::")
+                where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
+                place = files.enter_context(open_file(other, where)) if other else root
+                data[field_name] = open_field(place, dataset, where, options)
+            n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]
             for name, field in self.fields.items():  # in memory, so that a block costs one read: of the largest field
@@ -154,9 +180,10 @@ class _File:
         self.block_rows = np.diff(self.block_start, append=n_rows).astype(np.int32)
         """(blocks,) int32: number of rows in each block."""
 
-    def _open_fields(self, root: h5py.Group, where: str, names: Mapping[str, str], options: ReadOptions) -> int:
-        """Find the rows of all fields and return their number."""
-        data = {field: open_field(root, name, where, options) for field, name in names.items()}
+    def _note_fields(
+        self, data: Mapping[str, FieldData], names: Mapping[str, str], where: str, options: ReadOptions
+    ) -> int:
+        """Note where the rows of all fields lie, and return their number."""
         lengths = {field: field_data.n_rows for field, field_data in data.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")

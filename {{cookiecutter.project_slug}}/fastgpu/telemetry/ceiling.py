@@ -17,6 +17,7 @@ STEP_KEYS = (
     "train.precision",
     "train.channels_last",
     "train.compile",
+    "train.ema",
     "dist.strategy",
 )
 """Keys that decide how long a step takes, besides the settings of the workload."""

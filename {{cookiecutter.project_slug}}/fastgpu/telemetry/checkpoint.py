@@ -2,7 +2,8 @@
 
     <run>/checkpoints/last-000000220/
     <run>/checkpoints/last-000000240/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
-    <run>/checkpoints/best-000000200/
+    <run>/checkpoints/best-000000200/                                    with train.ema: ema.pt (averaged weights)
+                                        model.json  model.safetensors: the model to use (model_files.py)
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a crash at any point leaves the previous
 one intact. torch.load does not notice a flipped bit, hence the checksums. No random state is stored: `reseed` derives
@@ -11,6 +12,7 @@ it from the seed and the position.
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,10 +23,22 @@ import torch
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
+from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, write_model
 
 Kind = Literal["last", "best"]
-KEEP: dict[Kind, int] = {"last": 2, "best": 1}
-"""How many checkpoints of each kind are kept: two, in case the newest turns out to be damaged."""
+Direction = Literal["higher", "lower"]
+KEEP_LAST = 2
+"""How many checkpoints of kind "last" are kept: two, in case the newest turns out to be damaged."""
+ORDER_KEYS = {
+    "rows": "the number of rows of data.train",
+    "blocks": "the number of blocks of data.train",
+    "global_rows": "data.batch_size",
+    "lanes": "data.canonical_ranks",
+    "pool_batches": "data.pool_batches",
+    "seed": "run.seed",
+    "mixture": "the sources, weights or classes of data.train, or the share of data.val",
+}
+"""{name in state.json: what a person calls it}"""
 
 
 class Stateful(Protocol):
@@ -46,26 +60,57 @@ class Progress:
     echo: float = 1.0
     """Echo factor of this epoch."""
     best: float | None = None
-    """Best value so far of the first metric of the workload."""
+    """Best value so far of `metric`. None: no value yet, or none that is a number."""
+    metric: str = ""
+    """Metric that decides which checkpoint is the best one, such as `val/mse`."""
+    direction: Direction = "higher"
+    """Which values of `metric` are better."""
+    score: float | None = None
+    """Value of `metric` at the end of the last epoch. None: no value yet, or not a number."""
+    epochs_without_gain: int = 0
+    """Epochs since `best`."""
 
-    def end_epoch(self, score: float, direction: Literal["higher", "lower"]) -> bool:
-        """Advance to the next epoch. Returns whether `score` is the best so far."""
+    def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
+        """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
+        if self.metric not in ("", metric):
+            self.best = None
+            self.epochs_without_gain = 0
+        self.metric = metric
+        self.direction = direction
+        self.score = None if math.isnan(score) else score
         self.epoch += 1
         self.consumed = 0
-        if self.best is None:
-            is_best = True
-        else:
-            is_best = score > self.best if direction == "higher" else score < self.best
-        if is_best:
-            self.best = score
-        return is_best
+        self.epochs_without_gain += 1
+        if _cost(self.score, direction) < _cost(self.best, direction):
+            self.best = self.score
+            self.epochs_without_gain = 0
+
+    def is_stalled(self, max_epochs_without_gain: int) -> bool:
+        """Whether the metric has not become better for so many epochs. 0: never."""
+        return 0 < max_epochs_without_gain <= self.epochs_without_gain
 
 
-def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful], *, order: Mapping[str, int]) -> bool:
-    """Write `<run>/checkpoints/<kind>-<step>` and remove older ones of that kind. False if the disk refused.
+def _cost(score: float | None, direction: Direction) -> float:
+    """The value of a metric as a number of which lower ones are better. NaN and no value are infinitely bad."""
+    if score is None or math.isnan(score):
+        return math.inf
+    return -score if direction == "higher" else score
 
-    state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. If the disk
-    refuses, a warning is printed, the previous checkpoints are still there, and training can go on.
+
+def save(
+    run: Path,
+    kind: Kind,
+    progress: Progress,
+    state: Mapping[str, Stateful],
+    *,
+    order: Mapping[str, int],
+    to_use: ModelToUse | None = None,
+) -> bool:
+    """Write `<run>/checkpoints/<kind>-<step>`. False if the disk refused.
+
+    state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. to_use: the
+    model for model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are
+    still there, and training can go on.
     """
     folder = run / "checkpoints"
     target = folder / f"{kind}-{progress.step:09d}"
@@ -77,6 +122,9 @@ def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
             sha256[name] = _sha256(partial / f"{name}.pt")
+        if to_use:
+            write_model(partial, to_use)
+            sha256 |= {name: _sha256(partial / name) for name in (DESCRIPTION, WEIGHTS)}
         description = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
         (partial / "state.json").write_text(json.dumps(description, indent=2))
         atomic_replace(partial, target)  # it exists if a resumed run comes to the same step again
@@ -84,45 +132,92 @@ def save(run: Path, kind: Kind, progress: Progress, state: Mapping[str, Stateful
         shutil.rmtree(partial, ignore_errors=True)
         warn(f"{target} was not written ({error}); is the disk full? Training goes on")
         return False
-    for old in _saved(folder, kind)[KEEP[kind] :]:
-        shutil.rmtree(old, ignore_errors=True)
     return True
 
 
-def resume(run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device) -> Progress:
+def prune(run: Path, kind: Kind, keep: int) -> None:
+    """Remove all but `keep` checkpoints of a kind: the newest stay, or the best."""
+    saved = _saved(run / "checkpoints", kind) if kind == "last" else best_first(run)
+    for old in saved[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def best_first(run: Path) -> list[Path]:
+    """The checkpoints of kind "best", the best one first."""
+    saved = _saved(run / "checkpoints", "best")
+    costs = _costs(saved, _read_progress(saved[0])) if saved else {}
+    return sorted(saved, key=lambda path: costs[path])
+
+
+def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
+    """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
+    costs = sorted(_costs(_saved(run / "checkpoints", "best"), progress).values())
+    worst = costs[keep - 1] if len(costs) >= keep else math.inf
+    return _cost(progress.score, progress.direction) < worst
+
+
+def _costs(paths: list[Path], progress: Progress) -> dict[Path, float]:
+    """{checkpoint: its value of the metric of `progress` as a cost}; infinite if it was saved for another metric."""
+    costs = {}
+    for path in paths:
+        saved = _read_progress(path)
+        score = saved.score if saved.metric else saved.best  # version 0.1.0 does not name the metric
+        costs[path] = _cost(score, progress.direction) if saved.metric in ("", progress.metric) else math.inf
+    return costs
+
+
+def resume(
+    run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device, *, hint: str = ""
+) -> Progress:
     """Load the newest intact checkpoint of kind "last" into `state`. A fresh Progress if there is none.
 
-    Raises UserError if the checkpoint belongs to another model or optimizer, if it was saved inside an epoch with
-    another order of rows, or if all checkpoints are damaged.
+    hint: what differs from the run that saved it, for the message if the checkpoint does not fit. Raises UserError if
+    the checkpoint belongs to another model or optimizer, if it was saved inside an epoch with another order of rows, or
+    if all checkpoints are damaged.
     """
     folder = run / "checkpoints"
     saved = _saved(folder, "last")
     for path in saved:
         try:
             description = json.loads((path / "state.json").read_text())
-            for name in state:
+            names = [name for name in state if name != "ema" or name in description["sha256"]]  # train.ema may be new
+            for name in names:
                 if _sha256(path / f"{name}.pt") != description["sha256"][name]:
                     raise ValueError(f"{name}.pt does not match its checksum")
             progress = Progress(**description["progress"])
             saved_order = description["order"]
-            loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in state}
+            loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in names}
         except Exception as error:  # a damaged file can raise anything
             warn(f"checkpoint {path} is damaged ({error}); trying the one before")
             continue
-        if progress.consumed and saved_order != dict(order):
+        changed = [
+            f"{ORDER_KEYS.get(name, name)} was {saved_order.get(name)}, is {order.get(name)}"
+            for name in {**saved_order, **order}
+            if saved_order.get(name) != order.get(name)
+        ]
+        if progress.consumed and changed:
             raise UserError(
-                f"{path} was saved inside an epoch whose order of rows depends on {saved_order}, now {dict(order)}; "
-                "resume with the same data, data.batch_size, data.canonical_ranks, data.pool_batches and run.seed"
+                f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
+                f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
             )
-        try:
-            for name, part in state.items():
-                part.load_state_dict(loaded[name])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path} does not fit this model and optimizer: {' '.join(str(error).split())}") from None
+        for name, values in loaded.items():
+            try:
+                state[name].load_state_dict(values)
+            except (RuntimeError, ValueError, KeyError) as error:
+                lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
+                reason = lines[min(1, len(lines) - 1)].strip()
+                raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
         return progress
     if saved:
         raise UserError(f"{folder} holds checkpoints, but none is intact; restore one, or use another run.name")
     return Progress()
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        return Progress(**json.loads((path / "state.json").read_text())["progress"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: it counts as the worst
+        return Progress()
 
 
 def _saved(folder: Path, kind: str) -> list[Path]:

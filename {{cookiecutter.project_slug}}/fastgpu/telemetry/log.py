@@ -1,4 +1,4 @@
-"""Where the scalars of a run go: TensorBoard, metrics.jsonl, a progress bar and report.html. On rank 0 only.
+"""Where the scalars of a run go: metrics.jsonl, the sinks of `log.to`, a progress bar and report.html. On rank 0 only.
 
 A log that cannot be written never stops a run: the first I/O error is reported, later ones are ignored.
 """
@@ -7,24 +7,25 @@ import atexit
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
+from fastgpu.process.config import Log as LogSettings
 from fastgpu.process.launch import warn
-from fastgpu.telemetry import report, tags
+from fastgpu.telemetry import page, report
 from fastgpu.telemetry.clock import Throughput
+from fastgpu.telemetry.sinks import Sinks
 
 WAIT_POINTS = 4
 """A run is called input-bound, once, if it is so in the mean of this many points after the first."""
 LINE_EVERY_S = 5.0
 """Seconds between two progress lines if the output is not a terminal."""
+BAR_EVERY_S = 1.0
+"""Seconds between two updates of the progress bar."""
 
 
 class Log:
@@ -36,13 +37,13 @@ class Log:
         *,
         planned_rows: int,
         consumed_rows: int = 0,
+        step: int = 0,
         config: Mapping[str, Any] | None = None,
         ceiling_rows_per_s: float | None = None,
     ):
-        """planned_rows: fresh rows of the whole run. consumed_rows: those read before this process began.
-
-        config: {dotted key: value}, shown on TensorBoard's page TEXT. ceiling_rows_per_s: trained rows per second of
-        the step alone (see `read_ceiling`), from which data/feed_ratio is computed.
+        """planned_rows: fresh rows of the whole run. consumed_rows: those read before this process began,
+        step: the optimizer steps made by then. config: {dotted key: value}, shown by the sinks; `log.to` names them.
+        ceiling_rows_per_s: trained rows per second of the step alone (see `read_ceiling`), for data/feed_ratio.
         """
         self._folder = folder
         self._ceiling_rows_per_s = ceiling_rows_per_s
@@ -50,16 +51,16 @@ class Log:
         points = report.read_metrics(folder) if folder else []
         logged_s = points[-1]["time_s"] if points else 0.0
         self._t0 = time.monotonic() - logged_s  # the time of a resumed run goes on from where it stopped
+        self._part = 1 + points[-1].get("part", 1) if points else 1
         self._has_warned = False
         self._waits_pct: list[float] = []
-        self._drawn: set[str] = set()
-        self._writer: SummaryWriter | None = None
-        with self._ignoring_io_errors():
-            if folder:
-                atexit.register(self._write_report)  # however the run ends, except by a signal that kills
-                self._writer = SummaryWriter(str(folder))
-                lines = [f"    {key}: {json.dumps(value)}" for key, value in (config or {}).items()]
-                self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
+        self._sinks: Sinks | None = None
+        if folder:
+            config = config or {}
+            page.write_report(folder)  # of a run that is resumed: it may have been killed
+            self._sinks = Sinks(config.get("log.to", LogSettings().to), folder, config, step)
+            atexit.register(self._end)  # however the run ends, except by a signal that kills
+        self._rows = float(consumed_rows)
         has_bar = folder is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=planned_rows,
@@ -67,6 +68,8 @@ class Log:
             unit=" rows",
             unit_scale=True,
             dynamic_ncols=True,
+            mininterval=BAR_EVERY_S,
+            miniters=0,
             disable=not has_bar,
         )
 
@@ -84,20 +87,28 @@ class Log:
         if "data/wait_pct" in values:
             self._warn_if_input_bound(values["data/wait_pct"])
         sums = interval._asdict() if interval else {}
-        point = {"step": step, "time_s": round(time.monotonic() - self._t0, 3)} | sums | values
-        with self._ignoring_io_errors(), (self._folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(point) + "\n")
-        with self._ignoring_io_errors():
-            if self._writer:
-                self._draw_charts(self._writer, values)
-                for tag, value in values.items():
-                    self._writer.add_scalar(tag, value, step)
+        place = {"step": step, "time_s": round(time.monotonic() - self._t0, 3), "part": self._part}
+        try:
+            with (self._folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(place | sums | values) + "\n")
+        except OSError as error:
+            if not self._has_warned:
+                warn(f"cannot write logs to {self._folder} ({error}); training goes on")
+            self._has_warned = True
+        if self._sinks:
+            self._sinks.scalars(step, values)
+
+    def count(self, fresh_rows: float) -> None:
+        """Advance the bar by these rows, which the host has queued for the device. It is drawn once a second."""
+        self._rows += fresh_rows
+        self._bar.update(round(self._rows) - self._bar.n)
 
     def progress(self, fresh_rows: float, text: str, important: bool = False) -> None:
         """Advance the bar to this many rows. If there is no terminal, print a line instead: every few seconds, and
         always if it is important."""
         if not self._bar.disable:
-            self._bar.update(round(fresh_rows) - self._bar.n)
+            self._rows = fresh_rows
+            self.count(0)
             if important:
                 self._bar.write(text)
             else:
@@ -106,38 +117,21 @@ class Log:
             print(text, flush=True)
             self._printed = time.monotonic()
 
-    def finish(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-        """Write the verdict, the config and the final metrics (for TensorBoard's page HPARAMS) and the report.
+    def finish(self, metrics: Mapping[str, float]) -> str:
+        """Close the sinks with the final metrics, and write the report.
 
         Returns the summary as a table for the terminal.
         """
         self._bar.close()
-        if not self._folder:
-            return ""
-        points = report.read_metrics(self._folder)
-        hyperparameters = {  # TensorBoard accepts no other types
-            key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for key, value in config.items()
-        }
-        with self._ignoring_io_errors():
-            if self._writer:
-                self._writer.add_text("verdict", "\n\n".join(report.verdicts(self._folder, points)))
-                # SummaryWriter.add_hparams would make a second run for them, in a folder of its own
-                for summary in hparams(hyperparameters, dict(metrics)):
-                    self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
-                self._writer.close()
-        self._write_report()
-        return report.table(points)
+        self._end(metrics)
+        return report.table(report.read_metrics(self._folder)) if self._folder else ""
 
-    def _draw_charts(self, writer: SummaryWriter, names: Mapping[str, float]) -> None:
-        """Put charts that have something to show on TensorBoard's page CUSTOM SCALARS; again when there are more."""
-        titles = {tag.chart for tag in map(tags.find_tag, names) if tag and tag.chart}
-        if titles <= self._drawn:
-            return
-        self._drawn |= titles
-        charts = {title: group for title, group in tags.charts().items() if title in self._drawn}
-        layout = {title: ["Multiline", [tag.pattern for tag in group]] for title, group in charts.items()}
-        writer.add_custom_scalars({"training": layout})
+    def _end(self, metrics: Mapping[str, float] | None = None) -> None:
+        """metrics: None if the run broke off."""
+        atexit.unregister(self._end)
+        if self._folder and self._sinks:
+            self._sinks.close(metrics, "\n\n".join(report.verdicts(self._folder, report.read_metrics(self._folder))))
+            page.write_report(self._folder)
 
     def _warn_if_input_bound(self, wait_pct: float) -> None:
         self._waits_pct.append(wait_pct)
@@ -146,20 +140,4 @@ class Log:
         mean_pct = fmean(self._waits_pct[1:])  # the first point holds what happens only at the start
         if mean_pct > report.WAIT_PCT:
             with self._bar.external_write_mode():
-                warn(report.feed_verdict(mean_pct))
-
-    def _write_report(self) -> None:
-        atexit.unregister(self._write_report)
-        if self._folder:
-            report.write_report(self._folder)
-
-    @contextmanager
-    def _ignoring_io_errors(self) -> Iterator[None]:
-        """A full disk costs points of a chart, not the run. TensorBoard's writer does not recover from one."""
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            if not self._has_warned:
-                warn(f"cannot write logs to {self._folder} ({error}); training goes on")
-            self._has_warned = True
+                warn(report.feed_verdict(mean_pct).text)

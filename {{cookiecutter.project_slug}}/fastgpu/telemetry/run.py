@@ -5,12 +5,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -21,10 +21,12 @@ from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.telemetry import checkpoint
+from fastgpu.telemetry import checkpoint, folder
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
+from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
+from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
 
@@ -35,40 +37,72 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        folder: Path,
-        progress: checkpoint.Progress,
         state: Mapping[str, checkpoint.Stateful],
-        *,
         order: BlockSampler,
         world: World,
+        *,
+        config: Mapping[str, Any],
+        directions: Mapping[str, checkpoint.Direction],
     ):
-        self.folder = folder
-        self.progress = progress
-        self.clock = Clock(world.device)
-        self.epoch_throughput = Throughput()
+        """Find the folder of the run, and load its last checkpoint into `state` if it is to be resumed. Writes nothing.
+
+        state: objects with a state_dict, by name. config: {dotted key: value}, without `auto`. directions: {metric:
+        which values are better}. Raises UserError on every rank if the folder or a checkpoint is that of another run,
+        or if there is no metric run.best_metric.
+        """
         self._settings = settings
         self._state = state
         self._order = order
         self._world = world
-        self._config: dict[str, Any] = {}
+        self._config = dict(config)
+        self._directions = directions
+        self._epochs = config["train.epochs"]
+        metric = settings.best_metric or next(iter(directions))
+        if metric not in directions:
+            raise UserError(f"run.best_metric is {metric}; this workload has the metrics {', '.join(directions)}")
+        self._metric = f"val/{metric}"
+        self._direction = directions[metric]
+        is_resumed = settings.resume == "auto"
+        found = None
+        with world.raise_on_every_rank():
+            if world.is_main:
+                path = folder.find_folder(settings)
+                changes = folder.find_changes(path, config) if is_resumed else {}
+                folder.refuse_another(path, settings, changes)
+                found = path, changes
+        self.folder: Path
+        self.folder, changes = world.broadcast(found)
+        self.progress = checkpoint.Progress()
+        with world.raise_on_every_rank():
+            if is_resumed:
+                hint = folder.trained_with(self.folder, changes, "model.")
+                self.progress = checkpoint.resume(self.folder, state, order.identity, world.device, hint=hint)
+        world.check_equal(self.progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
+        world.print_once(folder.describe_changes(changes))
+        self.clock = Clock(world.device)
+        self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
         self._metrics: dict[str, float] = {}
         self._is_saved = True
-        self._saved_step = progress.step
+        self._saved_step = self.progress.step
 
-    def start(self, config: Mapping[str, Any], row_bytes: int, description: Mapping[str, Any]) -> None:
-        """Write what is needed to repeat the run, and begin to log.
+    def start(self, row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+        """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        config: {dotted key: value}, without `auto`. description: what the workload says about the model.
+        card: what the workload says about the model. description: see `describe_model`. Raises UserError on every rank
+        if the folder cannot be written.
         """
-        self._config = dict(config)
-        self._epochs = config["train.epochs"]
+        self._description = description
+        self._config["data.echo"] = self.progress.echo
+        with self._world.raise_on_every_rank():
+            if self._world.is_main:
+                folder.create_folder(self.folder)
         if self._world.is_main:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(description))
+            _write(self.folder / f"run{suffix}.json", _describe(card, self._directions))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -78,6 +112,7 @@ class Run:
             self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
             consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+            step=self.progress.step,
             config=self._config,
             ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
         )
@@ -89,6 +124,7 @@ class Run:
         self._losses.append(loss)
         self.progress.step += 1
         self.clock.count(fresh_rows, trained_rows)
+        self._log.count(fresh_rows)
 
     def report(self, fresh_rows: float, lr: float) -> None:
         """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
@@ -111,29 +147,28 @@ class Run:
         self._log.progress(fresh_rows, text)
 
     def save_if_due(self, model: nn.Module) -> None:
-        """Save inside an epoch, if run.checkpoint_every_steps steps have passed since the last checkpoint."""
+        """Save inside an epoch, if run.checkpoint_every_steps steps have passed since the last checkpoint.
+
+        model: the model to use, which is the averaged one with train.ema.
+        """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
-            self._save("last", model)
+            self._save(model)
 
-    def end_epoch(
-        self, model: nn.Module, metrics: dict[str, float], directions: Mapping[str, Literal["higher", "lower"]]
-    ) -> None:
+    def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
 
-        metrics: {"val/<name>": value}. directions: {name: which values are better}; the first name decides whether this
-        is the best checkpoint.
+        model: the model to use. metrics: {"val/<name>": value}.
         """
-        best, direction = next(iter(directions.items()))
-        is_best = self.progress.end_epoch(metrics[f"val/{best}"], direction)
+        self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
-        self._save("last", model)
-        if is_best:
-            self._save("best", model)
+        self._save(model)
+        keep = self._settings.keep_best
+        if self._world.is_main and checkpoint.is_among_best(self.folder, self.progress, keep):
+            self._write("best", model, keep)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        text = f"epoch {self.progress.epoch}/{self._epochs} {values}, {self.epoch_throughput}"
+        text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(metrics)}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self.clock.restart()
@@ -147,15 +182,22 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
-        self._world.print_once(self._log.finish(self._config, self._metrics))
+        self._world.print_once(self._log.finish(self._metrics))
         self.close()
+        progress = self.progress
+        if progress.epoch < self._epochs:
+            self._world.print_once(
+                f"training is over: {self._metric} has not become better in {progress.epochs_without_gain} epochs "
+                f"(best {progress.best:.4g}); raise train.stop_after_epochs_without_gain to train on"
+            )
         self._world.check_everywhere(
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
+        is_charted = "tensorboard" in self._config["log.to"]
+        charts = f"; charts: tensorboard --logdir {self._settings.folder}" if is_charted else ""
         self._world.print_once(
-            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; charts: "
-            f"tensorboard --logdir {self._settings.folder}"
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html{charts}"
         )
 
     def close(self) -> None:
@@ -166,88 +208,32 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _save(self, kind: checkpoint.Kind, model: nn.Module) -> None:
-        average_buffers(model, self._world)
-        is_saved = True
+    def _save(self, model: nn.Module) -> None:
+        for part in self._state.values():
+            if isinstance(part, nn.Module):
+                average_buffers(part, self._world)
         if self._world.is_main:
-            is_saved = checkpoint.save(self.folder, kind, self.progress, self._state, order=self._order.identity)
-        if kind == "last":
-            self._is_saved = is_saved
-            self._saved_step = self.progress.step
+            self._is_saved = self._write("last", model, checkpoint.KEEP_LAST)
+        self._saved_step = self.progress.step
 
-
-@contextmanager
-def open_run(
-    settings: RunSettings, state: Mapping[str, checkpoint.Stateful], order: BlockSampler, world: World
-) -> Iterator[Run]:
-    """Make or find the folder of the run, and load its last checkpoint into `state` if it is to be resumed.
-
-    state: objects with a state_dict, by name. Raises UserError on every rank if the folder or a checkpoint cannot be
-    used.
-    """
-    is_resumed = settings.resume == "auto"
-    own_folder = None
-    with world.raise_on_every_rank():
-        if world.is_main:
-            own_folder = make_folder(settings.folder, settings.name, is_resumed)
-    folder = world.broadcast(own_folder)
-    progress = checkpoint.Progress()
-    with world.raise_on_every_rank():
-        if is_resumed:
-            progress = checkpoint.resume(folder, state, order.identity, world.device)
-    world.check_equal(progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
-    run = Run(settings, folder, progress, state, order=order, world=world)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-# ---------------------------------------------------------------------------------------------- the folder
-
-
-def make_folder(parent: str, name: str, is_resumed: bool) -> Path:
-    """`parent/name`, created if needed. The name "auto" means the newest run when resuming, else date and time.
-
-    Raises UserError if the folder cannot be written, or if it holds checkpoints that a new run would mix with its own.
-    """
-    folder = Path(parent) / name
-    if name == "auto":
-        folder = _choose_folder(Path(parent), is_resumed)
-    try:
-        if not is_resumed and any(folder.glob("checkpoints/*")):
-            raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise UserError(
-            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
-            "writable, or free disk space"
-        ) from None
-    return folder
-
-
-def _choose_folder(runs: Path, is_resumed: bool) -> Path:
-    """The run that saved a checkpoint last, if one is to be resumed; otherwise a new one, named by date and time."""
-    saved = runs.glob("*/checkpoints/last-*") if is_resumed else ()
-    newest = max(saved, key=lambda path: path.stat().st_mtime_ns, default=None)
-    if newest:
-        return newest.parents[1]
-    now = time.strftime("%Y%m%d-%H%M%S")
-    folder = runs / now
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = runs / f"{now}-{number}"
-    return folder
+    def _write(self, kind: checkpoint.Kind, model: nn.Module, keep: int) -> bool:
+        """Write a checkpoint, on rank 0, and remove older or worse ones. model: the model to use."""
+        at = self.progress
+        metrics = {} if at.consumed else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
+        description = {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics}
+        order = self._order.identity
+        to_use = ModelToUse(model, description)
+        is_saved = checkpoint.save(self.folder, kind, at, self._state, order=order, to_use=to_use)
+        if is_saved:
+            checkpoint.prune(self.folder, kind, keep)
+        return is_saved
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def _describe(model: Mapping[str, Any]) -> str:
-    """run.json: command, versions, GPU, commit and model."""
+def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
+    """run.json: command, versions, GPU, commit, model and metrics."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
         with suppress(PackageNotFoundError):
@@ -262,6 +248,7 @@ def _describe(model: Mapping[str, Any]) -> str:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
         "model": dict(model),
+        "metrics": dict(directions),
     }
     return json.dumps(description, indent=2)
 

@@ -1,7 +1,7 @@
 """Augmentation of image batches on the device. Every function draws anew for each image, at every call.
 
-Images are uint8 before and after. `rng` is a generator on the device of the images. Nothing here makes the host wait
-for the device.
+Images keep their dtype, and integers are rounded: uint8 and uint16, or float16 and float32 of any range. `rng` is a
+generator on the device of the images. Nothing here makes the host wait for the device.
 
 Shapes: B rows of a batch, C H W of an image, K classes.
 """
@@ -19,22 +19,42 @@ LUMA = (0.299, 0.587, 0.114)
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
     """Pad each image with zeros by `padding` pixels on every side, then crop it to its old size at a random place."""
+    return crop(x_BCHW, padding, draw_corners(len(x_BCHW), padding, rng))
+
+
+def draw_corners(n_images: int, padding: int, rng: torch.Generator) -> Tensor:
+    """Draw the place of each image for `crop`: (2, B) int64, its top and left pixel in the padded image."""
+    return torch.randint(0, 2 * padding + 1, (2, n_images), generator=rng, device=rng.device)
+
+
+def crop(x_BCHW: Tensor, padding: int, corners_2B: Tensor, fill: int = 0) -> Tensor:
+    """Pad each image with `fill` by `padding` pixels on every side, then cut it to its old size at a given place."""
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
-    padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding))
-    top_B, left_B = torch.randint(0, 2 * padding + 1, (2, B), generator=rng, device=device)
+    padded_BCHW = F.pad(_movable(x_BCHW), (padding, padding, padding, padding), value=fill)
+    top_B, left_B = corners_2B
     rows_BH = top_B[:, None] + torch.arange(H, device=device)
     columns_BW = left_B[:, None] + torch.arange(W, device=device)
     batch_B = torch.arange(B, device=device)
     padded_BHWC = padded_BCHW.permute(0, 2, 3, 1)
     cropped_BHWC = padded_BHWC[batch_B[:, None, None], rows_BH[:, :, None], columns_BW[:, None, :]]
-    return cropped_BHWC.permute(0, 3, 1, 2)
+    return cropped_BHWC.permute(0, 3, 1, 2).view(x_BCHW.dtype)
 
 
 def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
     """Mirror each image left-right with probability 1/2."""
-    is_flipped_B = torch.rand(len(x_BCHW), generator=rng, device=x_BCHW.device) < 0.5
-    return torch.where(is_flipped_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
+    return flip(x_BCHW, draw_flips(len(x_BCHW), rng))
+
+
+def draw_flips(n_images: int, rng: torch.Generator) -> Tensor:
+    """Draw for `flip` which images are mirrored: (B,) bool."""
+    return torch.rand(n_images, generator=rng, device=rng.device) < 0.5
+
+
+def flip(x_BCHW: Tensor, is_flipped_B: Tensor) -> Tensor:
+    """Mirror the given images left-right."""
+    pixels = _movable(x_BCHW)
+    return torch.where(is_flipped_B[:, None, None, None], pixels.flip(3), pixels).view(x_BCHW.dtype)
 
 
 class Boxes(NamedTuple):
@@ -80,7 +100,7 @@ def resize_boxes(x_BCHW: Tensor, boxes: Boxes) -> Tensor:
     grid_BHW2[..., 0] = (2 * x_BW / max(1, W - 1) - 1)[:, None, :]
     grid_BHW2[..., 1] = (2 * y_BH / max(1, H - 1) - 1)[:, :, None]
     resized = F.grid_sample(x_BCHW.float(), grid_BHW2, mode="bilinear", padding_mode="border", align_corners=True)
-    return _to_uint8(resized)
+    return to_dtype(resized, x_BCHW.dtype)
 
 
 def _sample_positions(start_B: Tensor, length_B: Tensor, count: int) -> Tensor:
@@ -94,17 +114,19 @@ def color_jitter(x_BCHW: Tensor, strength: float, rng: torch.Generator) -> Tenso
     """Multiply brightness, contrast and saturation of each image, in this order, by 1 - strength to 1 + strength.
 
     Contrast is relative to the mean gray value of the image, saturation to the gray value of each pixel. Saturation
-    changes only images with three channels.
+    changes only images with three channels. Raises TypeError for floats: the largest value that they may have is
+    unknown.
     """
     B, C, H, W = x_BCHW.shape
+    white = torch.iinfo(x_BCHW.dtype).max
     factors_3B111 = 1 + strength * (2 * torch.rand((3, B, 1, 1, 1), generator=rng, device=x_BCHW.device) - 1)
-    x = (x_BCHW.float() * factors_3B111[0]).clamp(0, 255)
+    x = (x_BCHW.float() * factors_3B111[0]).clamp(0, white)
     mean_B111 = _to_gray(x).mean(dim=(2, 3), keepdim=True)
-    x = (mean_B111 + (x - mean_B111) * factors_3B111[1]).clamp(0, 255)
+    x = (mean_B111 + (x - mean_B111) * factors_3B111[1]).clamp(0, white)
     if C == 3:
         gray_B1HW = _to_gray(x)
         x = gray_B1HW + (x - gray_B1HW) * factors_3B111[2]
-    return _to_uint8(x)
+    return to_dtype(x, x_BCHW.dtype)
 
 
 def _to_gray(x_BCHW: Tensor) -> Tensor:
@@ -118,7 +140,7 @@ def _to_gray(x_BCHW: Tensor) -> Tensor:
 def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> Tensor:
     """Fill a square of `size` pixels around a random pixel of each image. It may reach over the border.
 
-    fill_C: uint8, usually the mean of each channel. DeVries and Taylor, arXiv:1708.04552.
+    fill_C: of the same dtype, usually the mean of each channel. DeVries and Taylor, arXiv:1708.04552.
     """
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
@@ -130,14 +152,15 @@ def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> T
     in_rows_BH = (y_H >= top_B[:, None]) & (y_H < top_B[:, None] + size)
     in_columns_BW = (x_W >= left_B[:, None]) & (x_W < left_B[:, None] + size)
     is_filled_BHW = in_rows_BH[:, :, None] & in_columns_BW[:, None, :]
-    return torch.where(is_filled_BHW[:, None], fill_C.view(1, C, 1, 1), x_BCHW)
+    filled = torch.where(is_filled_BHW[:, None], _movable(fill_C).view(1, C, 1, 1), _movable(x_BCHW))
+    return filled.view(x_BCHW.dtype)
 
 
 def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Blend each row, image and target alike, with another row of the batch.
 
-    The share of the row itself is drawn from Beta(alpha, alpha). target_BK: float. Returns the images (uint8) and the
-    targets. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
+    The share of the row itself is drawn from Beta(alpha, alpha). target_BK: float. Returns images and targets.
+    Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
     B = len(x_BCHW)
     device = x_BCHW.device
@@ -148,8 +171,16 @@ def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator)
     share_B111 = share_B.view(B, 1, 1, 1)
     mixed = x_BCHW * share_B111 + x_BCHW[partner_B] * (1 - share_B111)
     mixed_target_BK = target_BK * share_B[:, None] + target_BK[partner_B] * (1 - share_B[:, None])
-    return _to_uint8(mixed), mixed_target_BK
+    return to_dtype(mixed, x_BCHW.dtype), mixed_target_BK
 
 
-def _to_uint8(x: Tensor) -> Tensor:
-    return x.round().clamp(0, 255).to(torch.uint8)
+def _movable(x: Tensor) -> Tensor:
+    """The same bytes as a type that every kernel of torch can move: `where` and `flip` have none for uint16."""
+    return x.view(torch.int16) if x.dtype == torch.uint16 else x
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floats as a dtype of images: rounded and limited to what it can hold if it is an integer."""
+    if dtype.is_floating_point:
+        return x.to(dtype)
+    return x.round().clamp(0, torch.iinfo(dtype).max).to(dtype)

@@ -135,6 +135,11 @@ def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> No
         total = torch.stack([torch.as_tensor(part[name].total).double() for part in parts]).sum()
         torch.testing.assert_close(total, torch.as_tensor(whole[name].total).double(), rtol=1e-4, atol=1e-4)
         assert sum(int(part[name].n) for part in parts) == int(whole[name].n)
+    if getattr(type(workload), "predict", None) not in (None, Workload.predict):  # training does not need it
+        with torch.no_grad():
+            predicted = workload.predict(model, val_batch)
+        assert predicted
+        assert all(len(value) == len(val_batch) for value in predicted.values())
     json.dumps(workload.card())
 
 
@@ -173,17 +178,17 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    """The model in the newest checkpoint of a run."""
+def weights_of(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    """The model in the newest checkpoint of a run, or another part of it."""
     newest = max(run.glob("checkpoints/last-*"), key=lambda path: int(path.name.removeprefix("last-")))
-    return torch.load(newest / "model.pt", weights_only=True)
+    return torch.load(newest / f"{name}.pt", weights_only=True)
 
 
-def same_weights(run: Path, other: Path) -> bool:
+def same_weights(run: Path, other: Path, name: str = "model") -> bool:
     """Whether the newest checkpoints of two runs hold the same model, bit for bit."""
-    ours = weights_of(run)
-    theirs = weights_of(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours = weights_of(run, name)
+    theirs = weights_of(other, name)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 # ---------------------------------------------------------------------------------------------- processes

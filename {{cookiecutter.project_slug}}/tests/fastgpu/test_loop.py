@@ -23,6 +23,7 @@ from harness import (
     run_train,
     same_weights,
     train_command,
+    weights_of,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -49,6 +50,20 @@ TAGS = {
 def train(*overrides: str) -> None:
     """`python train.py` of the current folder, in this process."""
     script.train(load_config(list(overrides)), ALONE)
+
+
+def stop_training_at(n_steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Make the step with this number raise RuntimeError."""
+    step = script.train_step
+    counted = [0]
+
+    def stop_or_step(*arguments: Any) -> Tensor:
+        counted[0] += 1
+        if counted[0] == n_steps:
+            raise RuntimeError("stopped")
+        return step(*arguments)
+
+    patch.setattr(script, "train_step", stop_or_step)
 
 
 def val_points(run: Path) -> list[dict[str, float]]:
@@ -127,23 +142,19 @@ def test_every_tier_trains_the_same_weights(folder, tier):
     assert same_weights(folder / "runs/device", folder / "runs" / tier)
 
 
-@pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
-def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at):
-    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2")
+MIXTURE = "data.train={rows.h5::/train: 1, rows.h5::/val: 2}"
+
+
+@pytest.mark.parametrize(
+    ("echo", "stop_at", "more"), [("1", 30, ()), ("2.5", 75, ()), ("1", 30, (MIXTURE, "data.val=10%"))]
+)
+def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder, monkeypatch, echo, stop_at, more):
+    options = ("data.tier=disk", f"data.echo={echo}", "run.checkpoint_every_steps=1", "train.epochs=2", *more)
     train("run.name=whole", *options)
-    step = script.train_step
-    n_steps = [0]
-
-    def stop_in_the_second_epoch(*arguments: Any) -> Tensor:
-        n_steps[0] += 1
-        if n_steps[0] == stop_at:
-            raise RuntimeError("stopped")
-        return step(*arguments)
-
-    monkeypatch.setattr(script, "train_step", stop_in_the_second_epoch)
-    with pytest.raises(RuntimeError, match="stopped"):
-        train("run.name=stopped", *options)
-    monkeypatch.setattr(script, "train_step", step)
+    with monkeypatch.context() as patch:
+        stop_training_at(stop_at, patch)
+        with pytest.raises(RuntimeError, match="stopped"):
+            train("run.name=stopped", *options)
     run = folder / "runs/stopped"
     assert stop_at - 13 < saved_steps(run)[-1] < stop_at  # a pool has 4 steps, echoed up to 12
     train("run.name=stopped", "run.resume=auto", *options)
@@ -151,10 +162,50 @@ def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder,
     assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
 
 
+def test_the_average_of_the_weights_is_validated_saved_and_resumed_and_changes_nothing_else(folder, monkeypatch):
+    options = ("data.tier=disk", "run.checkpoint_every_steps=1", "train.epochs=2")
+    train("run.name=plain", *options)
+    train("run.name=whole", "train.ema=0.9", *options)
+    with monkeypatch.context() as patch:
+        stop_training_at(30, patch)
+        with pytest.raises(RuntimeError, match="stopped"):
+            train("run.name=stopped", "train.ema=0.9", *options)
+    train("run.name=stopped", "train.ema=0.9", "run.resume=auto", *options)
+    plain, whole, stopped = (folder / "runs" / name for name in ("plain", "whole", "stopped"))
+    assert same_weights(plain, whole)  # the weights that are trained
+    assert same_weights(whole, stopped)
+    assert same_weights(whole, stopped, "ema")
+    assert not list(plain.glob("checkpoints/*/ema.pt"))
+    errors = [[point["val/mse"] for point in val_points(run)] for run in (plain, whole, stopped)]
+    assert errors[1] == errors[2] != errors[0]
+
+
+def test_averaging_may_begin_and_end_when_a_run_is_resumed(folder):
+    train("train.epochs=1")
+    train("train.epochs=2", "train.ema=0.9", "run.resume=auto")
+    run = folder / "runs/a"
+    average = weights_of(run, "ema")
+    assert average["n_averaged"] == STEPS_PER_EPOCH
+    train("train.epochs=3", "run.resume=auto")
+    assert len(val_points(run)) == 3
+
+
+@pytest.mark.parametrize("change", ["data.train={rows.h5::/train: 1, rows.h5::/val: 3}", "data.val=11%"])
+def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(folder, change):
+    train("train.epochs=1", MIXTURE, "data.val=10%")
+    (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
+    saved = json.loads(state.read_text())
+    saved["progress"] |= {"epoch": 0, "consumed": 4 * 32, "best": None}
+    state.write_text(json.dumps(saved))
+    with pytest.raises(UserError):
+        train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto", change)
+    train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_killed_is_resumed_to_the_same_weights(folder, ranks):
-    options = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6")
+    options = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
     assert run_train("run.name=whole", *options, ranks=ranks, cwd=folder).returncode == 0
     command = train_command("run.name=killed", *options, ranks=ranks)
     run = folder / "runs/killed"
@@ -167,6 +218,7 @@ def test_a_run_that_is_killed_is_resumed_to_the_same_weights(folder, ranks):
     assert done.returncode == 0, done.stderr
     assert f"at step {last_step}" in done.stdout
     assert same_weights(folder / "runs/whole", run)
+    assert same_weights(folder / "runs/whole", run, "ema")
     assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
 
 
@@ -190,6 +242,74 @@ def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(fol
     assert "done: epoch 2, step 42" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"runs/new holds a run; use run.resume=auto to continue it"):
         train("run.name=new")
+
+
+def test_training_stops_early_and_a_resumed_run_says_that_it_is_over(folder, monkeypatch, capsys):
+    scores = iter((3.0, 1.0, 2.0, float("nan"), 0.5, 4.0, 4.0))
+    monkeypatch.setattr(script, "validate", lambda *_: {"val/mse": next(scores)})
+    options = ("train.epochs=20", "run.resume=auto")
+    over = "training is over: val/mse has not become better in 2 epochs (best 1); raise train.stop_after_epochs_without"
+    for _ in range(2):  # the second run trains nothing
+        train("train.stop_after_epochs_without_gain=2", *options)
+        assert over in capsys.readouterr().out
+        assert len(val_points(folder / "runs/a")) == 4
+    train("train.stop_after_epochs_without_gain=3", "train.epochs=7", "run.resume=auto")
+    assert len(val_points(folder / "runs/a")) == 7
+    assert "training is over" not in capsys.readouterr().out
+
+
+def test_no_epochs_validate_and_write_nothing(folder, capsys):
+    train("train.epochs=2", "train.ema=0.9")
+    capsys.readouterr()
+    run = folder / "runs/a"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    train("train.epochs=0", "run.resume=auto", "train.ema=0.9")
+    mse = val_points(run)[-1]["val/mse"]
+    assert f"runs/a at step 42: val/mse {mse:.4g}\n" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    train("train.epochs=0", "run.name=b")
+    assert "a new, untrained model (run.resume=auto validates a trained one): val/mse" in capsys.readouterr().out
+    assert [path.name for path in (folder / "runs").iterdir()] == ["a"]
+
+
+# ---------------------------------------------------------------------------------------------- another run than before
+
+
+def test_the_newest_run_is_not_resumed_with_another_model_or_data(folder):
+    train("train.epochs=1", "model.hidden_dim=8")
+    message = "runs/a was trained with model.hidden_dim=8, this is model.hidden_dim=64; run.name=auto takes the newest"
+    with pytest.raises(UserError, match=message):
+        train("train.epochs=2", "run.name=auto", "run.resume=auto")
+    message = (
+        "last-000000021/model.pt does not fit: size mismatch for 0.weight: copying a param .* "
+        "runs/a was trained with model.hidden_dim=8, this is model.hidden_dim=64$"
+    )
+    with pytest.raises(UserError, match=message):
+        train("train.epochs=2", "run.resume=auto")
+    assert len(val_points(folder / "runs/a")) == 1
+
+
+def test_a_run_that_is_resumed_with_other_settings_says_so(folder, capsys):
+    train("train.epochs=1")
+    capsys.readouterr()
+    train("train.epochs=2", "optim.lr=0.01", "data.batch_size=64", "run.seed=3", "run.resume=auto")
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "resumed with train.epochs=2 (was 1): the learning rate follows the new length",
+        "resumed with optim.lr=0.01 (was 0.003)",
+        "resumed with data.batch_size=64 (was 32)",
+        "resumed with run.seed=3 (was 0)",
+    ):
+        assert line in lines
+
+
+def test_a_name_that_is_taken_ends_the_program_before_torch_is_imported(folder):
+    (folder / "runs/a/checkpoints/last-000000001").mkdir(parents=True)
+    (folder / "trap").mkdir()
+    (folder / "trap/torch.py").write_text("raise SystemExit('torch was imported')")
+    done = run_train("run.name=a", cwd=folder, PYTHONPATH=str(folder / "trap"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: run.name: runs/a holds a run; use run.resume=auto to continue it")
 
 
 # ---------------------------------------------------------------------------------------------- echo

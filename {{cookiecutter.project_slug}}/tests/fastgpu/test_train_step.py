@@ -1,5 +1,8 @@
 """The optimizer step of train.py against a plain one."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from harness import ALONE, in_world, needs_gpu, no_host_sync
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from fastgpu.process.config import Config, Data, Dist, Optim, Precision
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
+from fastgpu.training.ema import AveragedModel
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import share_gradients
 from fastgpu.training.step import mixed_precision
@@ -32,7 +36,12 @@ def make_model() -> nn.Module:
 
 
 def make_parts(
-    model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
+    model: nn.Module,
+    settings: Optim,
+    precision: Precision = "fp32",
+    *,
+    ddp: nn.Module | None = None,
+    own_groups: Sequence[dict[str, Any]] = (),
 ) -> Parts:
     """The parts that a step needs."""
     data = Data(train="a.h5", val="b.h5", fields={"x": "x", "y": "y"})
@@ -44,7 +53,7 @@ def make_parts(
         workload=Regression(),
         model=model,
         ddp=ddp or model,
-        optimizer=make_optimizer(model, settings),
+        optimizer=make_optimizer(model, settings, own_groups=own_groups),
         precision=mixed_precision(precision, device),
     )
 
@@ -84,6 +93,22 @@ def test_the_loss_has_no_graph_and_no_gradient_is_left():
     assert loss.shape == ()
     assert not loss.requires_grad
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_group_keeps_its_share_of_the_learning_rate_and_frozen_parameters_stay():
+    """With plain SGD the update is proportional to the learning rate."""
+    settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.0)
+    models = [make_model(), make_model()]
+    for model in models:
+        model[1].requires_grad_(False)
+    start = make_model()
+    train_step(make_parts(models[0], settings), make_batch(), 0.1)
+    own_groups = [{"params": models[1][0].parameters(), "lr_scale": 0.25}]
+    train_step(make_parts(models[1], settings, own_groups=own_groups), make_batch(), 0.1)
+    for number, share in ((0, 0.25), (1, 1.0), (3, 1.0)):
+        update, scaled = (model[number].weight - start[number].weight for model in models)
+        torch.testing.assert_close(scaled, share * update)
+        assert (update == 0).all() == (number == 1)
 
 
 @pytest.mark.parametrize("accumulation_steps", [2, 3, 12])
@@ -140,7 +165,8 @@ def test_lower_precision_learns_and_keeps_its_weights_in_fp32(precision):
 
 
 def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
-    """The weights after three steps on this rank's part of each batch, and how often gradients were averaged."""
+    """The weights after three steps on this rank's part of each batch, with their average over the steps, and how often
+    gradients were averaged."""
     model = make_model()
     settings = Optim(name="sgd", accumulation_steps=accumulation_steps)
     ddp = share_gradients(model, Dist(), world, static_graph=accumulation_steps == 1)
@@ -156,12 +182,14 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
 
     if world.world_size > 1 and accumulation_steps > 1:
         ddp.register_comm_hook(None, average)
-    parts = make_parts(model, settings, ddp=ddp)
+    ema = AveragedModel(model, 0.5)
+    parts = make_parts(model, settings, ddp=ddp)._replace(ema=ema)
     batch = make_batch(24)
     share = 24 // world.world_size
     for _ in range(3):
         train_step(parts, batch.slice(share * world.rank, share * (world.rank + 1)), 0.1)
-    return [parameter.tolist() for parameter in model.parameters()], n_averages[0]
+    weights = [*model.parameters(), *ema.parameters()]
+    return [parameter.tolist() for parameter in weights], n_averages[0]
 
 
 def three_steps_cut_and_whole(world: World) -> list[tuple[list, int]]:
@@ -180,12 +208,31 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step():
     assert n_averages == 3  # the gradients of this model fill one bucket
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_average_of_the_weights_is_updated_once_a_step(accumulation_steps):
+    settings = Optim(lr=0.1, accumulation_steps=accumulation_steps)
+    model = make_model()
+    parts = make_parts(model, settings)
+    parts = parts._replace(ema=AveragedModel(model, 0.9))
+    assert parts.model_to_use is model  # nothing has been averaged yet
+    expected = AveragedModel(model, 0.9)
+    for number in range(4):
+        train_step(parts, make_batch(seed=number), 0.1)
+        expected.update_parameters(model)
+    assert parts.model_to_use is parts.ema.module
+    assert parts.ema.n_averaged == 4
+    for mine, theirs in zip(parts.ema.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_never_makes_the_host_wait(precision):
     device = torch.device("cuda", 0)
-    parts = make_parts(make_model().to(device), Optim(accumulation_steps=2), precision)
+    model = make_model().to(device)
+    parts = make_parts(model, Optim(accumulation_steps=2), precision)
+    parts = parts._replace(ema=AveragedModel(model, 0.9))
     batch = make_batch().to(device)
     train_step(parts, batch, 0.1)
     with no_host_sync():

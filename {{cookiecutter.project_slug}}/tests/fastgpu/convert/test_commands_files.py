@@ -167,6 +167,21 @@ def test_info_shows_the_layout_and_what_to_change(tmp_path, convert):
         assert any(line.startswith(f"  advice: {part}") for line in lines), part
 
 
+def test_info_shows_what_the_rows_hold(tmp_path, convert):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"], file["labels"] = np.zeros((90, 3, 8, 8), "u1"), np.arange(90) % 3
+        file.attrs.update(class_names=["cat", "dog", "owl"], mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
+    shown = convert("info", tmp_path / "x.h5").stdout
+    for part in (
+        "rows     90",
+        "uint8 (N, 3, 8, 8)",
+        "3 classes",
+        "  owl          30",
+        "mean     [1. 2. 3.], std [4. 5. 6.]",
+    ):
+        assert part in shown
+
+
 def test_info_tells_of_a_file_sorted_by_class_and_of_one_that_cannot_be_trained_on(tmp_path, convert):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["sorted/images"] = np.zeros((3000, 3, 200, 200), "u1")  # more than a pool holds
@@ -197,7 +212,7 @@ VAL = "rows.h5::/val"
         (("repack", "rows.h5::/test", "x.h5"), "rows.h5 has no group /test; it has train, val"),
         (("repack", "absent.h5", "x.h5"), "absent.h5 cannot be read"),
         (("repack", VAL, "text.h5"), "text.h5 exists; choose another name, or --force"),
-        (("repack", VAL, "absent/x.h5"), "absent does not exist; make it first"),
+        (("repack", VAL, "text.h5/x.h5"), "text.h5 is not a folder; write to another"),
         (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
         (("info", "text.h5"), "text.h5 cannot be read"),
         (("verify", "absent.h5"), "absent.h5 cannot be read"),

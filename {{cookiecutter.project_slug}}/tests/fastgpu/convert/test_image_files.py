@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.image_files import Listing, list_csv, list_folder, split_listing
+from fastgpu.convert.image_files import list_csv, list_folder
 from fastgpu.process.launch import UserError
+from fastgpu.storage.images import Preprocessing
 
 RNG = np.random.default_rng(0)
 
@@ -44,11 +45,26 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     (tmp_path / "dog" / "notes.txt").write_text("no image")
     (tmp_path / "dog" / "deeper").mkdir()
     (tmp_path / "dog" / "photo 002 é.png").rename(tmp_path / "dog" / "deeper" / "x.PNG")
+    (tmp_path / "empty").mkdir()
+    for number in range(2):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"loose{number}.png")
     listing = list_folder(tmp_path)
     assert listing.labels.tolist() == [0, 0, 1, 1, 1]
     assert listing.attributes["class_names"] == ["cat", "dog"]
     assert sorted(listing.names)[2] == "dog/deeper/x.PNG"
-    assert "1 files" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1 files" in shown
+    assert "2 images lie beside the class folders of" in shown
+    assert "are left out: loose0.png, loose1.png" in shown
+    assert "empty has no images and is not a class" in shown
+
+
+def test_folders_named_like_splits_hold_the_classes(tmp_path):
+    folder_of(tmp_path, {"Training/cat": 2, "Training/dog": 3, "valid/cat": 1, "valid/owl": 1})
+    listing = list_folder(tmp_path)
+    assert listing.attributes["class_names"] == ["cat", "dog", "owl"]
+    found = {name: listing.labels[rows].tolist() for name, rows in listing.splits.items()}
+    assert found == {"train": [0, 0, 1, 1, 1], "val": [0, 2]}
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):
@@ -78,26 +94,18 @@ def test_what_is_not_there_is_named(tmp_path):
     [
         ("path,label\na.png,1\nb.png,-1\n", r":3: label -1 is out of range; allowed are 0 to 1"),
         ("path,label\na.png,1\nb.png,7\n", r":3: label 7 is out of range; allowed are 0 to 1"),
-        ("path,label\na.png\n", r":2: a path or a label is missing"),
-        ("path,label\n,1\n", r":2: a path or a label is missing"),
-        ("path,kind\na.png,1\n", r"no column label; it has path, kind; name the two with --columns"),
+        ("path,label\na.png\n", r":2: label is missing"),
+        ("path,label\n,1\n", r":2: path is missing"),
+        ("path,kind\na.png,1\n", r"no column label; it has path, kind; name those to read with --columns"),
+        ("path,label,label\na.png,1,2\n", r"2 columns named label"),
         ("", r"no column path; it has none"),
+        ("path,label\n", r"no rows below its header"),
     ],
 )
 def test_a_bad_csv_is_named_with_its_line(tmp_path, text, message):
     (tmp_path / "x.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         list_csv(tmp_path / "x.csv", ("path", "label"), 2)
-
-
-def test_a_split_takes_its_share_of_each_class_once(tmp_path):
-    labels = np.repeat([0, 1, 2], [100, 10, 3])
-    listing = Listing([str(n) for n in range(113)], labels, {}, list(range(113)))
-    first, second = split_listing(listing, 0.8, seed=1)
-    assert np.bincount(first.labels).tolist() == [80, 8, 2]
-    assert sorted(map(int, first.names + second.names)) == list(range(113))
-    assert [str(line) for line in first.lines] == first.names
-    assert split_listing(listing, 0.8, seed=1)[0].names == first.names != split_listing(listing, 0.8, seed=2)[0].names
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -133,18 +141,29 @@ def test_a_csv_names_files_below_a_root(tmp_path, convert):
     assert rows_of(tmp_path / "out.h5") == {n: n % 3 for n in range(6)}
 
 
-def test_a_broken_image_stops_with_its_line_and_leaves_nothing(tmp_path, convert):
-    folder_of(tmp_path / "all", {"all": 6})
-    path = tmp_path / "all/all/photo 003 é.png"
-    path.write_bytes(path.read_bytes()[:-30])  # cut
-    lines = [f"all/all/photo {n:03d} é.png,0" for n in range(6)]
+def test_all_broken_images_are_listed_and_nothing_is_left(tmp_path, convert):
+    folder_of(tmp_path / "all", {"all": 30})
+    for number in range(3, 28):
+        path = tmp_path / f"all/all/photo {number:03d} é.png"
+        path.write_bytes(path.read_bytes()[:-30])  # cut
+    lines = [f"all/all/photo {n:03d} é.png,{n % 2}" for n in range(30)]
     (tmp_path / "x.csv").write_text("\n".join(["path,label", *lines]), encoding="utf-8")
-    result = convert("images", "x.csv", "out.h5")
+    result = convert("images", "x.csv", "new/out.h5", "--split", "0.5")
     assert result.returncode == 2
-    assert "error: x.csv:5: all/all/photo 003 é.png cannot be decoded" in result.stderr
-    assert result.stderr.endswith("; --on-error skip leaves such images out\n")
-    assert "Traceback" not in result.stderr
-    assert not list(tmp_path.glob("*out*"))
+    shown = result.stderr.splitlines()
+    assert shown[0] == "error: 25 of 30 rows are broken, so nothing was written:"
+    assert len(shown) == 22
+    assert shown[21] == "  and 5 more"
+    assert "x.csv:5: all/all/photo 003 é.png cannot be decoded" in result.stderr
+    assert not list(tmp_path.glob("new/*"))
+
+
+def test_sizes_that_differ_stop_at_the_first(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"a": 4})
+    Image.new("RGB", (9, 9)).save(tmp_path / "photos/a/photo 002 é.png")
+    result = convert("images", "photos", "out.h5")
+    assert result.returncode == 2
+    assert result.stderr.endswith("002 é.png has 9x9 pixels, but the first image has 8x10; give --size\n")
 
 
 def test_skipped_images_are_listed_and_more_than_one_in_a_hundred_fail(tmp_path, convert):
@@ -155,13 +174,131 @@ def test_skipped_images_are_listed_and_more_than_one_in_a_hundred_fail(tmp_path,
     result = convert("images", "photos", "out.h5", "--on-error", "skip")
     assert result.returncode == 0, result.stderr
     assert rows_of(tmp_path / "out.h5") == {n: int(n >= 150) for n in range(250) if n not in (5, 77)}
+    assert convert("images", "photos", "s.h5", "--on-error", "skip", "--split", "0.5").returncode == 0
+    reports = [(tmp_path / f"s-{split}.h5.skipped.txt") for split in ("train", "val")]
+    in_splits = [line for path in reports if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
+    assert not (tmp_path / "s.h5.skipped.txt").exists()
     report = (tmp_path / "out.h5.skipped.txt").read_text(encoding="utf-8").splitlines()
     assert len(report) == 2
+    assert sorted(in_splits) == sorted(report)
     assert "005 é.png is not an image that Pillow knows" in report[0]
     assert "077 é.png has 9x9 pixels, but the first image has 8x10; give --size" in report[1]
     assert convert("verify", "out.h5").returncode == 0
     broken[2].write_bytes(b"")
     result = convert("images", "photos", "again.h5", "--on-error", "skip")
     assert result.returncode == 2
-    assert "3 of 250 images are broken, more than 1 %" in result.stderr
+    assert "3 of 250 rows are broken, more than 1 %" in result.stderr
     assert not list(tmp_path.glob("*again*"))
+
+
+def test_columns_of_0_and_1_are_attributes_and_decimals_are_targets(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"all": 6})
+    lines = [f"photos/all/photo {n:03d} é.png;{n % 2};{-1 if n % 3 else 1};{n / 8};{n}" for n in range(6)]
+    (tmp_path / "x.csv").write_text("\n".join(["path;odd;third;eighth;n", *lines]), encoding="utf-8")
+
+    def labels_of(columns: str) -> tuple[dict[int, list[float]], np.dtype, dict[str, object], str]:
+        result = convert("images", "x.csv", "out.h5", "--force", "--columns", columns)
+        assert result.returncode == 0, result.stderr
+        with h5py.File(tmp_path / "out.h5") as file:
+            rows = dict(zip(file["images"][:, 0, 0, 0].tolist(), file["labels"][:].tolist(), strict=True))
+            return rows, file["labels"].dtype, dict(file.attrs), result.stdout
+
+    rows, dtype, attributes, shown = labels_of("path,odd,third")
+    assert rows == {n: [n % 2, int(n % 3 == 0)] for n in range(6)}
+    assert dtype == np.uint8
+    assert attributes["class_names"].tolist() == ["odd", "third"]
+    assert "2 attributes" in shown
+    rows, dtype, attributes, shown = labels_of("path,eighth")
+    assert rows == {n: n / 8 for n in range(6)}
+    assert dtype == np.float32
+    assert "class_names" not in attributes
+    assert "targets, from 0 to 0.625" in shown
+    assert labels_of("path,eighth,n")[0] == {n: [n / 8, n] for n in range(6)}
+
+
+def test_a_column_names_the_split(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"all": 8})
+    words = ["Training", "PublicTest", "PrivateTest", "odd"]
+    lines = [f"photos/all/photo {n:03d} é.png\t{n % 2}\t{words[n % 4]}" for n in range(8)]
+    (tmp_path / "x.csv").write_text("\n".join(["path\tlabel\tUsage", *lines]), encoding="utf-8")
+    result = convert("images", "x.csv", "made/here/out.h5", "--split-by", "Usage")
+    assert result.returncode == 0, result.stderr
+    assert "Training -> train, PublicTest -> val, PrivateTest -> test, odd" in result.stdout
+    for number, split in enumerate(("train", "val", "test", "odd")):
+        found = rows_of(tmp_path / f"made/here/out-{split}.h5")
+        assert found == {n: n % 2 for n in (number, number + 4)}
+    assert "drop one" in convert("images", "x.csv", "o.h5", "--split-by", "Usage", "--split", "0.5").stderr
+
+
+def test_the_file_says_how_its_images_were_prepared(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"a": 2, "b": 2})
+    assert convert("images", "photos", "own.h5").returncode == 0
+    assert convert("images", "photos", "small.h5", "--size", "4x5", "--resize", "pad", "--crop", "6").returncode == 0
+    with h5py.File(tmp_path / "own.h5") as own, h5py.File(tmp_path / "small.h5") as small:
+        assert Preprocessing.from_json(own.attrs["preprocessing"]) == Preprocessing((8, 10))
+        assert Preprocessing.from_json(small.attrs["preprocessing"]) == Preprocessing((4, 5), "pad", (6, 6))
+
+
+def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"cat": 20, "dog": 10, **{f"x{n:02d}": 1 for n in range(30)}})
+    result = convert("images", "photos", "new/out.h5", "--split", "0.8,0.1,0.1", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    for part in ("54 train, 3 val, 3 test", "uint8 (N, 3, 8, 10)", "32 classes", "and 12 more", "random, seed 0"):
+        assert part in result.stdout
+    assert "cat 16 2 2" in " ".join(result.stdout.split())
+    assert not (tmp_path / "new").exists()
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+def pairs_in(folder: Path, count: int = 8) -> None:
+    """Images in nested folders, and masks with the same numbers in one."""
+    (folder / "masks").mkdir()
+    for number in range(count):
+        (folder / f"images/{number % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 10, 3), number, np.uint8)).save(folder / f"images/{number % 2}/{number}.png")
+        mask = np.full((8, 10), number % 4, np.uint8)
+        mask[0] = 255
+        Image.fromarray(mask).save(folder / f"masks/{number}.png")
+
+
+def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
+    pairs_in(tmp_path)
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.75", "--crop", "6", "--size", "3")
+    assert result.returncode == 0, result.stderr
+    numbers = []
+    for split in ("train", "val"):
+        with h5py.File(tmp_path / f"out-{split}.h5") as file:
+            numbers += file["images"][:, 0, 0, 0].tolist()
+            assert file["masks"].shape[1:] == (3, 3)
+            assert file["masks"].dtype == np.uint8
+            expected = file["images"][:, 0] % 4
+            np.testing.assert_array_equal(file["masks"][:], expected)
+            assert file.attrs["n_classes"] == 4  # of both splits together
+            assert list(file) == ["fastgpu_sha256", "images", "masks"]
+    assert sorted(numbers) == list(range(8))
+
+
+def test_masks_and_images_that_lack_the_other_are_named(tmp_path, convert):
+    pairs_in(tmp_path, 200)
+    (tmp_path / "masks/3.png").rename(tmp_path / "masks/stray.png")
+    result = convert("images", "images", "out.h5", "--masks", "masks")
+    assert result.returncode == 2
+    assert "1 of 200 images have no mask in masks: 1/3.png; --on-error skip leaves them out" in result.stderr
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--on-error", "skip")
+    assert result.returncode == 0, result.stderr
+    assert "1 masks have no image in images and are left out: stray.png" in result.stdout
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert sorted(file["images"][:, 0, 0, 0].tolist()) == [n for n in range(200) if n != 3]
+
+
+def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):
+    pairs_in(tmp_path)
+    for number in range(8):
+        Image.fromarray(np.full((8, 10), 255 * (number % 2), np.uint8)).save(tmp_path / f"masks/{number}.png")
+    result = convert("images", "images", "out.h5", "--masks", "masks")
+    assert "the masks hold 0 and 255 only: 255 is written as class 1" in result.stdout
+    with h5py.File(tmp_path / "out.h5") as file:
+        np.testing.assert_array_equal(file["masks"][:], file["images"][:, 0] % 2)
+        assert file.attrs["n_classes"] == 2

@@ -172,8 +172,8 @@ def test_a_target_in_the_way_is_refused(tmp_path):
         Writer(tmp_path / "train.h5", 10, IMAGES, options=WriteOptions(shards=2, replace=True))
     with pytest.raises(UserError, match="--shards is 11, for 10 rows; use 1 to 10"):
         Writer(tmp_path / "x.h5", 10, IMAGES, options=WriteOptions(shards=11))
-    with pytest.raises(UserError, match="absent does not exist; make it first"):
-        Writer(tmp_path / "absent" / "x.h5", 10, IMAGES)
+    with pytest.raises(UserError, match="train.h5 is not a folder; write to another"):
+        Writer(tmp_path / "train.h5" / "x.h5", 10, IMAGES)
     with pytest.raises(UserError, match="needs 16000000000000.00 GB, .* make room, or write it elsewhere"):
         Writer(tmp_path / "x.h5", 10**21, IMAGES)
 

@@ -161,7 +161,7 @@ class Times(NamedTuple):
     batch_size: int = BATCH_SIZE
 
 
-def measure_simulated(path: str, times: Times, world: World = ALONE) -> Measured:
+def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: int = 3) -> Measured:
     """Every part of a loop that takes these times."""
     device = SimulatedDevice()
     factor = times.batch_size / BATCH_SIZE
@@ -198,7 +198,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE) -> Measured
             real=SlowCopies(feeds.real, times.bus_bytes_per_s), staged=SlowCopies(ready, times.bus_bytes_per_s)
         )
     loop = Loop(transform, train_step, local_step, batch, times.batch_size)
-    measured = measure(Meter(world, device, 0.15), loop, feeds, n_rounds=3)
+    measured = measure(Meter(world, device, 0.15), loop, feeds, n_rounds=n_rounds)
     feeds.close()
     return measured
 
@@ -275,6 +275,6 @@ PLANTED = [
 ]
 
 
-def measure_slow_second_rank(world: World, path: str, slow_step_s: float) -> Measured:
+def measure_slow_second_rank(world: World, path: str, slow_step_s: float, n_rounds: int = 3) -> Measured:
     """Two ranks of which the second takes that long for a step."""
-    return measure_simulated(path, Times(step_s=slow_step_s if world.rank else 0.012), world)
+    return measure_simulated(path, Times(step_s=slow_step_s if world.rank else 0.012), world, n_rounds)

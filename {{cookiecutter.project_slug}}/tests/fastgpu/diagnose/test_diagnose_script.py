@@ -74,6 +74,7 @@ def files(folder: Path) -> set[str]:
 def test_a_table_a_picture_and_a_profile(folder):
     done = diagnose("data.tier=disk", "--plot", "x.html", "--trace", "3", "--min-feed", "0.01", cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert all(f"measuring: round {number} of 8" in done.stderr for number in range(1, 9))
     for part in ("compute", "supply from the page cache", "supply", "the training loop", "feed ratio"):
         assert f"{part} " in done.stdout
     assert "the training loop" in (folder / "x.html").read_text()
@@ -163,7 +164,8 @@ def test_help_names_every_flag():
 def test_a_supply_that_is_not_the_bottleneck_is_not_tuned(folder):
     done = diagnose("--tune", "data.tier=device", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "the supply of rows is not the bottleneck; there is nothing to tune" in done.stdout
+    assert "--tune tried nothing, because " in done.stdout
+    assert "is not the bottleneck" not in done.stdout or "INCONCLUSIVE" not in done.stdout
     assert not list(folder.glob("tuned.*"))
 
 
@@ -193,9 +195,12 @@ def test_a_slow_dataset_is_named_and_tuned(folder):
     for _ in range(4):
         done = diagnose(*slow, "loader.num_workers=1", "--tune", "--seconds", "0.2", cwd=folder)
         assert done.returncode == 0, done.stderr
-        if "inconclusive" not in done.stdout.lower():  # other programs do not spoil it: it must be right
+        assert "DECODE" in done.stdout  # as the cause or, if other programs use the machine, as a candidate
+        if "inconclusive" not in done.stdout.lower():
             break
-    assert "DECODE" in done.stdout
+    else:
+        assert not list(folder.glob("tuned.*"))
+        return
     assert "decode once instead of in each epoch: python convert.py repack --dataset slow:Slow x.npy" in done.stdout
     (path,) = folder.glob("tuned.*.yaml")
     n_workers = yaml.safe_load(path.read_text())["loader"]["num_workers"]

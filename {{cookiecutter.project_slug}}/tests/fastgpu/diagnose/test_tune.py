@@ -1,13 +1,15 @@
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 from harness import in_world
+from simulated import ALONE
 
 from fastgpu.diagnose import tune
-from fastgpu.diagnose.verdict import Overrides, Rounds, Setting
+from fastgpu.diagnose.verdict import Facts, Overrides, Rounds, Setting, Verdict, as_words
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 
@@ -105,26 +107,43 @@ def test_a_setting_that_is_not_possible_is_passed_over():
     assert (choice.overrides, choice.outcome) == ({"loader.num_readers": 4}, "not enough")
 
 
-def test_ladders():
+def make_ladders(world: World, *, uses_workers: bool = False, by_h5py: bool = False) -> list[tune.Ladder]:
+    sizes = SimpleNamespace(pool_batches=16, uses_workers=uses_workers)
+    source = SimpleNamespace(by_h5py=by_h5py)
+    bench = SimpleNamespace(world=world, sizes=sizes, parts=SimpleNamespace(source=source))
+    return tune._make_ladders(bench, supply_s=0.05)
+
+
+def test_ladders(monkeypatch):
     assert tune.doublings(8) == [1, 2, 4, 8]
     assert tune.doublings(6) == [1, 2, 4, 6]
     assert tune.doublings(1) == [1]
-    of_dataset = tune.make_ladders(2, [16], uses_workers=True, by_h5py=False)
+    monkeypatch.setattr(tune, "available_cpus", lambda: 2)
+    of_dataset = make_ladders(ALONE, uses_workers=True)
     assert [key for key, _ in of_dataset] == ["loader.num_workers", "loader.prefetch_factor", "data.pool_batches"]
     assert of_dataset[0][1] == [1, 2, 4]
-    of_file = tune.make_ladders(2, [16], uses_workers=False, by_h5py=True)
+    of_file = make_ladders(ALONE, by_h5py=True)
     assert of_file[0] == ("loader.num_readers", [1, 2, 4, 8])
+    assert of_file[-2] == ("data.pool_batches", [16, 32])  # a pool of 64 batches would take 3.2 s
     assert of_file[-1][0] == "hdf5.rdcc_nbytes"
 
 
-def fewest(world: World) -> int:
+@pytest.mark.parametrize("cause", ["INCONCLUSIVE", "COMPUTE", "COPY"])
+def test_without_a_slow_supply_nothing_is_tried_and_nothing_denies_the_verdict(cause):
+    text = tune.tune(None, Verdict(cause, "", ""), Facts(), tries_batch=False)
+    assert text.startswith("--tune tried nothing, because ")
+    assert ("know the bottleneck first" in text) == (cause == "INCONCLUSIVE")
+    assert "is not the bottleneck" not in text or cause != "INCONCLUSIVE"
+
+
+def values_to_try(world: World) -> list[int]:
     tune.available_cpus = lambda: 2 + 6 * world.rank
-    return tune.fewest_cpus(world)
+    return make_ladders(world)[0][1]
 
 
 @pytest.mark.slow
 def test_ranks_of_unlike_machines_agree_on_what_to_try():
-    assert in_world(2, fewest) == [1, 1]  # two ranks share the two CPUs of the smaller machine
+    assert in_world(2, values_to_try) == [[1, 2, 4]] * 2  # two ranks share the two CPUs of the smaller machine
 
 
 def test_the_file_is_a_config_whose_comments_say_where_it_is_from(tmp_path):
@@ -145,9 +164,7 @@ def test_the_file_is_a_config_whose_comments_say_where_it_is_from(tmp_path):
 
 def test_settings_are_words_of_the_command_line(tmp_path):
     overrides = {"data.echo": 2.5, "loader.pin_memory": False, "data.tier": "host", "loader.num_readers": 3}
-    assert (
-        tune.format_overrides(overrides) == "data.echo=2.5 loader.pin_memory=false data.tier=host loader.num_readers=3"
-    )
+    assert as_words(overrides) == "data.echo=2.5 loader.pin_memory=false data.tier=host loader.num_readers=3"
     (tmp_path / "config.yaml").write_text("workload: mine\ndata: {train: a.h5, val: b.h5, fields: {}}\n")
     words = [str(Setting(key, value)) for key, value in overrides.items()]
     given = load_config(["--config", str(tmp_path / "config.yaml"), *words])

@@ -4,16 +4,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import CPU, is_ragged, needs_gpu, no_host_sync, numbers_of
+from harness import ALONE, CPU, is_ragged, needs_gpu, no_host_sync, numbers_of
 
 from fastgpu.feed import tiers
-from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.feed.sizes import Room, Sizes
+from fastgpu.feed.tiers import Feed, Placement, make_feed, make_order
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
+from fastgpu.rows.mixture import Mixture
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.subset import hold_out
 
 TIERS = ("device", "host", "disk")
 IN_ORDER = {"seed": None, "drop_last": False, "pool_batches": 2}
@@ -241,6 +244,43 @@ def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypat
     with pytest.raises(UserError, match=message):
         feed_of(sparse, "disk", pool_batches=500)
     feed_of(sparse, "disk", pool_batches=1).close()
+
+
+# ---------------------------------------------------------------------------------------------- mixtures
+
+
+@pytest.fixture(params=["sources", "classes"])
+def mixed(sparse, request) -> Source:
+    """Nine tenths of the ragged rows, in two groups; an epoch has three rows of the one for one of the other."""
+    by_block = request.param == "sources"
+    groups = np.arange(len(sparse)) % 5 // 4
+    if by_block:
+        groups = np.repeat(np.arange(len(sparse.block_rows)) % 5 // 4, sparse.block_rows)
+    sparse.mixture = Mixture(("a", "b"), (1, 3), groups, by_block)
+    return hold_out(sparse, 0.1)[0]
+
+
+def test_a_mixture_gives_the_same_batches_on_every_tier_and_when_it_is_resumed(mixed):
+    numbers = mixed.column("number")
+    sizes = Sizes(8, 2, 30, "disk", 2, False, Room(0, 0, 0))
+    order = make_order(mixed, sizes, ALONE, seed=1)
+    for tier in TIERS:
+        feed = make_feed(mixed, order, Placement(tier, CPU, 2), Loader())
+        for epoch, consumed in ((0, 0), (1, 0), (1, 240), (1, 256)):
+            rows = []
+            for pool in feed.pools(epoch, consumed):
+                assert is_ragged(pool.rows["items"], pool.rows["number"].tolist())
+                rows += pool.rows["number"].tolist()
+            order.set_epoch(epoch)
+            assert rows == numbers[list(order)].tolist()[consumed:]
+        feed.close()
+    counts = np.bincount(mixed.mixture.groups[list(order)])
+    assert counts.tolist() == mixed.mixture.turns(1616).tolist() == [404, 1212]
+
+
+def test_validation_rows_are_never_mixed(mixed):
+    sizes = Sizes(8, 2, 30, "disk", 2, False, Room(0, 0, 0))
+    assert list(make_order(mixed, sizes, ALONE, seed=None)) == list(range(1620))
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import run_train, write_minimal
@@ -100,6 +101,7 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
     [
         ("data:\n  batch_siz: 5", r"0\.yaml:2: unknown key data.batch_siz \(did you mean data.batch_size\?\)"),
         ("batch_size: 5", r"0\.yaml:1: unknown key batch_size \(did you mean data.batch_size\?\)"),
+        ("optm: {lr: 5}", r"0\.yaml:1: unknown key optm \(did you mean optim\?\)"),
         ("data:\n  zzz: 5", r"0\.yaml:2: unknown key data.zzz \(allowed are: data.train, .*data.echo.*\)"),
         ("data: {batch_size: 0}", "data.batch_size is 0; it should be greater than or equal to 1"),
         ("data: {batch_size: abc}", 'data.batch_size is "abc"; it should be a valid integer'),
@@ -140,6 +142,10 @@ def test_a_mistake_in_a_file_names_place_key_value_and_cure(tmp_path, text, mess
         (["--config", "."], "Is a directory"),
         (["data.echo={a: 1, a: 2}"], "data.echo.a stands twice"),
         (["=1"], "unknown key"),
+        (["optm.lr=3"], r"command line: unknown key optm \(did you mean optim\?\)"),
+        (["optim.lr=1", "optim.name=sgd", "optim.lr=2"], "command line: optim.lr is given twice: keep one"),
+        (["--nproc-per-node=gpu"], "--nproc-per-node=gpu is a flag of torchrun, .*: torchrun --standalone --nproc-per"),
+        (["--nproc_per_node", "2"], "--nproc_per_node is a flag of torchrun"),
     ],
 )
 def test_a_mistake_on_the_command_line(tmp_path, monkeypatch, words, message):
@@ -240,11 +246,15 @@ def help_of(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
 def test_help_explains_every_key_and_its_default(help_of):
     text = help_of()
     words = " ".join(text.split())
-    for key, (_, description) in keys().items():
-        assert f"  {key}=" in text
+    for key, (default, _, description) in keys().items():
+        assert f"  {key}={default}  (" in text
         assert description
         assert " ".join(description.split()) in words
     assert "data.train=(required)" in text
+    assert '  optim.name="adamw"  (adamw, sgd, lamb)' in text
+    assert "  data.batch_size=64  (integer >= 1)" in text
+    assert '  data.pool_batches="auto"  (integer >= 1 or auto)' in text
+    assert "  train.ema=0.0  (number >= 0 < 1)" in text
     assert "None" not in text
 
 
@@ -257,8 +267,8 @@ def test_help_lists_the_settings_of_the_workload_with_their_docstrings(help_of):
 
     text = help_of(find_options)
     assert names == ["minimal"]
-    assert "  model.width=32\n      Channels of the first stage." in text
-    assert "  model.flip=false\n      Mirror at random." in text
+    assert "  model.width=32  (integer >= 1)\n      Channels of the first stage." in text
+    assert "  model.flip=false  (boolean)\n      Mirror at random." in text
 
 
 def test_help_works_before_a_workload_is_chosen(help_of):
@@ -270,10 +280,12 @@ def test_help_shows_defaults_of_any_type(help_of):
     class Strange(Section):
         folder: Path = Path("here")
         widths: list[int] = Field(default_factory=lambda: [1, 2])
+        anything: Any = None
 
     text = help_of(lambda _: Strange)
     assert 'model.folder="here"' in text
-    assert "model.widths=[1, 2]" in text
+    assert "model.widths=[1, 2]  (list of integer)" in text
+    assert "model.anything=null  (any value)" in text
 
 
 def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):

@@ -17,8 +17,10 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.contract import BlockRead
+from fastgpu.rows.mixture import MixedSampler, Mixture
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.dataset import DatasetSource, open_dataset
+from fastgpu.storage.subset import hold_out
 
 CPU = torch.device("cpu")
 FIELDS = {"images": "images", "labels": "labels"}
@@ -125,6 +127,26 @@ def test_rows_come_in_the_order_of_the_sampler(kind, n_workers, persistent):
     feed.close()
     assert not worker_pids()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "reader"))]
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_part_of_a_dataset_comes_with_balanced_classes(n_workers):
+    whole = source_of()
+    whole.items.dataset.targets = np.arange(len(whole)) % 4
+    source = hold_out(whole, 0.25)[0]
+    labels = source.column("labels")
+    source.mixture = Mixture(("0", "1", "2", "3"), (1, 1, 1, 1), labels, by_block=False)
+    order = MixedSampler(source.mixture, source.block_rows, 8, pool_batches=3, seed=1)
+    feed = feed_of(source, order, n_workers)
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        rows = epoch_of(feed, epoch)
+        row_ids = list(order)
+        assert [label for _, label in rows] == labels[row_ids].tolist()
+        assert [number for number, _ in rows] == source.items.row_ids[row_ids].tolist()
+        counts = np.bincount(labels[row_ids])
+        assert counts.max() - counts.min() <= 1
+    feed.close()
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])

@@ -1,7 +1,7 @@
 """A run of a few steps in this process, without data: the loop of train.py as `Run` sees it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from fastgpu.process.config import Config
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.telemetry.run import Run, open_run
+from fastgpu.telemetry.checkpoint import Direction
+from fastgpu.telemetry.run import Run
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
 WORLD = World(0, 1, 1, torch.device("cpu"))
 ROW_BYTES = 100
+DIRECTIONS: dict[str, Direction] = {"score": "higher", "loss": "lower"}
 CARD = {"classes": ["a", "b"]}
 CONFIG = Config.model_validate(
     {
@@ -38,8 +40,9 @@ def started_run(
     """A run that has been started. settings: of section `run`."""
     order = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
-    with open_run(run_settings, {"model": model}, order, WORLD) as run:
-        run.start(CONFIG | (config or {}), ROW_BYTES, CARD)
+    config = CONFIG | (config or {})
+    with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, directions=DIRECTIONS)) as run:
+        run.start(ROW_BYTES, CARD, CARD)
         yield run
 
 
@@ -50,4 +53,4 @@ def train_epoch(run: Run, model: nn.Module, *, loss: float = 0.5, score: float =
         run.progress.consumed = step * BATCH_SIZE
         run.report(step * BATCH_SIZE, lr=0.1)
         run.save_if_due(model)
-    run.end_epoch(model, {"val/score": score, "val/loss": loss}, {"score": "higher", "loss": "lower"})
+    run.end_epoch(model, {"val/score": score, "val/loss": loss})

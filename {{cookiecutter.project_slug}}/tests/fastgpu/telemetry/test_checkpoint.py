@@ -2,6 +2,8 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import asdict
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry import checkpoint
-from fastgpu.telemetry.checkpoint import Progress, resume, save
+from fastgpu.telemetry.checkpoint import KEEP_LAST, Progress, best_first, is_among_best, prune, resume
 
 CPU = torch.device("cpu")
 ORDER = {"rows": 10, "seed": 0}
@@ -20,6 +22,14 @@ def parts(value: float = 0.0, width: int = 3) -> dict:
     model = nn.Linear(width, 2)
     nn.init.constant_(model.weight, value)
     return {"model": model, "step": torch.optim.AdamW(model.parameters())}
+
+
+def save(run: Path, kind: checkpoint.Kind, progress: Progress, state: dict, *, order: dict) -> bool:
+    """Save, and remove older checkpoints, as a run does."""
+    is_saved = checkpoint.save(run, kind, progress, state, order=order)
+    if is_saved:
+        prune(run, kind, KEEP_LAST)
+    return is_saved
 
 
 def value_of(state: dict) -> float:
@@ -38,18 +48,80 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert value_of(fresh) == 1.5
 
 
-def test_the_end_of_an_epoch():
+@pytest.mark.parametrize(
+    ("direction", "scores", "best"),
+    [
+        ("higher", [1.0, 1.0, 2.0, nan], [1, 1, 2, 2]),
+        ("lower", [1.0, 2.0, 0.5, nan], [1, 1, 0.5, 0.5]),
+        ("higher", [nan, 1.0, nan], [None, 1, 1]),
+        ("lower", [inf, nan, 1.0], [None, None, 1]),
+    ],
+)
+def test_the_end_of_an_epoch_keeps_the_best_value(direction, scores, best):
     progress = Progress(epoch=3, consumed=640, step=9)
-    scores = (1.0, 1.0, 2.0, float("nan"))
-    assert [progress.end_epoch(score, "higher") for score in scores] == [True, False, True, False]
-    assert progress == Progress(epoch=7, consumed=0, step=9, best=2.0)
+    seen = []
+    for score in scores:
+        progress.end_epoch("val/x", score, direction)
+        seen.append(progress.best)
+    assert seen == best
+    assert (progress.epoch, progress.consumed, progress.step) == (3 + len(scores), 0, 9)
+    assert progress == Progress(**json.loads(json.dumps(asdict(progress))))  # NaN is not equal to itself: it is None
 
 
-def test_lower_values_of_a_metric_may_be_better():
+def test_epochs_without_gain_are_counted():
     progress = Progress()
-    scores = (1.0, 2.0, 0.5, float("nan"))
-    assert [progress.end_epoch(score, "lower") for score in scores] == [True, False, True, False]
-    assert progress.best == 0.5
+    counts = []
+    for score in (nan, 1.0, 1.0, 0.5, nan, 2.0, 1.0):
+        progress.end_epoch("val/x", score, "higher")
+        counts.append(progress.epochs_without_gain)
+        assert progress.is_stalled(2) == (progress.epochs_without_gain >= 2)
+        assert not progress.is_stalled(0)
+    assert counts == [1, 0, 1, 2, 3, 0, 1]
+
+
+def test_another_metric_starts_anew():
+    progress = Progress()
+    progress.end_epoch("val/accuracy", 99.0, "higher")
+    progress.end_epoch("val/accuracy", 98.0, "higher")
+    progress.end_epoch("val/loss", 2.0, "lower")
+    assert (progress.best, progress.epochs_without_gain) == (2.0, 0)
+
+
+def save_epochs(run: Path, scores: list[float], direction: checkpoint.Direction, keep: int) -> list[int]:
+    """End epochs with these scores, and return the epochs whose checkpoints are kept, the best first."""
+    progress = Progress()
+    for score in scores:
+        progress.end_epoch("val/x", score, direction)
+        progress.step += 1
+        if is_among_best(run, progress, keep):
+            checkpoint.save(run, "best", progress, parts(), order=ORDER)
+            prune(run, "best", keep)
+    return [int(path.name.removeprefix("best-")) for path in best_first(run)]
+
+
+@pytest.mark.parametrize("direction", ["higher", "lower"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_best_are_those_that_a_sort_finds(tmp_path, direction, keep):
+    scores = [0.5, nan, 0.25, 0.75, 0.0, 1.0, nan, 0.3]
+    numbered = [(score, number) for number, score in enumerate(scores, 1) if score == score]
+    expected = [number for _, number in sorted(numbered, reverse=direction == "higher")[:keep]]
+    assert save_epochs(tmp_path, scores, direction, keep) == expected
+
+
+def test_an_equal_value_replaces_no_checkpoint(tmp_path):
+    assert save_epochs(tmp_path, [1.0, 1.0, 1.0], "lower", 1) == [1]
+
+
+def test_a_checkpoint_of_version_0_1_is_the_best_by_its_value(tmp_path):
+    """It does not name the metric, and its direction is that of the run."""
+    old = {"epoch": 1, "consumed": 0, "step": 1, "echo": 1.0, "best": 0.5}
+    (tmp_path / "checkpoints/best-000000001").mkdir(parents=True)
+    (tmp_path / "checkpoints/best-000000001/state.json").write_text(json.dumps({"progress": old}))
+    progress = Progress(**old)
+    progress.end_epoch("val/loss", 0.6, "lower")
+    assert not is_among_best(tmp_path, progress, 1)
+    progress.end_epoch("val/loss", 0.4, "lower")
+    assert is_among_best(tmp_path, progress, 1)
 
 
 def test_nothing_to_resume_is_a_fresh_start(tmp_path):
@@ -59,9 +131,8 @@ def test_nothing_to_resume_is_a_fresh_start(tmp_path):
 def test_only_the_newest_of_a_kind_stay(tmp_path):
     for step in (9, 10, 999_999_999, 1_000_000_000):
         save(tmp_path, "last", Progress(step=step), parts(step), order=ORDER)
-    save(tmp_path, "best", Progress(step=9), parts(), order=ORDER)
-    save(tmp_path, "best", Progress(step=12), parts(), order=ORDER)
-    assert names(tmp_path) == ["best-000000012", "last-1000000000", "last-999999999"]
+    checkpoint.save(tmp_path, "best", Progress(step=9), parts(), order=ORDER)
+    assert names(tmp_path) == ["best-000000009", "last-1000000000", "last-999999999"]
     assert resume(tmp_path, parts(), ORDER, CPU).step == 1_000_000_000  # by number, not by name
 
 
@@ -163,17 +234,46 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
-def test_another_model_is_refused(tmp_path):
-    save(tmp_path, "last", Progress(step=1), parts(width=3), order=ORDER)
-    with pytest.raises(UserError, match="does not fit this model and optimizer: .*size mismatch"):
-        resume(tmp_path, parts(width=4), ORDER, CPU)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(4, 2), "size mismatch for weight: .*"),
+        (nn.Linear(3, 2, bias=False), 'Unexpected key.s. in state_dict: "bias"[.]'),
+        (nn.ModuleDict({f"layer{n}": nn.Linear(3, 2) for n in range(99)}), 'Missing key.s. .*: "layer0.weight"'),
+    ],
+)
+def test_another_model_is_refused_in_one_short_line(tmp_path, model, message):
+    save(tmp_path, "last", Progress(step=1), parts(), order=ORDER)
+    other = {"model": model, "step": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(UserError, match=rf"last-000000001/model.pt does not fit: {message} see there$") as error:
+        resume(tmp_path, other, ORDER, CPU, hint="see there")
+    assert len(str(error.value)) - len(str(tmp_path)) < 250
+
+
+def test_another_optimizer_is_refused_in_one_short_line(tmp_path):
+    save(tmp_path, "last", Progress(step=1), parts(), order=ORDER)
+    other = parts()
+    other["step"] = torch.optim.AdamW([{"params": [weight]} for weight in other["model"].parameters()])
+    with pytest.raises(UserError, match="step.pt does not fit: loaded state dict has a different number of param"):
+        resume(tmp_path, other, ORDER, CPU)
+
+
+def test_a_part_that_only_the_resumed_run_has_begins_anew(tmp_path):
+    """train.ema may be switched on, and off, when a run is resumed."""
+    save(tmp_path, "last", Progress(step=1), parts(1.5), order=ORDER)
+    fresh = parts()
+    averaged = nn.Linear(3, 2)
+    before = averaged.weight.clone()
+    assert resume(tmp_path, fresh | {"ema": averaged}, ORDER, CPU).step == 1
+    assert value_of(fresh) == 1.5
+    assert torch.equal(averaged.weight, before)
 
 
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(tmp_path):
     save(tmp_path, "last", Progress(step=1, consumed=32), parts(), order=ORDER)
-    with pytest.raises(
-        UserError, match="saved inside an epoch whose order of rows depends on .*'seed': 0.* now .*'seed'"
-    ):
-        resume(tmp_path, parts(), ORDER | {"seed": 1}, CPU)
+    changed = ORDER | {"seed": 1, "weights": 3}
+    message = "order of rows depends on what has changed: run.seed was 0, is 1; weights was None, is 3. Resume with"
+    with pytest.raises(UserError, match=message):
+        resume(tmp_path, parts(), changed, CPU)
     save(tmp_path, "last", Progress(step=2, consumed=0), parts(), order=ORDER)
-    assert resume(tmp_path, parts(), ORDER | {"seed": 1}, CPU).step == 2
+    assert resume(tmp_path, parts(), changed, CPU).step == 2

@@ -1,21 +1,26 @@
 import errno
+import io
 import json
 import re
+import shutil
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu.telemetry import log as log_module
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.tags import FED, LOSS, POWER
+from fastgpu.telemetry.report import read_metrics
 
 
 def test_the_same_scalars_in_tensorboard_and_json_lines(tmp_path):
-    log = Log(tmp_path, planned_rows=100)
+    config = {"optim.lr": 0.1, "data.fields": {"a": "b"}, "train.compile": False}
+    log = Log(tmp_path, planned_rows=100, config=config)
     for step in (1, 2, 3):
         log.scalars(step, {"train/loss": 1 / step, "data/wait_pct": 0.5})
-    log.finish({"optim.lr": 0.1, "data.fields": {"a": "b"}, "train.compile": False}, {"val/loss": 0.25})
+    log.finish({"val/loss": 0.25})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["train/loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert all(line["time_s"] >= 0 for line in lines)
@@ -30,7 +35,7 @@ def test_a_point_holds_the_sums_of_its_interval(tmp_path):
     log = Log(tmp_path, planned_rows=100)
     interval = Throughput(seconds=2.0, wait_s=1.0, fresh_rows=3.0, trained_rows=6.0, steps=4)
     log.scalars(4, interval.scalars(), interval)
-    log.finish({}, {})
+    log.finish({})
     point = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert Throughput(*(point[name] for name in Throughput._fields)) == interval
     events = EventAccumulator(str(tmp_path))
@@ -41,7 +46,7 @@ def test_a_point_holds_the_sums_of_its_interval(tmp_path):
 def test_the_feed_ratio_is_the_speed_over_the_ceiling(tmp_path):
     log = Log(tmp_path, planned_rows=100, ceiling_rows_per_s=6400.0)
     log.scalars(1, {"train/trained_rows_per_s": 1600.0})
-    log.finish({}, {})
+    log.finish({})
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["data/feed_ratio"] == 0.25
 
 
@@ -49,7 +54,7 @@ def test_the_time_of_a_resumed_run_goes_on(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "time_s": 100.0, "x/y": 1.0}\n')
     log = Log(tmp_path, planned_rows=100)
     log.scalars(8, {"x/y": 1.0})
-    log.finish({}, {})
+    log.finish({})
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["time_s"] >= 100
 
 
@@ -58,38 +63,55 @@ def test_without_a_folder_nothing_happens(tmp_path, monkeypatch, capsys):
     log = Log(None, planned_rows=100)
     log.scalars(1, {"x/y": 1.0})
     log.progress(1, "text", important=True)
-    log.finish({}, {})
+    log.finish({})
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
 
 
-def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
+def test_points_that_a_resumed_run_trains_again_count_once(tmp_path):
+    """A run is killed at step 30, resumed from a checkpoint at step 20, and killed and resumed there again."""
     log = Log(tmp_path, planned_rows=100)
-    full = OSError(errno.ENOSPC, "No space left on device")
+    for step in (10, 20, 30):
+        log.scalars(step, {"train/loss": 1.0}, Throughput(seconds=1.0, steps=10))
+    log.finish({})
+    for loss in (2.0, 3.0):
+        log = Log(tmp_path, planned_rows=100, step=20)
+        for step in (25, 30, 35):
+            log.scalars(step, {"train/loss": loss}, Throughput(seconds=1.0, steps=5))
+        log.finish({})
+    points = read_metrics(tmp_path)
+    assert [(p["step"], p["train/loss"]) for p in points] == [(10, 1), (20, 1), (25, 3), (30, 3), (35, 3)]
+    assert [point["part"] for point in points] == [1, 1, 3, 3, 3]
+    assert all(before["time_s"] <= after["time_s"] for before, after in pairwise(points))
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(10, 1), (20, 1), (25, 3), (30, 3), (35, 3)]
+
+
+def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
+    log = Log(tmp_path, planned_rows=100, config={"log.to": []})
 
     def refuse(*_, **__):
-        raise full
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
-        patch.setattr(log._writer, "add_scalar", refuse)
         for step in range(3):
             log.scalars(step, {"x/y": 1.0})
     log.scalars(9, {"x/y": 1.0})  # the disk has room again
-    log.finish({}, {})
+    log.finish({})
     assert len(re.findall("warning: cannot write logs", capsys.readouterr().out)) == 1
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 9
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_a_folder_that_vanishes_does_not_stop_a_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     log = Log(tmp_path / "run", planned_rows=100)
-    log._writer.flush()  # its thread opens the file
-    for path in (tmp_path / "run").iterdir():
-        path.unlink()
-    (tmp_path / "run").rmdir()
     log.scalars(1, {"x/y": 1.0})
-    log.finish({}, {"x/y": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    log.scalars(1, {"x/y": 1.0})
+    log.finish({"x/y": 1.0})
     assert "training goes on" in capsys.readouterr().out
 
 
@@ -102,29 +124,43 @@ def test_where_there_is_no_terminal_lines_are_few(tmp_path, monkeypatch, capsys)
         log.progress(second, f"second {second}")
     log.progress(11, "epoch over", important=True)
     assert capsys.readouterr().out.splitlines() == ["second 5", "second 10", "epoch over"]
-    log.finish({}, {})
+    log.finish({})
 
 
-def test_charts_that_have_nothing_to_show_are_left_out(tmp_path, monkeypatch):
-    layouts = []
-    log = Log(tmp_path, planned_rows=100)
-    monkeypatch.setattr(log._writer, "add_custom_scalars", layouts.append)
-    for tags in (["data/wait_pct"], ["data/wait_pct"], ["gpu1/power_w", "train/loss"]):
-        log.scalars(1, dict.fromkeys(tags, 1.0))
-    charts = [list(layout["training"]) for layout in layouts]
-    assert charts == [[FED], [FED, LOSS, POWER]]
-    assert layouts[1]["training"][POWER] == ["Multiline", [r"(machine\d+/)?gpu\d+/power_w"]]
-    log.finish({}, {})
+class Terminal(io.StringIO):
+    """A terminal that remembers what was drawn."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("rows_per_step", [64, 64 / 3])
+def test_the_bar_moves_every_second_between_two_reports(tmp_path, monkeypatch, rows_per_step):
+    terminal = Terminal()
+    monkeypatch.setattr(log_module.sys, "stderr", terminal)
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    log = Log(tmp_path, planned_rows=round(300 * rows_per_step), config={"log.to": []})
+    for step in range(1, 301):  # thirty seconds without a report
+        now[0] += 0.1
+        log.count(rows_per_step)
+        assert log._bar.last_print_n >= round((step - 11) * rows_per_step)
+    assert 29 <= len(re.findall(r"\d+%\|", terminal.getvalue())) <= 31
+    assert log._bar.n == log._bar.total
+    log.progress(round(150 * rows_per_step), "loss 0.5")  # what the loop says is right
+    assert log._bar.n == log._bar.total / 2
+    assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
+    log.finish({})
 
 
 def test_an_input_bound_run_is_told_so_once(tmp_path, capsys):
     log = Log(tmp_path, planned_rows=100)
     for step, wait in enumerate([100, 40, 42, 41, 41, 90, 90]):  # the first is the start's
         log.scalars(step, {"data/wait_pct": float(wait)})
-    log.finish({}, {})
+    log.finish({})
     assert capsys.readouterr().out.count("warning: input-bound: 41 % of the time was spent waiting for data") == 1
     log = Log(tmp_path, planned_rows=100)
     for step, wait in enumerate([100, 0, 20, 3, 2, 90, 90]):
         log.scalars(step, {"data/wait_pct": float(wait)})
-    log.finish({}, {})
+    log.finish({})
     assert "input-bound" not in capsys.readouterr().out

@@ -1,54 +1,24 @@
 import json
 import re
-import subprocess
-import sys
-from itertools import pairwise
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from harness import ROOT
+from written_run import write_points, write_run
 
 from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 from fastgpu.telemetry.clock import Throughput
-from fastgpu.telemetry.report import feed_verdict, read_config, read_metrics, summary, table, verdicts, write_report
-
-VALUES = {
-    "train/loss": 0.5,
-    "data/wait_pct": 3.0,
-    "data/fresh_rows_per_s": 12_345.6,
-    "train/trained_rows_per_s": 24_691.2,
-    "host/cpu_user_pct": 12.0,
-    "gpu0/util_pct": 97.0,
-    "gpu0/util_min_pct": 80.0,
-    "gpu1/util_pct": 50.0,
-    "gpu0/sm_active_pct": 61.0,
-    "gpu0/power_w": 300.0,
-}
-
-
-def write_points(folder: Path, points: list[dict[str, float]]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-    return folder
-
-
-def write_run(folder: Path, n_points: int = 5) -> Path:
-    """A run's folder. The values of its tags rise a little from each point to the next."""
-    points = []
-    for number in range(n_points):
-        values = {tag: value * (1 + number / 1000) for tag, value in VALUES.items()}
-        points.append({"step": number, "time_s": 10.0 * number} | values)
-    points.append({"step": n_points, "time_s": 10.0 * n_points, "val/loss": 0.25, "val/top1_pct": 99.0})
-    write_points(folder, points)
-    (folder / "config.yaml").write_text("workload: images\ndata: {batch_size: 64}  # <b>&\nmodel: {width: 8}\n")
-    (folder / "run.json").write_text("{}")
-    return folder
-
-
-def svgs(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page)]
-
+from fastgpu.telemetry.page import write_report
+from fastgpu.telemetry.report import (
+    as_text,
+    best,
+    differing_settings,
+    differing_values,
+    feed_verdict,
+    read_config,
+    read_metrics,
+    summary,
+    table,
+    verdicts,
+)
 
 # ---------------------------------------------------------------------------------------------- the summary
 
@@ -80,6 +50,30 @@ def test_means_of_a_run_are_sums_over_sums():
     assert values["GPU energy, gpu0"] == pytest.approx((2 * 64 * 50 + 30 * 64 * 40 + 4 * 64) / trained_rows)
     assert values["GPU-Util, minimum, gpu0"] == 2
     assert values["GPU memory, peak of tensors, gpu0"] == 30
+
+
+def test_the_start_of_every_part_is_left_out_of_means():
+    parts = [(1, 9.0), (1, 1.0), (1, 2.0), (2, 9.0), (2, 3.0)]
+    points = [{"step": 1, "time_s": 1.0, "part": part, "seconds": 1.0, "data/wait_pct": wait} for part, wait in parts]
+    (row,) = summary(points)
+    assert row.value == pytest.approx((1 + 2 + 3) / 3)
+
+
+def test_a_run_without_points_or_with_a_cut_line_is_no_error(tmp_path):
+    assert table([]) == ""
+    assert verdicts(tmp_path, []) == []
+    path = write_run(tmp_path) / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    assert len(read_metrics(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(("direction", "step"), [("higher", 2), ("lower", 3)])
+def test_the_best_value_is_that_of_the_first_metric(direction, step):
+    points = [{"step": n, "val/a": value, "val/b": -value} for n, value in enumerate((2.0, 3.0, 5.0, 1.0))]
+    found = best(points, {"a": direction, "b": "higher"})
+    assert (found.metric, found.value, found.step) == ("a", points[step]["val/a"], step)
+    assert best(points, {}) is None
+    assert best([], {"a": direction}) is None
 
 
 def test_the_summary_has_every_gpu_and_the_last_validation(tmp_path):
@@ -116,7 +110,7 @@ def test_other_machines_are_named():
     ],
 )
 def test_a_verdict_in_one_line(wait_pct, util_pct, verdict):
-    assert feed_verdict(wait_pct, util_pct) == verdict
+    assert feed_verdict(wait_pct, util_pct).text == verdict
 
 
 def test_the_verdict_of_diagnose_is_shown_to_a_run_with_its_settings(tmp_path):
@@ -126,11 +120,11 @@ def test_the_verdict_of_diagnose_is_shown_to_a_run_with_its_settings(tmp_path):
     for name, identity in (("step", step_identity(config)), ("feed", feed_identity(config))):
         diagnosis[name] = identity
     (tmp_path / FILE).write_text(json.dumps(diagnosis))
-    assert verdicts(folder, read_metrics(folder)) == [feed_verdict(3.0, 97.0), "READ: the storage is slow"]
+    assert verdicts(folder, read_metrics(folder)) == [feed_verdict(3.0, 97.0).text, "READ: the storage is slow"]
     write_report(folder)
     assert "READ: the storage is slow" in (folder / "report.html").read_text()
     (folder / "config-2.yaml").write_text("workload: images\ndata: {batch_size: 32}\nmodel: {width: 8}\n")
-    assert verdicts(folder, read_metrics(folder)) == [feed_verdict(3.0, 97.0)]
+    assert verdicts(folder, read_metrics(folder)) == [feed_verdict(3.0, 97.0).text]
 
 
 def test_the_newest_config_counts(tmp_path):
@@ -142,83 +136,36 @@ def test_the_newest_config_counts(tmp_path):
     assert read_config(tmp_path / "none") == {}
 
 
-# ---------------------------------------------------------------------------------------------- the page
+# ---------------------------------------------------------------------------------------------- comparisons
 
 
-def test_the_page_is_one_file_with_every_chart_and_no_network(tmp_path):
-    folder = write_run(tmp_path / "a <b> run")
-    write_report(folder)
-    page = (folder / "report.html").read_text()
-    assert not re.search(r"https?://|<script|<link|src=", page)
-    assert "a &lt;b&gt; run" in page
-    assert "<b>" not in page
-    titles = re.findall("<h2>(.*?)</h2>", page)
-    assert titles == [
-        "data wait and GPU activity, %",
-        "rows per second",
-        "loss",
-        "GPU power, W",
-        "CPU, % of all CPUs",
-    ]
-    charts = dict(zip(titles, svgs(page), strict=True))
-    assert [len(chart.findall("polyline")) for chart in charts.values()] == [5, 2, 2, 1, 1]
-    for chart in charts.values():
-        for line in chart.findall("polyline"):
-            points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
-            assert all(70 <= x <= 860 and 10 <= y <= 176 for x, y in points)
-            assert all(before[0] < after[0] for before, after in pairwise(points))
+def test_only_settings_that_differ_are_compared(tmp_path):
+    runs = {}
+    for name, text in (("a", "data: {batch_size: 64, tier: disk}"), ("b", "data: {batch_size: 128, tier: disk, x: é}")):
+        runs[name] = write_run(tmp_path / name)
+        (runs[name] / "config.yaml").write_text(f"run: {{name: {name}}}\n{text}\n")
+    assert differing_settings(runs) == [["setting", "a", "b"], ["data.batch_size", "64", "128"], ["data.x", "-", '"é"']]
 
 
-def test_long_runs_are_thinned_out_and_keep_their_ends(tmp_path):
-    write_report(write_run(tmp_path, 5000))
-    charts = svgs((tmp_path / "report.html").read_text())
-    points = charts[0].find("polyline").get("points").split()
-    assert 300 < len(points) <= 600
-    assert points[-1].startswith("860.0,")
+def test_values_are_compared_as_sums_over_sums_with_their_spread(tmp_path):
+    intervals = {
+        "a": [Throughput(9, 9, 9, 9, 9), Throughput(1, 0, 100, 100, 1), Throughput(3, 0, 900, 900, 3)],
+        "b": [Throughput(9, 9, 9, 9, 9), Throughput(1, 0, 250, 500, 1)],
+    }
+    runs = {}
+    for name, each in intervals.items():
+        points = [{"step": n, "time_s": n} | i._asdict() | i.scalars() for n, i in enumerate(each)]
+        runs[name] = write_points(tmp_path / name, points)
+    runs["c"] = write_points(tmp_path / "c", [{"step": 0, "time_s": 0, "val/x": 2.0}])
+    lines = {line[0]: line[1:] for line in differing_values(runs)}
+    assert lines["fresh rows, rows/s"] == ["250 [100, 200, 300]", "250 = 1.00 x [250, 250, 250]", "-"]
+    assert lines["trained rows, rows/s"] == ["250 [100, 200, 300]", "500 = 2.00 x [500, 500, 500]", "-"]
+    assert lines["validation x"] == ["-", "-", "2 [2, 2, 2]"]
+    (runs["a"] / "run.json").write_text('{"metrics": {"x": "lower"}}')
+    assert "best" not in lines
+    (runs["c"] / "run.json").write_text('{"metrics": {"x": "lower"}}')
+    assert differing_values(runs)[1] == ["best", "-", "-", "x 2 at step 0"]
 
 
-@pytest.mark.parametrize("n_points", [0, 1])
-def test_short_runs_have_a_page(tmp_path, n_points):
-    write_report(write_run(tmp_path, n_points))
-    assert svgs((tmp_path / "report.html").read_text())
-
-
-def test_a_run_without_points_or_with_a_cut_line_is_no_error(tmp_path):
-    write_report(tmp_path)
-    assert not (tmp_path / "report.html").exists()
-    assert table([]) == ""
-    assert verdicts(tmp_path, []) == []
-    path = write_run(tmp_path) / "metrics.jsonl"
-    path.write_text(path.read_text()[:-20])
-    assert len(read_metrics(tmp_path)) == 5
-
-
-def test_a_page_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    write_run(tmp_path)
-    monkeypatch.setattr(Path, "write_text", refuse)
-    write_report(tmp_path)
-    assert "warning: cannot write" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["raise ValueError('a bug')", "raise SystemExit(2)", "log.finish({}, {})"])
-def test_however_a_run_ends_there_is_a_page(tmp_path, end):
-    script = f"""
-from pathlib import Path
-from fastgpu.telemetry.log import Log
-log = Log(Path({str(tmp_path)!r}), planned_rows=100)
-log.scalars(1, {{"train/loss": 0.5, "data/wait_pct": 1.0}})
-{end}
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False)
-    assert "<polyline" in (tmp_path / "report.html").read_text()
-
-
-def test_the_command_writes_the_page_of_a_run_that_was_killed(tmp_path):
-    command = [sys.executable, "-m", "fastgpu.telemetry.report", str(write_run(tmp_path / "a"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "<polyline" in (tmp_path / "a" / "report.html").read_text()
+def test_the_columns_of_a_table_are_aligned():
+    assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc  d"

@@ -1,6 +1,6 @@
 import json
-import os
 import re
+from math import nan
 from pathlib import Path
 
 import psutil
@@ -13,9 +13,8 @@ from torch import nn
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.telemetry import run as run_module
+from fastgpu.telemetry.checkpoint import best_first
 from fastgpu.telemetry.report import read_metrics
-from fastgpu.telemetry.run import make_folder
 
 
 @pytest.fixture
@@ -23,47 +22,8 @@ def model() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def make_checkpoint(path, step=1):
-    (path / "checkpoints" / f"last-{step:09d}").mkdir(parents=True)
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-# ---------------------------------------------------------------------------------------------- the folder
-
-
-def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module.time, "strftime", lambda _: "20260102-030405")
-    assert make_folder(str(tmp_path), "auto", False).name == "20260102-030405"
-    assert make_folder(str(tmp_path), "auto", False).name == "20260102-030405-2"
-    assert make_folder(str(tmp_path), "mine", False).name == "mine"
-    make_checkpoint(tmp_path / "mine")
-    with pytest.raises(UserError, match="run.name: .*mine holds a run; use run.resume=auto to continue it"):
-        make_folder(str(tmp_path), "mine", False)
-    assert make_folder(str(tmp_path), "mine", True).name == "mine"
-
-
-def test_resuming_takes_the_run_that_saved_last(tmp_path):
-    for number, name in enumerate(("b", "c", "a")):
-        make_checkpoint(tmp_path / name)
-        os.utime(tmp_path / name / "checkpoints" / "last-000000001", (number, number))
-    (tmp_path / "empty").mkdir()
-    assert make_folder(str(tmp_path), "auto", True).name == "a"
-
-
-def test_resuming_without_a_run_starts_one(tmp_path):
-    assert make_folder(str(tmp_path / "none"), "auto", True).is_dir()
-    assert make_folder(str(tmp_path), "mine", True).is_dir()
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
-        make_folder(str(tmp_path / "file"), "x", False)
-    with pytest.raises(UserError, match="run.folder: cannot write"):
-        make_folder(str(tmp_path), "x" * 300, False)
+def checkpoints(folder, kind=""):
+    return sorted(path.name for path in (folder / "checkpoints").glob(f"{kind}*"))
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with
@@ -146,6 +106,48 @@ def test_a_resumed_run_continues_where_it_was(tmp_path, model):
     with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
         progress = run.progress
         assert (progress.epoch, progress.step, progress.consumed, progress.best) == (1, 4, 0, 2.0)
+
+
+def test_the_best_checkpoints_are_kept_by_the_value_of_the_metric(tmp_path, model):
+    kept = []
+    with started_run(tmp_path, model, keep_best=2) as run:
+        for score in (3.0, 1.0, nan, 4.0, 2.0, 3.0):
+            train_epoch(run, model, score=score)
+            steps = [int(name.removeprefix("best-")) for name in checkpoints(tmp_path / "a", "best")]
+            kept.append([step // STEPS_PER_EPOCH for step in steps])
+    assert kept == [[1], [1, 2], [1, 2], [1, 4], [1, 4], [1, 4]]
+    values = {}
+    for path in best_first(tmp_path / "a"):
+        values[path.name] = json.loads((path / "state.json").read_text())["progress"]["score"]
+    assert list(values.items()) == [("best-000000016", 4.0), ("best-000000004", 3.0)]
+
+
+def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, model):
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model, score=nan)
+        assert checkpoints(tmp_path / "a", "best") == []
+        train_epoch(run, model, score=0.1)
+        assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+
+
+def test_any_metric_may_decide_which_checkpoint_is_the_best(tmp_path, model):
+    with started_run(tmp_path, model, best_metric="loss") as run:
+        for number, loss in enumerate((0.5, 0.3, 0.4)):
+            train_epoch(run, model, loss=loss, score=number)  # the score is the best in the last epoch
+    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+    message = "run.best_metric is accuracy; this workload has the metrics score, loss"
+    with pytest.raises(UserError, match=message), started_run(tmp_path, model, name="b", best_metric="accuracy"):
+        pass
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model, score=1000.0, loss=0.5)
+    with started_run(tmp_path, model, best_metric="loss", resume="auto") as run:
+        train_epoch(run, model, score=0.0, loss=0.6)
+        assert run.progress.best == 0.6
+    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

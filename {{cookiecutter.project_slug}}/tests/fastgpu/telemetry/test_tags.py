@@ -13,7 +13,7 @@ from fastgpu.telemetry.ceiling import FILE, step_identity
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
 from fastgpu.telemetry.report import read_metrics
-from fastgpu.telemetry.tags import EXPLANATIONS, TAGS, charts, find_tag, markdown_table
+from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def logged(tmp_path, monkeypatch) -> set[str]:
         train_epoch(run, model)
         run.finish()
     points = read_metrics(tmp_path / "a")
-    names = {name for point in points for name in point} - {"step", "time_s", *Throughput._fields}
+    names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)
     counters = machine_counters(["a"], Nvml())
@@ -73,14 +73,16 @@ def test_a_mean_over_the_run_is_weighted_by_a_sum_of_the_points():
     assert {tag.over_run for tag in TAGS} <= {*Throughput._fields, "minimum", "maximum", "last"}
 
 
-def test_the_lines_of_a_chart_have_one_unit():
-    for title, group in charts().items():
-        assert len({tag.unit.split(" ")[0] for tag in group}) == 1, title
-        assert all(tag.chart == title for tag in group)
+def test_the_lines_of_a_chart_have_one_unit(logged):
+    for title, names in charts(logged).items():
+        assert len({find_tag(name).unit.split(" ")[0] for name in names}) == 1, title
 
 
-def test_the_markdown_table_has_a_line_for_each_tag():
-    assert list(EXPLANATIONS) == [tag.name for tag in TAGS]
-    lines = markdown_table().splitlines()
-    assert [re.match(r"\| `(.*?)`", line)[1] for line in lines[2:]] == [tag.name for tag in TAGS]
-    assert {line.count("|") for line in lines} == {5}
+def test_every_metric_is_in_a_chart():
+    names = ["val/top5_pct", "val/loss", "val/recall_at_20", "val/top1_pct", "val/mse", "train/lr"]
+    assert charts(names) == {
+        "loss": ["val/loss"],
+        METRICS_PCT: ["val/top5_pct", "val/top1_pct"],
+        "validation recall_at_20": ["val/recall_at_20"],
+        "validation mse": ["val/mse"],
+    }

@@ -6,7 +6,11 @@ from harness import needs_gpu, no_host_sync
 
 from fastgpu.training.augment import (
     color_jitter,
+    crop,
     cutout,
+    draw_corners,
+    draw_flips,
+    flip,
     mixup,
     random_boxes,
     random_crop,
@@ -116,6 +120,90 @@ def test_mixup_blends_images_and_targets_alike():
     assert 0.6 < largest.mean() < 0.9  # Beta(1, 1) is uniform: the larger share is 3/4 in the mean
     largest = mixup(x, torch.eye(64), 0.05, rng())[1].max(1).values
     assert (largest > 0.9).float().mean() > 0.7
+
+
+# ---------------------------------------------------------------------------------------------- other dtypes, masks
+
+
+def images_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Images of any dtype: integers over their whole range, floats from a normal distribution."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=rng(0)).to(dtype)
+    return torch.randint(0, torch.iinfo(dtype).max + 1, shape, generator=rng(0)).to(dtype)
+
+
+OTHER_DTYPES = [torch.uint16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+def test_pixels_of_every_dtype_are_moved_as_they_are(dtype):
+    x = images_of(dtype, 16, 3, 6, 9)
+    fill = x[0, :, 0, 0]
+    moves = {
+        "crop": lambda x: random_crop(x, 2, rng()),
+        "flip": lambda x: random_flip(x, rng()),
+        "cutout": lambda x: cutout(x, 4, fill.to(x.dtype), rng()),
+    }
+    for name, move in moves.items():
+        out = move(x)
+        assert out.dtype == dtype, name
+        assert not torch.equal(out, x), name
+        assert torch.equal(out.double(), move(x.double())), name
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+def test_blended_pixels_of_every_dtype_are_those_of_floats(dtype):
+    x = images_of(dtype, 16, 3, 6, 9)
+    half_step = 1e-3 if dtype.is_floating_point else 0.52
+    blends = {
+        "resized": lambda x: random_resized_crop(x, 0.3, rng()),
+        "mixup": lambda x: mixup(x, torch.eye(16), 0.4, rng())[0],
+    }
+    for name, blend in blends.items():
+        out = blend(x)
+        assert out.dtype == dtype, name
+        torch.testing.assert_close(out.float(), blend(x.float()), rtol=1e-3 * dtype.is_floating_point, atol=half_step)
+
+
+def test_color_jitter_of_two_bytes_is_that_of_one():
+    x = images(16, 3, 5, 6)
+    out = color_jitter(x.to(torch.int32).mul(257).to(torch.uint16), 0.4, rng())
+    assert out.dtype == torch.uint16
+    assert (out.float() / 257 - color_jitter(x, 0.4, rng()).float()).abs().max() <= 0.51
+
+
+def test_color_jitter_refuses_floats():
+    with pytest.raises(TypeError):
+        color_jitter(torch.rand(2, 3, 4, 4), 0.4, rng())
+
+
+def test_images_and_masks_move_alike():
+    x = images(32, 1, 6, 9) // 2 + 1  # 1 to 128: other than what they are padded with
+    corners = draw_corners(32, 3, rng())
+    is_flipped = draw_flips(32, rng())
+    image = flip(crop(x, 3, corners), is_flipped)
+    mask = flip(crop(x, 3, corners, fill=255), is_flipped)
+    assert torch.equal(mask == 255, image == 0)
+    assert torch.equal(mask[mask != 255], image[image != 0])
+    assert (mask == 255).any()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+def test_a_gpu_moves_pixels_of_every_dtype_as_a_cpu_does(dtype):
+    x = images_of(dtype, 16, 3, 6, 9)
+    corners = draw_corners(16, 2, rng())
+    is_flipped = draw_flips(16, rng())
+    moved = flip(crop(x.cuda(), 2, corners.cuda()), is_flipped.cuda())
+    assert torch.equal(moved.cpu().double(), flip(crop(x, 2, corners), is_flipped).double())
+    generator = torch.Generator("cuda")
+    for out in (
+        random_resized_crop(x.cuda(), 0.3, generator),
+        cutout(x.cuda(), 4, x.cuda()[0, :, 0, 0], generator),
+        mixup(x.cuda(), torch.eye(16, device="cuda"), 0.4, generator)[0],
+    ):
+        assert out.dtype == dtype
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from fastgpu.storage.images import Preprocessing, decode
+from fastgpu.storage.images import IGNORED_CLASS, Preprocessing, decode, decode_pair, looks_like_nhwc
 
 
 def pixels(height: int = 30, width: int = 40) -> np.ndarray:
@@ -82,3 +82,66 @@ def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
 @pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "pad", (5, 6))])
 def test_preprocessing_comes_back_from_json(value):
     assert Preprocessing.from_json(value.to_json()) == value
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "expected"),
+    [
+        ((32, 32, 3), True),
+        ((48, 48, 1), True),
+        ((8, 8, 4), True),
+        ((3, 32, 32), False),
+        ((1, 28, 28), False),
+        ((3, 1, 4), False),
+        ((12, 32, 32), False),
+        ((32, 3), False),
+    ],
+)
+def test_images_with_channels_last_are_recognised(row_shape, expected):
+    assert looks_like_nhwc(row_shape) == expected
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize(
+    "preprocessing",
+    [
+        Preprocessing(),
+        Preprocessing((15, 20)),
+        Preprocessing((10, 40)),
+        Preprocessing((15, 15), "exact"),
+        Preprocessing((30, 30), "pad"),
+        Preprocessing((20, 10), crop=(24, 12)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["L", "P", "I;16"])
+def test_a_mask_stays_on_its_image(preprocessing, mode):
+    image = np.zeros((30, 40, 3), np.uint8)
+    image[6:18, 4:24] = 200  # an object, and its class below
+    values = np.where(image[:, :, 0] > 0, 7, 0)
+    mask = Image.fromarray(values.astype(np.uint16 if mode == "I;16" else np.uint8))
+    if mode == "P":
+        mask.putpalette(list(range(255, -1, -1)) * 3)
+    found_CHW, mask_HW = decode_pair(encoded(Image.fromarray(image)), encoded(mask), preprocessing)
+    np.testing.assert_array_equal(found_CHW, decode(encoded(Image.fromarray(image)), preprocessing))
+    assert mask_HW.dtype == np.uint8
+    assert mask_HW.shape == found_CHW.shape[1:]
+    is_padded = mask_HW == IGNORED_CLASS
+    assert is_padded.any() == (preprocessing.resize == "pad")
+    assert set(np.unique(mask_HW[~is_padded]).tolist()) == {0, 7}
+    is_sure = np.isin(found_CHW[0], (0, 200))  # the border of the object is blurred
+    np.testing.assert_array_equal(mask_HW[is_sure & ~is_padded] == 7, found_CHW[0][is_sure & ~is_padded] == 200)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (Image.new("RGB", (40, 30)), "its mask has the mode RGB; allowed are grey values or a palette"),
+        (Image.new("L", (30, 40)), "its mask has 40x30 pixels, the image 30x40"),
+        (Image.fromarray(np.full((30, 40), 256, np.uint16)), "its mask has the mode I;16"),
+    ],
+)
+def test_what_is_no_mask_is_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        decode_pair(encoded(Image.fromarray(pixels())), encoded(mask), Preprocessing())

@@ -1,7 +1,7 @@
 """Writes the results of a benchmark and its machine: bench/results/<what>_<hardware>_<yyyymm>.json, and a page (.md).
 
-python bench/report.py            update the table in bench/README.md from the newest results
-python bench/report.py --check    change nothing; exit with 1 if bench/README.md does not show the newest results
+python bench/publish.py            update the table in bench/README.md from the newest results
+python bench/publish.py --check    change nothing; exit with 1 if bench/README.md does not show the newest results
 
 The table "targets" of a benchmark goes to bench/README.md. Its columns: what, measured, required / goal.
 """
@@ -180,7 +180,7 @@ def main() -> None:
     old = README.read_text()
     new = insert(old, targets())
     if args.check and new != old:
-        sys.exit("error: bench/README.md does not show the newest results; run python bench/report.py")
+        sys.exit("error: bench/README.md does not show the newest results; run python bench/publish.py")
     if new != old:
         README.write_text(new)
 

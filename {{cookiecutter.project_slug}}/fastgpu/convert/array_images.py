@@ -1,0 +1,69 @@
+"""Images in arrays as rows that can be trained on: channels first, and bytes if that is wanted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fastgpu.convert.array_files import Columns, LazyColumn
+from fastgpu.process.launch import UserError
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.images import looks_like_nhwc
+
+
+def prepare_images(
+    columns: Columns, layout: str | None, byte_range: tuple[float, float] | None, *, clip: bool
+) -> Columns:
+    """Fields (N, H, W, C), and `images` (N, H, W), become (N, C, H, W); `labels` (N, 1) become (N,). It is printed.
+
+    The rows are computed when they are read. layout: `nhwc` or `nchw`; None raises UserError if the channels seem to be
+    last. byte_range: the values of images that become 0 and 255; what lies between is rounded. clip: values outside of
+    it become 0 or 255, too, instead of an error.
+    """
+    prepared = dict(columns)
+    has_images = False
+    for name, column in columns.items():
+        shape: tuple[int, ...] = () if isinstance(column, RaggedArray) else column.shape
+        if name == "labels" and len(shape) == 2 and shape[1] == 1 and column.dtype.kind in "bui":
+            prepared[name] = _convert(column, shape[:1], column.dtype, lambda rows: rows[:, 0])
+        elif name == "images" and len(shape) == 3:
+            prepared[name] = _convert(column, (shape[0], 1, *shape[1:]), column.dtype, lambda rows: rows[:, None])
+        elif len(shape) == 4 and layout == "nhwc":
+            new_shape = (shape[0], shape[3], *shape[1:3])
+            prepared[name] = _convert(column, new_shape, column.dtype, lambda rows: rows.transpose(0, 3, 1, 2))
+        elif layout is None and looks_like_nhwc(shape[1:]):
+            raise UserError(
+                f"{name} is {shape}, which looks like (N, H, W, C); --layout nhwc writes it as (N, C, H, W), and "
+                "--layout nchw as it is"
+            )
+        if prepared[name] is not column:
+            print(f"{name} {shape} are written as {prepared[name].shape}")
+        if shape and len(prepared[name].shape) == 4:
+            has_images = True
+            if byte_range:
+                prepared[name] = _to_bytes(name, prepared[name], byte_range, clip)
+    if not has_images and (layout or byte_range):
+        raise UserError(f"--layout and --to are for images (N, C, H, W), but the fields are {', '.join(columns)}")
+    return prepared
+
+
+def _to_bytes(name: str, column: Any, byte_range: tuple[float, float], clip: bool) -> LazyColumn:
+    low, high = byte_range
+
+    def convert(rows: np.ndarray) -> np.ndarray:
+        values = rows.astype(np.float64)
+        if clip:
+            values = np.clip(values, low, high)
+        is_outside = ~((values >= low) & (values <= high))  # of NaN, too
+        if is_outside.any():
+            cure = "" if clip else "; give another --range, or --clip"
+            raise UserError(f"{name} has the value {values[is_outside][0]:g}, outside of {low:g} to {high:g}{cure}")
+        return np.rint((values - low) * (255 / (high - low))).astype(np.uint8)
+
+    return _convert(column, column.shape, np.dtype(np.uint8), convert)
+
+
+def _convert(
+    column: Any, shape: tuple[int, ...], dtype: np.dtype, convert: Callable[[np.ndarray], np.ndarray]
+) -> LazyColumn:
+    return LazyColumn(shape, dtype, lambda rows: convert(column[rows]))

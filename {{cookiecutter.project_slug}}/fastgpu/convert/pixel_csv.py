@@ -1,0 +1,142 @@
+"""CSV files whose rows are images: a column for each pixel (MNIST), or one column of numbers with spaces (FER2013)."""
+
+import csv
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import isqrt, prod
+from pathlib import Path
+
+import numpy as np
+
+from fastgpu.convert.image_files import Listing
+from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
+from fastgpu.convert.splits import group_splits
+from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels, read_word, report_unused
+from fastgpu.process.launch import UserError
+from fastgpu.rows.field import Field
+
+PIXEL_COLUMN = re.compile(r"(pixel|px|p)?[ _]?\d+([x_]\d+)?", re.IGNORECASE)
+"""Names of the columns of pixels, such as pixel0, px_17 and 1x28."""
+
+
+class PixelFile:
+    """The pixels of a CSV file. Only the place of each line is kept in memory."""
+
+    def __init__(self, path: Path, delimiter: str | None):
+        self.path = path
+        self._file = path.open("rb")
+        header = self._file.readline().decode("utf-8-sig")
+        self._delimiter = choose_delimiter(header, delimiter)
+        self.header = self._parse(header)
+        self._borders = [0, self._file.tell()]  # line n lies between the borders n - 1 and n
+        self._columns: list[int] = []
+        self.shape: tuple[int, ...] = ()
+
+    def scan(self) -> Iterator[tuple[int, list[str]]]:
+        """(number, fields) of each line below the header."""
+        for number, line in enumerate(self._file, 2):
+            self._borders.append(self._borders[-1] + len(line))
+            if line.strip():
+                fields = self._parse(line.decode())
+                if len(fields) != len(self.header):
+                    raise UserError(
+                        f"{self.path}:{number}: {len(fields):,} columns; its header has {len(self.header):,}"
+                    )
+                yield number, fields
+
+    def choose_columns(self, fields: Sequence[str], others: Sequence[str], shape: tuple[int, ...] | None) -> None:
+        """Find the columns of pixels and their shape. fields: of the first row. others: columns that are not pixels."""
+        places = [place for place, name in enumerate(self.header) if name not in others]
+        packed = [place for place in places if re.fullmatch(r"\d+(\s+\d+)+", fields[place].strip())]
+        named = [place for place in places if PIXEL_COLUMN.fullmatch(self.header[place])]
+        self._columns = packed[:1] or named or places
+        n_pixels = len(self._numbers(fields))
+        side = isqrt(n_pixels)
+        self.shape = shape or (1, side, side)
+        if prod(self.shape) != n_pixels:
+            given = f"but --shape has {prod(shape):,}" if shape else "which is no square; give --shape CxHxW"
+            raise UserError(f"{self.path} has {n_pixels:,} pixels in its first row, {given}")
+        if shape is None:
+            print(f"{n_pixels:,} pixels in a row are taken for 1x{side}x{side} (--shape)")
+
+    @property
+    def other_columns(self) -> list[str]:
+        """Names of the columns that are not pixels."""
+        return [name for place, name in enumerate(self.header) if place not in set(self._columns)]
+
+    def read(self, line: int) -> np.ndarray:
+        """The pixels of a line, uint8 (C, H, W). Thread-safe. Raises BrokenRowError if they are not 0 to 255."""
+        start, stop = self._borders[line - 1 : line + 1]
+        fields = self._parse(os.pread(self._file.fileno(), stop - start, start).decode())
+        try:
+            values = self._numbers(fields)
+        except ValueError:
+            raise BrokenRowError(f"{self.path}:{line}: the pixels are not whole numbers") from None
+        if len(values) != prod(self.shape):
+            raise BrokenRowError(f"{self.path}:{line}: {len(values):,} pixels, but --shape has {prod(self.shape):,}")
+        if values.min() < 0 or values.max() > 255:
+            value = values[(values < 0) | (values > 255)][0]
+            raise BrokenRowError(f"{self.path}:{line}: a pixel is {value}; allowed are 0 to 255")
+        return values.astype(np.uint8).reshape(self.shape)
+
+    def _parse(self, line: str) -> list[str]:
+        return next(csv.reader([line], delimiter=self._delimiter), [])
+
+    def _numbers(self, fields: Sequence[str]) -> np.ndarray:
+        return np.fromstring(" ".join(fields[place] for place in self._columns), np.int64, sep=" ")
+
+
+def list_pixels(
+    file: PixelFile, *, label: str | None, split_by: str | None, shape: tuple[int, ...] | None, n_classes: int | None
+) -> Listing:
+    """The lines and labels of a CSV of pixels.
+
+    label: its column. None: the one column that is neither pixels nor split_by. shape: (C, H, W). None: a square.
+    """
+    path = file.path
+    if file.header and all(name.strip().lstrip("-").isdecimal() for name in file.header):
+        raise UserError(f"{path} has numbers in its first line, which should name the columns: label,pixel0,pixel1,...")
+    named = [name for name in (label, split_by) if name]
+    check_columns(path, file.header, named, "choose with --label and --split-by")
+    lines: list[int] = []
+    words: dict[str, list[str]] = {}
+    for line, fields in file.scan():
+        if not lines:
+            file.choose_columns(fields, named, shape)
+            labels = [label] if label else [name for name in file.other_columns if name != split_by]
+            if len(labels) != 1:
+                raise UserError(
+                    f"{path} has the columns {', '.join(labels) or 'of pixels alone'}; name that of the labels with "
+                    "--label, and that of the splits with --split-by"
+                )
+            words = {name: [] for name in (*labels, *([split_by] if split_by else []))}
+            places = {name: file.header.index(name) for name in words}
+            report_unused(file.other_columns, words)
+        for name, place in places.items():
+            words[name].append(read_word(path, line, name, fields[place]))
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{path} has no rows below its header")
+    splits = group_splits(path, words.pop(split_by), lines) if split_by else {}
+    parsed, attributes = parse_labels(path, words, lines, n_classes)
+    return Listing(str(path), (), parsed, attributes, lines, splits=splits)
+
+
+class PixelRows(DecodedRows):
+    """Rows `images`, uint8 (N, C, H, W), and `labels` of a CSV of pixels."""
+
+    def __init__(self, file: PixelFile, listing: Listing, on_error: OnError):
+        assert listing.labels is not None
+        super().__init__(listing.source, len(listing.lines), {"labels": listing.labels}, on_error=on_error)
+        self.attributes = listing.attributes
+        self.fields = {
+            "images": Field(np.dtype(np.uint8), file.shape),
+            "labels": Field(listing.labels.dtype, listing.labels.shape[1:]),
+        }
+        self._file = file
+        self._lines = listing.lines
+
+    def decode(self, row: int) -> Mapping[str, np.ndarray]:
+        """The image. Thread-safe. Raises BrokenRowError with the line if it is not one."""
+        return {"images": self._file.read(self._lines[row])}

@@ -1,0 +1,152 @@
+"""CSV files: which character separates the columns, and what the labels are: classes, attributes or targets."""
+
+import csv
+import re
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastgpu.convert.reading import explain_errors, list_first
+from fastgpu.process.launch import UserError
+
+DELIMITERS = (",", ";", "\t")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+WHOLE_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+MAX_UNUSED_CLASSES = 1000
+"""Class numbers without a row. If there are more, the labels are likely not class numbers."""
+
+
+def choose_delimiter(header: str, delimiter: str | None) -> str:
+    """`delimiter` if it is given, otherwise the one that is most frequent in the header. Prints a guess but a comma."""
+    if delimiter:
+        return "\t" if delimiter in ("\\t", "tab") else delimiter
+    guess = max(DELIMITERS, key=header.count)
+    if guess != ",":
+        print(f"the columns are separated by {guess!r} (--delimiter)")
+    return guess
+
+
+def check_columns(path: Path, present: Sequence[str], wanted: Sequence[str], cure: str) -> None:
+    """Raise UserError if the header does not have all `wanted` columns, each once."""
+    for name in wanted:
+        if present.count(name) != 1:
+            problem = "no column" if name not in present else f"{present.count(name)} columns named"
+            raise UserError(f"{path} has {problem} {name}; it has {list_first(present) or 'none'}; {cure}")
+
+
+def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tuple[dict[str, list[str]], list[int]]:
+    """({column: words}, the line of each row) of a CSV file with a header. Raises UserError if a value is missing."""
+    columns: dict[str, list[str]] = {name: [] for name in wanted}
+    lines = []
+    with explain_errors(path, "a CSV file of UTF-8 text"), path.open(newline="", encoding="utf-8-sig") as file:
+        separator = choose_delimiter(file.readline(), delimiter)
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=separator)
+        check_columns(path, list(reader.fieldnames or []), wanted, "name those to read with --columns PATH,LABEL")
+        report_unused(reader.fieldnames or [], wanted)
+        for entry in reader:
+            for name, words in columns.items():
+                words.append(read_word(path, reader.line_num, name, entry[name]))
+            lines.append(reader.line_num)
+    if not lines:
+        raise UserError(f"{path} has no rows below its header")
+    return columns, lines
+
+
+def report_unused(present: Sequence[str], used: Container[str]) -> None:
+    """Print the columns that are not used: one of them may say the split."""
+    unused = [name for name in present if name not in used]
+    if unused:
+        print(f"columns that are not used: {list_first(unused)}")
+
+
+def read_word(path: Path, line: int, column: str, text: str | None) -> str:
+    """A value of a column. Raises UserError if it is missing."""
+    word = (text or "").strip()
+    if not word:
+        raise UserError(f"{path}:{line}: {column} is missing")
+    return word
+
+
+def parse_labels(
+    path: Path, columns: Mapping[str, Sequence[str]], lines: Sequence[int], n_classes: int | None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """(labels, attributes) of one or more columns of text:
+
+        one column of whole numbers or of names     classes, int64 (N,), and `class_names`
+        several columns of 0 and 1, or of -1 and 1  attributes, uint8 (N, K), and their names as `class_names`
+        decimals in any of the columns              targets, float32 (N,) or (N, K)
+
+    n_classes: number of classes, if some of the numbers do not occur. Raises UserError with the line of a label that
+    does not fit.
+    """
+    kinds = {name: _find_kind(path, name, words, lines) for name, words in columns.items()}
+    names = list(columns)
+    for name, words in columns.items():
+        if kinds[name] == "name" and len(names) > 1:
+            raise UserError(
+                f"{path}:{lines[0]}: {name} is {words[0]!r}; several columns of labels should be numbers: 0 and 1 for "
+                "attributes, decimals for targets"
+            )
+    if "decimal" in kinds.values():
+        if n_classes:
+            raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")
+        targets = np.array([[float(word) for word in words] for words in columns.values()], np.float32).T
+        return np.ascontiguousarray(targets[:, 0] if len(names) == 1 else targets), {}
+    if len(names) > 1:
+        attributes = [_parse_attribute(path, name, words, lines) for name, words in columns.items()]
+        return np.stack(attributes, axis=1), {"class_names": names}
+    (words,) = columns.values()
+    if kinds[names[0]] == "name":
+        classes, numbers = np.unique(words, return_inverse=True)
+        if n_classes and len(classes) > n_classes:
+            raise UserError(f"--classes is {n_classes}, but {path} names {len(classes)} classes")
+        return numbers.astype(np.int64), {"class_names": classes.tolist()}
+    return _parse_classes(path, [int(word) for word in words], lines, n_classes)
+
+
+def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]) -> str:
+    """`whole`, `decimal` or `name`. Raises UserError if numbers and names are mixed."""
+    is_number = [NUMBER.fullmatch(word) is not None for word in words]
+    if all(is_number):
+        return "whole" if all(WHOLE_NUMBER.fullmatch(word) for word in words) else "decimal"
+    odd = is_number.index(False)
+    if any(is_number):
+        number = is_number.index(True)
+        raise UserError(
+            f"{path}:{lines[odd]}: {name} is {words[odd]!r}, but {words[number]} in line {lines[number]}; give numbers "
+            f"only, or names only (such as class_{words[number]})"
+        )
+    if re.fullmatch(r"[+-]?\d+,\d+", words[odd]):
+        raise UserError(f"{path}:{lines[odd]}: {name} is {words[odd]}; write decimals with a point")
+    return "name"
+
+
+def _parse_attribute(path: Path, name: str, words: Sequence[str], lines: Sequence[int]) -> np.ndarray:
+    values = [int(word) for word in words]
+    allowed = (-1, 1) if -1 in values else (0, 1)
+    for line, value in zip(lines, values, strict=True):
+        if value not in allowed:
+            raise UserError(
+                f"{path}:{line}: {name} is {value}; several columns of labels are attributes: {allowed[0]} or 1 (for "
+                "targets, write decimals such as 2.0)"
+            )
+    return np.array([value == 1 for value in values], np.uint8)
+
+
+def _parse_classes(
+    path: Path, numbers: Sequence[int], lines: Sequence[int], n_classes: int | None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    if not n_classes:
+        n_classes = max(0, *numbers) + 1
+        if n_classes > len(numbers) + MAX_UNUSED_CLASSES:
+            raise UserError(
+                f"{path}:{lines[numbers.index(n_classes - 1)]}: label {n_classes - 1} makes {n_classes:,} classes of "
+                f"{len(numbers):,} rows; for targets, write decimals such as 2.0; otherwise give --classes"
+            )
+    for line, number in zip(lines, numbers, strict=True):
+        if not 0 <= number < n_classes:
+            raise UserError(f"{path}:{line}: label {number} is out of range; allowed are 0 to {n_classes - 1}")
+    return np.array(numbers, np.int64), {"class_names": [str(number) for number in range(n_classes)]}

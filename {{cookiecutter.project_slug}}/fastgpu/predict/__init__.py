@@ -1,0 +1,23 @@
+"""Uses a trained model: predictions, metrics of a labelled file, export. Used by predict.py only.
+
+Nothing else imports this room: delete `fastgpu/predict`, `predict.py`, `tests/test_predict.py` and
+`tests/fastgpu/predict` if you do not need it. A checkpoint holds the model (fastgpu/telemetry/model_files.py); in a
+program of your own, with the folder of this project on sys.path, load it with
+
+    import torch
+    from fastgpu.predict.model import load_model
+
+    model, workload, card = load_model("runs/first/checkpoints/best-000000440")
+    print(card["attributes"]["class_names"], card["metrics"])
+    logits = model(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))  # rows as they lie in the training file
+
+or, without the project, with your own code of the network:
+
+    card = json.load(open("model.json"))
+    safetensors.torch.load_model(my_network(**card["options"]), "model.safetensors")
+
+    model.py    finds a checkpoint, and builds and fills its model
+    inputs.py   HDF5 files, arrays or image files as rows, and the pools that the model takes them from
+    output.py   predictions as CSV or JSON lines
+    export.py   the model as a program for torch.export or ONNX
+"""

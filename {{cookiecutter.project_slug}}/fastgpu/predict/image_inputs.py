@@ -1,0 +1,112 @@
+"""Image files as rows, decoded in the reader threads by the code that decoded the training images."""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from fastgpu.process.launch import RankError, UserError, warn
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
+from fastgpu.storage.images import Preprocessing, decode, format_size
+
+REASONS: dict[type[Exception], str] = {
+    FileNotFoundError: "does not exist",
+    UnidentifiedImageError: "is not an image that Pillow knows",
+}
+
+
+def open_images(
+    paths: Sequence[str], preprocessing: str | None, fields: Mapping[str, Field], on_error: str
+) -> "ImageFiles":
+    """Image files, folders of them at any depth, and globs, in this order.
+
+    preprocessing: the attribute of the training file. None: the images must have the size of the training images.
+    Raises UserError if the model does not take images of 8 bits in 1 or 3 channels, or if there are no files.
+    """
+    ((name, field),) = fields.items()
+    channels = field.shape[0] if len(field.shape) == 3 else 1
+    if field.dtype != np.uint8 or len(field.shape) not in (2, 3) or channels not in (1, 3):
+        raise UserError(f"the model takes {name}, {field}, not image files; give a .npy or an HDF5 file")
+    files = list(_list_files(paths))
+    if not files:
+        raise UserError(f"{', '.join(paths)}: no image files")
+    if channels == 1:
+        warn("the model takes one channel: colors become grey (ITU-R 601)")
+    prepared = Preprocessing.from_json(preprocessing) if preprocessing else None
+    return ImageFiles(files, fields, preprocessing=prepared, on_error=on_error)
+
+
+def _list_files(paths: Sequence[str]) -> Iterator[str]:
+    suffixes = set(Image.registered_extensions())
+    n_ignored = 0
+    for path in paths:
+        is_glob = glob.has_magic(path) and not Path(path).exists()
+        found = sorted(glob.glob(path, recursive=True)) if is_glob else [path]  # noqa: PTH207 (absolute patterns)
+        for each in found:
+            if not Path(each).is_dir():
+                yield each
+                continue
+            for parent, folders, names in os.walk(each, followlinks=True):
+                folders.sort()
+                for name in sorted(names):
+                    if Path(name).suffix.lower() in suffixes and not name.startswith("."):
+                        yield str(Path(parent) / name)
+                    else:
+                        n_ignored += 1
+    if n_ignored:
+        warn(f"files that are left out, because by their names they are not images: {n_ignored:,}")
+
+
+class ImageFiles(Source):
+    """Rows of one field, uint8 (C, H, W) or (H, W). Each file is a block.
+
+    With on_error=skip, `read` adds a broken image to `failed` and leaves its place undefined.
+    """
+
+    def __init__(
+        self, files: Sequence[str], fields: Mapping[str, Field], *, preprocessing: Preprocessing | None, on_error: str
+    ):
+        self.name = "INPUT"
+        self.files = files
+        self.failed: dict[int, str] = {}
+        """{row: why it cannot be read}"""
+        self.fields = dict(fields)
+        self.attributes = {}
+        self.block_rows = np.ones(len(files), np.int32)
+        self._preprocessing = preprocessing
+        self._on_error = on_error
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def column(self, name: str) -> np.ndarray:
+        """Raises KeyError: images are not in memory."""
+        raise KeyError(name)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
+        """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
+        ((name, field),) = self.fields.items()
+        for row, _, (place,) in reads:
+            try:
+                out[name][place] = self._decode(self.files[row], field.shape)
+            except Exception as error:  # a decoder may raise anything for damaged bytes
+                reason = REASONS.get(type(error), f"cannot be used: {error}")
+                if self._on_error == "stop":
+                    raise RankError(f"{self.files[row]} {reason}; --on-error skip goes on without it") from None
+                self.failed[row] = reason
+
+    def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
+        with Path(path).open("rb") as file:
+            image_CHW = decode(file, self._preprocessing or Preprocessing())
+        if image_CHW.shape[1:] != shape[-2:]:
+            raise ValueError(
+                f"it has {format_size(image_CHW.shape[1:])} pixels, the model takes {format_size(shape[-2:])}, and its "
+                "training file does not say how images were resized: resize them in the same way first"
+            )
+        if shape[0] == 3 and len(shape) == 3:
+            return image_CHW
+        return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(shape)

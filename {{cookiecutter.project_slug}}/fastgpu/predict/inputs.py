@@ -1,0 +1,139 @@
+"""HDF5 files, arrays or image files as rows, and the pools that the model takes them from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fastgpu.feed.prefetch import Prefetcher
+from fastgpu.feed.sizes import choose_readers
+from fastgpu.feed.tiers import pool_capacity
+from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
+from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.field import Field
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.file import not_found
+from fastgpu.storage.hdf5 import open_file, open_group
+from fastgpu.storage.store import expand, open_store
+
+OnError = Literal["stop", "skip"]
+"""What is done with a broken image: stop, or write the reason in place of the prediction."""
+POOL_BYTES = 64 << 20
+"""Size of a pool. Three of them are in memory."""
+HDF5_SUFFIXES = (".h5", ".hdf5")
+ARRAY_SUFFIXES = (".npy", ".npz")
+
+
+class Inputs(NamedTuple):
+    """Rows to predict."""
+
+    source: Source
+    files: Sequence[str] = ()
+    """The image file of each row; empty if the rows have numbers only."""
+    failed: dict[int, str] | None = None
+    """{row: why it cannot be read}, filled while rows are read. None: a broken row ends the program."""
+
+
+def open_inputs(
+    paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[str, Field], on_error: OnError
+) -> Inputs:
+    """The rows to predict. They have all `fields`, of the shape and type that the model was trained on.
+
+    paths: HDF5 files (`file.h5::/group` and globs, too), one .npy or .npz file, or image files, folders and globs.
+    card: the content of model.json. Raises UserError if the inputs do not fit.
+    """
+    kinds = {_kind(path) for path in paths}
+    if len(kinds) > 1:
+        raise UserError(f"INPUT has {' and '.join(sorted(kinds))}; give one kind at a time")
+    if kinds == {"image files"}:  # a project that has no image workload lacks the module that decodes them
+        name = "fastgpu.predict.image_inputs"
+        if not find_spec(name) or len(fields) != 1:
+            raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {_list(fields)}")
+        images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
+        return Inputs(images, images.files, images.failed if on_error == "skip" else None)
+    source: Source
+    if kinds == {"HDF5 files"}:
+        datasets = {name: card["fields"][name]["dataset"] for name in fields}
+        source = open_store("INPUT", paths, _find_datasets(paths[0], datasets))
+    else:
+        source = _open_arrays(paths, list(fields))
+    for name, field in fields.items():
+        if source.fields[name].signature != field.signature:
+            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
+    return Inputs(source)
+
+
+def _kind(path: str) -> str:
+    if "::" in path or path.endswith(HDF5_SUFFIXES):
+        return "HDF5 files"
+    return "arrays" if path.endswith(ARRAY_SUFFIXES) else "image files"
+
+
+def _list(fields: Mapping[str, Field]) -> str:
+    return ", ".join(f"{name}, {field}" for name, field in fields.items())
+
+
+def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
+    """{field: its dataset in a file}: the name that it had in the training file, or else the name of the field."""
+    file_path, group = expand("INPUT", path)[0]
+    with open_file(file_path, f"INPUT: {file_path}") as file:
+        root = open_group(file, group, f"INPUT: {file_path}", trust_links=False)
+        found = {name: dataset if dataset in root else name for name, dataset in datasets.items()}
+        for name, dataset in found.items():
+            if dataset not in root:
+                contents = ", ".join(sorted(root)) or "nothing"
+                raise UserError(f"{path}: {name} is missing; there is {contents} (name a group as file.h5::/group)")
+    return found
+
+
+def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
+    if len(paths) > 1:
+        raise UserError(
+            f"INPUT is {len(paths)} array files; give one, or put them in a file by `python convert.py arrays`"
+        )
+    try:
+        content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise not_found(paths[0]) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{paths[0]} is not a file of NumPy arrays of numbers: {error}") from None
+    if isinstance(content, np.ndarray):
+        content = {names[0]: content}
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
+    columns = {name: content[name] for name in names}
+    lengths = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
+    if len(set(lengths.values())) > 1 or not all(lengths.values()):
+        raise UserError(f"{paths[0]} has {lengths} rows; each field should have as many, and at least one")
+    return Arrays(paths[0], columns)
+
+
+def make_order(source: Source, batch_size: int, world: World) -> BlockSampler:
+    """The rows of this rank, an equal part of them all, in their order. batch_size: rows of a batch on this rank."""
+    return BlockSampler(
+        source.block_rows,
+        batch_size,
+        shard=Shard(world.rank, world.world_size),
+        pool_batches=max(1, POOL_BYTES // (source.row_bytes * batch_size)),
+        seed=None,
+        drop_last=False,
+    )
+
+
+@contextmanager
+def open_pools(source: Source, order: BlockSampler, world: World) -> Iterator[Iterator[Pool]]:
+    """All rows once, read ahead by threads, as pools on the device."""
+    reader = source.open_reader(order, choose_readers("auto", world.local_world_size))
+    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), world.device, n_slots=3)
+    try:
+        prefetcher.start(reader.pools(0))
+        yield (Pool(plan, rows) for plan, rows in prefetcher)
+    finally:
+        prefetcher.close()
+        reader.close()

@@ -1,0 +1,129 @@
+"""Predictions as CSV or JSON lines, one line for each row, in the order of the input."""
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from fastgpu.predict.inputs import Inputs
+from fastgpu.process.atomic import atomic_replace
+from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.world import World
+
+NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
+"""{column of numbers: (column of their names, attribute of model.json that has the names)}"""
+
+
+class PredictionWriter:
+    """Writes lines to an open file.
+
+    A value that is not finite is null in JSON and empty in CSV. Several values a row are a list in JSON; in CSV they
+    are columns such as `scores_0` and `scores_1`.
+    """
+
+    def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool, has_header: bool):
+        """attributes: of model.json. has_header: begin a CSV with the names of the columns."""
+        self.n_failed = 0
+        self._file = file
+        self._inputs = inputs
+        self._attributes = attributes
+        self._is_csv = is_csv
+        self._has_header = has_header
+        self._csv: csv.DictWriter | None = None
+
+    def write(self, row_ids: Sequence[int], values: Mapping[str, Tensor]) -> None:
+        """Write a batch. values: {column: (B,), (B, k) or, for JSON, any shape}."""
+        _, files, failed = self._inputs
+        columns: dict[str, list[Any]] = {"file": [files[row] for row in row_ids]} if files else {"row": list(row_ids)}
+        for name, value in values.items():
+            columns |= self._columns_of(name, value)
+        lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
+        for place, row in enumerate(row_ids):
+            if failed and row in failed:
+                lines[place] = {"file": files[row], "error": failed.pop(row)}
+                self.n_failed += 1
+        if not self._is_csv:
+            self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            return
+        if self._csv is None:
+            has_errors = failed is not None
+            self._csv = csv.DictWriter(self._file, [*columns, *["error"] * has_errors], lineterminator="\n")
+            if self._has_header:
+                self._csv.writeheader()
+        self._csv.writerows(lines)
+
+    def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
+        if self._is_csv and value.ndim > 2:
+            raise UserError(
+                f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl"
+            )
+        columns = {name: value.tolist()}
+        if value.is_floating_point():
+            columns = {name: _shorten(columns[name], 9 if value.dtype.itemsize <= 4 else 17)}
+        title, attribute = NAMES.get(name, ("", ""))
+        if labels := self._attributes.get(attribute):
+            columns[title] = _look_up(columns[name], labels)
+        if not self._is_csv or value.ndim < 2:
+            return columns
+        return {
+            f"{key}_{place}": list(each)
+            for key, rows in columns.items()
+            for place, each in enumerate(zip(*rows, strict=True))
+        }
+
+
+def _shorten(value: Any, precision: int) -> Any:
+    """Floats with so many significant figures (float32 needs 9), in the same nested lists; None if not finite."""
+    if isinstance(value, list):
+        return [_shorten(each, precision) for each in value]
+    return float(f"{value:.{precision}g}") if isfinite(value) else None
+
+
+def _look_up(numbers: Any, names: Sequence[Any]) -> Any:
+    """The names of numbers, in the same nested lists; None for a number without a name."""
+    if isinstance(numbers, list):
+        return [_look_up(each, names) for each in numbers]
+    return names[numbers] if 0 <= numbers < len(names) else None
+
+
+@contextmanager
+def open_output(path: str, terminal: IO[str], world: World) -> Iterator[IO[str]]:
+    """The file to which this rank writes its part; the first rank joins the parts at the end. `-` is the terminal.
+
+    The output is complete or absent. The parts lie beside it, on a file system that all ranks share. Raises UserError
+    on every rank if several of them were to write to the terminal, and RankError if the disk refuses.
+    """
+    if path == "-":
+        world.check_everywhere(world.world_size == 1, "-o: several processes need a FILE.csv or FILE.jsonl")
+        try:
+            yield terminal
+            terminal.flush()
+        except BrokenPipeError:  # the reader has seen enough, such as `head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.fileno())  # or Python complains when it flushes at exit
+            raise SystemExit(1) from None
+        return
+    target = Path(path)
+    parts = [target.with_name(f".{target.name}.part{rank}") for rank in range(world.world_size)]
+    try:
+        with parts[world.rank].open("w", encoding="utf-8", errors="surrogateescape") as file:
+            yield file
+        world.check_everywhere(True, "")  # every part is complete
+        if world.is_main:
+            with parts[0].open("ab") as whole:
+                for part in parts[1:]:
+                    with part.open("rb") as rest:
+                        shutil.copyfileobj(rest, whole)
+                    part.unlink()
+            atomic_replace(parts[0], target)
+    except BaseException as error:
+        parts[world.rank].unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise RankError(f"{path} was not written: {error}") from None
+        raise

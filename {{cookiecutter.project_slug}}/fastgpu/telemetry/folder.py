@@ -1,0 +1,108 @@
+"""The folder of a run: which one it is, and whether it belongs to the run that is asked for. Does not import torch."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastgpu.process.config import Run
+from fastgpu.process.launch import UserError
+from fastgpu.telemetry.report import read_config
+
+LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
+"""Beginnings of the keys that decide what is learned. A change of another key needs no word."""
+NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links")
+NO_CHANGE = (("data.echo", "auto"), ("train.epochs", 0))  # echo goes on with the factor that was found; 0 validates
+
+Changes = dict[str, tuple[str, str]]
+"""{key: (value of the run that is resumed, value now)}, as JSON"""
+
+
+def refuse_taken(settings: Run) -> None:
+    """Raise UserError if a new run would mix its checkpoints with those of an older one."""
+    folder = Path(settings.folder) / settings.name
+    try:
+        is_taken = settings.resume == "never" and any(folder.glob("checkpoints/*"))
+    except OSError:
+        return  # `create_folder` says what is wrong
+    if is_taken:
+        raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
+
+
+def find_folder(settings: Run) -> Path:
+    """`run.folder/run.name`. The name "auto" means the run that saved last when resuming, else date and time."""
+    refuse_taken(settings)
+    runs = Path(settings.folder)
+    if settings.name != "auto":
+        return runs / settings.name
+    saved = runs.glob("*/checkpoints/last-*") if settings.resume == "auto" else ()
+    newest = max(saved, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if newest:
+        return newest.parents[1]
+    now = time.strftime("%Y%m%d-%H%M%S")
+    folder = runs / now
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = runs / f"{now}-{number}"
+    return folder
+
+
+def create_folder(folder: Path) -> None:
+    """Create the folder of a run if needed. Raises UserError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UserError(
+            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
+            "writable, or free disk space"
+        ) from None
+
+
+# ---------------------------------------------------------------------------------------------- resuming
+
+
+def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
+    """The keys that decide what is learned and have another value in the newest config of the run in this folder.
+
+    config: {dotted key: value}, without `auto`. Without checkpoints in the folder there is nothing to compare.
+    """
+    saved = read_config(folder) if any(folder.glob("checkpoints/last-*")) else {}
+    changes = {}
+    for key, value in config.items():
+        is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED and (key, value) not in NO_CHANGE
+        old, new = (json.dumps(values.get(key), default=str) for values in (saved, config))
+        if is_learned and key in saved and old != new:
+            changes[key] = (old, new)
+    return changes
+
+
+def refuse_another(folder: Path, settings: Run, changes: Changes) -> None:
+    """Raise UserError if the run in this folder trained another workload.
+
+    If run.name is auto, nobody chose this run, so another model and other data are refused, too.
+    """
+    reason = trained_with(folder, changes, "workload")
+    cure = "use the same value, or another run.name"
+    if settings.name == "auto":
+        reason = reason or trained_with(folder, changes, "model.", "data.train", "data.dataset")
+        cure = "run.name=auto takes the newest run: name the run to resume with run.name, or use run.resume=never"
+    if reason:
+        raise UserError(f"{reason}; {cure}")
+
+
+def trained_with(folder: Path, changes: Changes, *prefixes: str) -> str:
+    """`runs/a was trained with model.width=32, this is model.width=4`, or an empty text without such changes."""
+    chosen = {key: values for key, values in changes.items() if key.startswith(prefixes)}
+    was = ", ".join(f"{key}={old}" for key, (old, _) in chosen.items())
+    now = ", ".join(f"{key}={new}" for key, (_, new) in chosen.items())
+    return f"{folder} was trained with {was}, this is {now}" if chosen else ""
+
+
+def describe_changes(changes: Changes) -> str:
+    """One line for each change."""
+    notes = {"train.epochs": ": the learning rate follows the new length"}
+    return "\n".join(f"resumed with {key}={new} (was {old}){notes.get(key, '')}" for key, (old, new) in changes.items())

@@ -1,0 +1,159 @@
+"""A trained model to use: model.json says what it is, model.safetensors has its weights. Every checkpoint has both.
+
+They need no other file: neither the training data nor model.pt, which is for resuming. model.json holds
+
+    format, template_version
+    workload, options      the module in workloads/ and its settings
+    fields                 {name: dtype, shape, is_ragged, n_items, dataset} of the training and validation rows
+    attributes             what the training file says about its rows, and `Workload.card()`
+    metrics, directions    values of the last validation, and which values are better
+    epoch, step            when the weights were saved
+    batch_size, precision, channels_last    how the model was validated
+
+Tensors that share memory (tied weights) are stored once, under one of their names, as `safetensors.torch.save_model`
+does; `safetensors.torch.load_model` fills all of them.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
+
+DESCRIPTION = "model.json"
+WEIGHTS = "model.safetensors"
+FORMAT = 1
+
+
+def describe_model(
+    config: Mapping[str, Any], sources: tuple[Source, Source], card: Mapping[str, Any], directions: Mapping[str, str]
+) -> dict[str, Any]:
+    """The part of model.json that is known when a run starts.
+
+    config: {dotted key: value}, without `auto`. sources: training and validation rows. card: `Workload.card()`.
+    directions: {metric: which values are better}. Raises UserError if the card is not made of JSON values.
+    """
+    train, val = sources
+    fields = {**val.fields, **train.fields}
+    attributes = {}
+    for name, value in train.attributes.items():
+        try:
+            attributes[name] = _to_json(value)
+        except (TypeError, ValueError):
+            warn(f"{train.name}: the attribute {name} is no JSON value, so {DESCRIPTION} does not keep it")
+    try:
+        attributes |= _to_json(card)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"workloads/{config['workload']}.py: card() should return JSON values (text, numbers, lists); {error}"
+        ) from None
+    datasets = config["data.fields"] | config["data.val_fields"]
+    return {
+        "format": FORMAT,
+        "template_version": TEMPLATE_VERSION,
+        "workload": config["workload"],
+        "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
+        "fields": {name: _field(field, datasets.get(name, name)) for name, field in fields.items()},
+        "attributes": attributes,
+        "directions": dict(directions),
+        "batch_size": config["data.batch_size"],
+        "precision": config["train.precision"],
+        "channels_last": config["train.channels_last"],
+    }
+
+
+def _field(field: Field, dataset: str) -> dict[str, Any]:
+    return {
+        "dtype": str(field.dtype),
+        "shape": list(field.shape),
+        "is_ragged": field.is_ragged,
+        "n_items": field.n_items,
+        "dataset": dataset,
+    }
+
+
+def _to_json(value: Any) -> Any:
+    """The value as JSON gives it back: arrays, tensors and NumPy's numbers become lists and numbers."""
+    return json.loads(json.dumps(value, default=_to_python))
+
+
+def _to_python(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic | Tensor):
+        return value.tolist()
+    raise TypeError(f"it has a {type(value).__name__}")
+
+
+class ModelToUse(NamedTuple):
+    """What is written to the two files."""
+
+    model: nn.Module
+    description: Mapping[str, Any]
+    """The content of model.json."""
+
+
+def write_model(folder: Path, to_use: ModelToUse) -> None:
+    """Write both files. Raises OSError if the disk refuses."""
+    (folder / DESCRIPTION).write_text(json.dumps(to_use.description, indent=1), encoding="utf-8")
+    try:
+        save_model(to_use.model, str(folder / WEIGHTS))
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    (folder / WEIGHTS).chmod((folder / DESCRIPTION).stat().st_mode)  # safetensors lets nobody else read it
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The content of model.json.
+
+    Raises UserError if it is missing, or of another format, or if one of both files does not match its checksum in
+    state.json. A copy of the two files without state.json is not checked.
+    """
+    if not (folder / WEIGHTS).exists() or not (folder / DESCRIPTION).exists():
+        raise UserError(
+            f"{folder} has no {DESCRIPTION} or no {WEIGHTS}; if it was made by an older version, resume its run for an "
+            "epoch (run.resume=auto), which adds them"
+        )
+    if (folder / "state.json").exists():
+        sha256 = json.loads((folder / "state.json").read_text(encoding="utf-8"))["sha256"]
+        for name in (DESCRIPTION, WEIGHTS):
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256[name]:
+                    raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
+    description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    if description["format"] != FORMAT:
+        raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
+    return description
+
+
+class DescribedSource(Source):
+    """The rows that a model was trained on, by their fields and attributes: there are no rows."""
+
+    def __init__(self, description: Mapping[str, Any]):
+        self.name = DESCRIPTION
+        self.attributes = description["attributes"]
+        self.fields = {}
+        for name, field in description["fields"].items():
+            mean_values = 0.0 if field["is_ragged"] else None
+            self.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
+        self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
+        self.block_rows = np.empty(0, np.int32)
+
+    def __len__(self) -> int:
+        return 0
+
+    def column(self, name: str) -> np.ndarray:
+        """Raises KeyError: no row is in memory."""
+        raise KeyError(name)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        """There is nothing to read."""
+        return

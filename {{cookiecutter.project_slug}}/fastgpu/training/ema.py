@@ -1,0 +1,48 @@
+"""An exponential moving average of the weights (Polyak averaging): often better than the weights of the last step."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class AveragedModel(nn.Module):
+    """A copy of a model, `module`, whose weights are a moving average: decay x average + (1 - decay) x weights.
+
+    Running statistics (buffers of floats) are averaged like weights, other buffers are copied. After n updates the
+    decay is at most n / (n + 9), so that the initial weights do not count. Nothing is communicated: the ranks have the
+    same weights after a step, hence the same average. The state has the names that torch.optim.swa_utils.AveragedModel
+    gives it; in an update, that class copies its counter to the device, and the host waits for the copy.
+    """
+
+    n_averaged: Tensor
+
+    def __init__(self, model: nn.Module, decay: float):
+        """decay: between 0 and 1; an average over about 1 / (1 - decay) steps. `model` is copied with its layout."""
+        super().__init__()
+        self.module = deepcopy(model).requires_grad_(False)
+        self.register_buffer("n_averaged", torch.tensor(0))  # on the CPU, where the host reads it at once
+        self._decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Include the weights of `model`, in one fused kernel for each kind of tensor."""
+        n_averaged = int(self.n_averaged)
+        averages = []
+        weights = []
+        for average, weight in zip(_tensors(self.module), _tensors(model), strict=True):
+            if average.is_floating_point():
+                averages.append(average)
+                weights.append(weight)
+            else:
+                average.copy_(weight)
+        update = get_ema_multi_avg_fn(min(self._decay, n_averaged / (n_averaged + 9)))
+        update(averages, weights, n_averaged)
+        self.n_averaged += 1
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())

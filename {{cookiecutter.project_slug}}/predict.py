@@ -1,0 +1,161 @@
+"""Use a trained model: predictions for your rows, metrics of a labelled file, or the model as one file.
+
+python predict.py CHECKPOINT INPUT... [-o FILE]    one line for each row, as CSV or JSON lines
+python predict.py CHECKPOINT --evaluate FILE.h5    the metrics of the workload over a labelled file
+python predict.py CHECKPOINT --export FILE         for torch.export (model.pt2) or ONNX (model.onnx)
+
+CHECKPOINT is the folder of a run (its best checkpoint is used), a folder in its `checkpoints`, or a copy of one: the
+training data is not needed. INPUT: image files, folders of images and globs, or HDF5 files (`file.h5::/group`), or one
+.npy or .npz file. On several GPUs: torchrun --standalone --nproc-per-node=gpu predict.py ...
+"""
+
+import argparse
+import sys
+
+from fastgpu.process.launch import UserError, exit_with_message, read_launch
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line. Raises UserError for flags that do not fit together."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("inputs", metavar="INPUT", nargs="*")
+    parser.add_argument("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
+    parser.add_argument("--top", type=int, help="number of classes or items for each row, best first")
+    parser.add_argument(
+        "--on-error", choices=("stop", "skip"), default="stop", help="at a broken image; skip writes why"
+    )
+    parser.add_argument("--evaluate", metavar="FILE.h5", help="print the metrics over this file, which has labels")
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    parser.add_argument("--export", metavar="FILE", help="write FILE.pt2 or FILE.onnx")
+    parser.add_argument("--batch-size", type=int, help="rows of a batch on each device; default: as in training")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: as in training")
+    args = parser.parse_args(argv)
+    tasks = [bool(args.inputs), bool(args.evaluate), bool(args.export)]
+    if sum(tasks) != 1:
+        raise UserError("give INPUT, --evaluate FILE.h5 or --export FILE, one of them; see --help")
+    if args.output != "-" and not args.output.endswith((".csv", ".jsonl")):
+        raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
+    if args.export and not args.export.endswith((".pt2", ".onnx")):
+        raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
+    if (args.json and not args.evaluate) or (not args.inputs and (args.output != "-" or args.top)):
+        raise UserError("--json belongs to --evaluate; -o and --top belong to INPUT")
+    if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
+        raise UserError("--batch-size and --top should be at least 1")
+    return args
+
+
+if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake is reported at once
+    launch = read_launch()
+    with exit_with_message(launch, "interrupted"):
+        args = parse(sys.argv[1:])
+
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import IO
+
+import torch
+from tqdm import tqdm
+
+from fastgpu.predict.export import export
+from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
+from fastgpu.predict.model import Trained, fields_read, find_checkpoint, load_model
+from fastgpu.predict.output import PredictionWriter, open_output
+from fastgpu.process.config import Dist
+from fastgpu.process.world import World, join
+from fastgpu.training.evaluate import evaluate
+from fastgpu.training.step import mixed_precision, to_device
+
+
+def load(args: argparse.Namespace) -> Trained:
+    """The model of the checkpoint. Flags that were not given get the values that it was validated with."""
+    trained = load_model(find_checkpoint(Path(args.checkpoint)))
+    name = f"workloads/{trained.card['workload']}.py"
+    if not (args.evaluate or hasattr(trained.workload, "predict")):
+        raise UserError(f"{name} has no predict; workloads/__init__.py describes it")
+    if args.top:
+        if not getattr(trained.workload, "top", 0):
+            raise UserError(f"--top is {args.top}, but {name} ranks nothing")
+        trained.workload.top = args.top
+    args.precision = args.precision or trained.card["precision"]
+    return trained
+
+
+def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
+    """The rows to predict or to evaluate, with those fields that the workload uses for that."""
+    call = trained.workload.score if args.evaluate else trained.workload.predict
+    fields = fields_read(call, trained)
+    inputs = open_inputs([args.evaluate] if args.evaluate else args.inputs, trained.card, fields, args.on_error)
+    class_names = inputs.source.attributes.get("class_names")
+    known_names = trained.card["attributes"].get("class_names")
+    if args.evaluate and class_names and known_names and list(class_names) != known_names:
+        raise UserError(f"{args.evaluate} has the classes {class_names}; the model was trained on {known_names}")
+    return inputs
+
+
+def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: World, *, terminal: IO[str]) -> None:
+    """Write a line for each row. A rank predicts an equal part of the rows, in the order of the input."""
+    order = make_order(inputs.source, args.batch_size, world)
+    autocast = mixed_precision(args.precision, world.device).autocast
+    with (
+        open_output(args.output, terminal, world) as file,
+        open_pools(inputs.source, order, world) as pools,
+        tqdm(total=len(inputs.source), unit=" rows", disable=None if world.is_main else True) as bar,
+    ):
+        writer = PredictionWriter(
+            file,
+            inputs,
+            trained.card["attributes"],
+            is_csv=not args.output.endswith(".jsonl"),
+            has_header=world.is_main,
+        )
+        for pool in pools:
+            row_ids = order.row_ids(pool.plan)[: pool.plan.n_real_rows].tolist()
+            for start in range(0, len(row_ids), order.batch_size):
+                batch_ids = row_ids[start : start + order.batch_size]
+                with torch.inference_mode(), autocast:
+                    values = trained.workload.predict(trained.model, pool.rows.slice(start, start + len(batch_ids)))
+                writer.write(batch_ids, values)
+                bar.update(len(batch_ids) * world.world_size)
+    n_failed = int(sum(world.all_gather(writer.n_failed)))
+    failed = f", of which {n_failed:,} could not be read" if n_failed else ""
+    world.print_once(f"{len(inputs.source):,} rows{failed}: {args.output}")
+
+
+def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
+    """terminal: what is asked for goes there; everything else goes to sys.stdout."""
+    with world.raise_on_every_rank():
+        trained = load(args)
+        if args.export:
+            world.print_once(export(trained, Path(args.export)) if world.is_main else None)
+            return
+        inputs = open_rows(args, trained)
+    args.batch_size = args.batch_size or max(1, trained.card["batch_size"] // world.world_size)
+    trained = trained._replace(model=to_device(trained.model, world.device, trained.card["channels_last"]))
+    if world.device.type == "cuda":
+        torch.set_num_threads(1)  # each of the threads that decode images works alone
+    if args.inputs:
+        predict(args, trained, inputs, world, terminal=terminal)
+        return
+    with open_pools(inputs.source, make_order(inputs.source, args.batch_size, world), world) as pools:
+        metrics = evaluate(
+            trained.model,
+            trained.workload,
+            pools,
+            batch_size=args.batch_size,
+            autocast=mixed_precision(args.precision, world.device).autocast,
+            world=world,
+        )
+    metrics = {name.removeprefix("val/"): value for name, value in metrics.items()}
+    text = json.dumps(metrics) if args.json else "\n".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    if world.is_main:
+        print(text, file=terminal)
+
+
+if __name__ == "__main__":
+    with exit_with_message(launch, "interrupted"), join(launch, Dist(device=args.device)) as world:
+        terminal = sys.stdout
+        with redirect_stdout(sys.stderr):
+            main(args, world, terminal)

@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+RNG = np.random.default_rng(0)
+USAGE = ["Training", "PublicTest", "Training", "PrivateTest"]
+
+
+def pixels_of(rows: int, count: int) -> np.ndarray:
+    """Each row begins with its number."""
+    pixels = RNG.integers(0, 256, (rows, count))
+    pixels[:, 0] = np.arange(rows)
+    return pixels
+
+
+def write_fer(path: Path, pixels: np.ndarray, quote: str = "") -> None:
+    lines = [f"{n % 3},{quote}{' '.join(map(str, row))}{quote},{USAGE[n % 4]}" for n, row in enumerate(pixels)]
+    path.write_text("\n".join(["emotion,pixels,Usage", *lines]) + "\n\n")
+
+
+def write_mnist(path: Path, pixels: np.ndarray, delimiter: str = ",") -> None:
+    names = ["label", *(f"pixel{n}" for n in range(pixels.shape[1]))]
+    lines = [delimiter.join(map(str, [n % 10, *row])) for n, row in enumerate(pixels)]
+    path.write_text("\r\n".join([delimiter.join(names), *lines]), encoding="utf-8-sig", newline="")
+
+
+def check(path: Path, pixels: np.ndarray, shape: tuple[int, ...], n_classes: int) -> list[int]:
+    """The numbers of the rows of a file, which must hold these pixels."""
+    with h5py.File(path) as file:
+        images = file["images"][:]
+        numbers = images.reshape(len(images), -1)[:, 0].tolist()
+        np.testing.assert_array_equal(images, pixels[numbers].reshape(-1, *shape))
+        assert file["labels"][:].tolist() == [number % n_classes for number in numbers]
+        assert file.attrs["class_names"].tolist() == [str(number) for number in range(n_classes)]
+    return numbers
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_pixels_in_one_column_with_a_column_for_the_split(tmp_path, convert, quote):
+    pixels = pixels_of(40, 36)
+    write_fer(tmp_path / "fer.csv", pixels, quote)
+    result = convert("pixels", "fer.csv", "fer.h5", "--split-by", "Usage")
+    assert result.returncode == 0, result.stderr
+    assert "36 pixels in a row are taken for 1x6x6" in result.stdout
+    for split, words in (("train", ("Training",)), ("val", ("PublicTest",)), ("test", ("PrivateTest",))):
+        numbers = check(tmp_path / f"fer-{split}.h5", pixels, (1, 6, 6), 3)
+        assert sorted(numbers) == [n for n in range(40) if USAGE[n % 4] in words]
+
+
+def test_columns_that_are_not_used_are_named(tmp_path, convert):
+    write_fer(tmp_path / "fer.csv", pixels_of(8, 4))
+    result = convert("pixels", "fer.csv", "fer.h5", "--label", "emotion")
+    assert "columns that are not used: Usage" in result.stdout
+    (tmp_path / "words.csv").write_text("mood,pixels\nvery sad,1 2 3 4\nvery sad,5 6 7 8\n")
+    result = convert("pixels", "words.csv", "words.h5")
+    assert result.returncode == 0, result.stderr
+    with h5py.File(tmp_path / "words.h5") as file:
+        assert file.attrs["class_names"].tolist() == ["very sad"]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_pixels_in_a_column_each(tmp_path, convert, delimiter):
+    pixels = pixels_of(50, 24)
+    write_mnist(tmp_path / "mnist.csv", pixels, delimiter)
+    result = convert("pixels", "mnist.csv", "mnist.h5", "--shape", "2x3x4", "--split", "0.8")
+    assert result.returncode == 0, result.stderr
+    numbers = [
+        number for part in ("train", "val") for number in check(tmp_path / f"mnist-{part}.h5", pixels, (2, 3, 4), 10)
+    ]
+    assert sorted(numbers) == list(range(50))
+
+
+def test_wrong_pixels_are_named_with_their_lines(tmp_path, convert):
+    write_fer(tmp_path / "fer.csv", pixels_of(250, 16))
+    lines = (tmp_path / "fer.csv").read_text().splitlines()
+    for line, old, new in ((3, " ", " 256 "), (7, " ", " 1.5 "), (10, " ", " x "), (20, " ", " -1 ")):
+        label, pixels, usage = lines[line - 1].split(",")
+        lines[line - 1] = ",".join([label, pixels.replace(old, new, 1).rsplit(" ", 1)[0], usage])
+    lines[29] = lines[29].replace(" ", " 7 ", 1)
+    (tmp_path / "bad.csv").write_text("\n".join(lines))
+    result = convert("pixels", "bad.csv", "x.h5", "--label", "emotion", "--split-by", "Usage")
+    assert result.returncode == 2
+    for text in (
+        "error: 5 of 250 rows are broken, so nothing was written:",
+        "bad.csv:3: a pixel is 256; allowed are 0 to 255",
+        "bad.csv:7: ",
+        "bad.csv:10: ",
+        "bad.csv:20: a pixel is -1; allowed are 0 to 255",
+        "bad.csv:30: 17 pixels, but --shape has 16",
+    ):
+        assert text in result.stderr
+    assert not list(tmp_path.glob("*.h5"))
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (
+            "emotion,pixels,Usage\n1,1 2 3 4,x\n",
+            (),
+            "has the columns emotion, Usage; name that of the labels with --label",
+        ),
+        ("pixels\n1 2 3 4\n", (), "has the columns of pixels alone; name that of the labels"),
+        ("label,pixels\n1,1 2 3\n", (), "has 3 pixels in its first row, which is no square; give --shape"),
+        ("label,pixels\n1,1 2 3 4\n", ("--shape", "1x3x3"), "has 4 pixels in its first row, but --shape has 9"),
+        ("label,pixels\n1,1 2 3 4\n1,2,3\n", (), "x.csv:3: 3 columns; its header has 2"),
+        ("label,pixels\n1,1 2 3 4\n,1 2 3 4\n", (), "x.csv:3: label is missing"),
+        ("label,pixels\n", (), "has no rows below its header"),
+        ("5,0,0,0,1\n", (), "has numbers in its first line, which should name the columns"),
+        ("label,pixels\n1,1 2 3 4\n", ("--split-by", "Usage"), "has no column Usage; it has label, pixels"),
+    ],
+)
+def test_a_table_that_is_not_understood_is_one_line(tmp_path, convert, text, flags, message):
+    (tmp_path / "x.csv").write_text(text)
+    result = convert("pixels", "x.csv", "x.h5", *flags)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1

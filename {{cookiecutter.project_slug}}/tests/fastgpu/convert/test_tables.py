@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastgpu.convert.tables import parse_labels, read_table
+from fastgpu.process.launch import UserError
+
+PATH = Path("x.csv")
+
+
+def parse(n_classes: int | None = None, **columns: str) -> tuple[np.ndarray, dict]:
+    words = {name: text.split() for name, text in columns.items()}
+    lines = range(2, 2 + len(next(iter(words.values()))))
+    return parse_labels(PATH, words, lines, n_classes)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_the_header_tells_the_delimiter(tmp_path, capsys, delimiter):
+    path = tmp_path / "x.csv"
+    path.write_text(f'path{delimiter}a b\n"1{delimiter}2"{delimiter}3\n', encoding="utf-8-sig")
+    columns, lines = read_table(path, ["a b", "path"], None)
+    assert columns == {"a b": ["3"], "path": [f"1{delimiter}2"]}
+    assert lines == [2]
+    assert ("--delimiter" in capsys.readouterr().out) == (delimiter != ",")
+
+
+def test_a_delimiter_can_be_given(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("path|label,kind\na|1\n")
+    assert read_table(path, ["label,kind"], "|")[0] == {"label,kind": ["1"]}
+
+
+def test_labels_are_classes_attributes_or_targets():
+    labels, attributes = parse(kind="dog cat dog")
+    assert (labels.tolist(), attributes) == ([1, 0, 1], {"class_names": ["cat", "dog"]})
+    labels, attributes = parse(kind="2 0")
+    assert (labels.tolist(), attributes) == ([2, 0], {"class_names": ["0", "1", "2"]})
+    labels, attributes = parse(a="0 1", b="-1 1")
+    assert (labels.tolist(), labels.dtype, attributes) == ([[0, 0], [1, 1]], np.uint8, {"class_names": ["a", "b"]})
+    labels, attributes = parse(a="0.5 -1e-3 .25")
+    assert (labels.dtype, labels.shape, attributes) == (np.float32, (3,), {})
+    np.testing.assert_array_equal(labels, np.array([0.5, -1e-3, 0.25], np.float32))
+    labels, attributes = parse(a="0.5 2", b="7 8")
+    assert (labels.tolist(), labels.dtype, attributes) == ([[0.5, 7], [2, 8]], np.float32, {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"a": "0 1", "b": "1 2"}, r"x.csv:3: b is 2; several columns of labels are attributes: 0 or 1"),
+        ({"a": "0 1", "b": "0 -1"}, r"x.csv:2: b is 0; several columns of labels are attributes: -1 or 1"),
+        ({"a": "0 1", "b": "yes no"}, r"x.csv:2: b is 'yes'; several columns of labels should be numbers"),
+        ({"a": "0.5 n/a 0.25"}, r"x.csv:3: a is 'n/a', but 0.5 in line 2; give numbers only, or names only"),
+        ({"a": "cat 3"}, r"x.csv:2: a is 'cat', but 3 in line 3"),
+        ({"a": "0,5 0,25"}, r"x.csv:2: a is 0,5; write decimals with a point"),
+        ({"a": "nan 0.5"}, r"x.csv:2: a is 'nan', but 0.5"),
+        ({"a": "1 20260101"}, r"x.csv:3: label 20260101 makes 20,260,102 classes of 2 rows"),
+        ({"a": "0.5 0.7", "n_classes": 3}, r"--classes is 3, but the labels of x.csv are decimals"),
+    ],
+)
+def test_labels_that_could_mean_two_things_are_refused_with_their_line(columns, message):
+    with pytest.raises(UserError, match=message):
+        parse(**columns)

@@ -1,0 +1,48 @@
+"""Users and items: rows of any length, through predict.py."""
+
+import io
+import json
+
+import pytest
+import yaml
+from harness import ALONE, ROOT, metrics_of
+
+import predict as script
+import train
+from fastgpu.process.config_loader import load_config
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch):
+    """The folder of a run of one epoch on the rows that the project comes with."""
+    data = {name: str(ROOT / f"data/interactions-{name}.h5") for name in ("train", "val")}
+    data |= {"fields": {"items": "items"}, "val_fields": {"items": "items", "held_out": "held_out"}, "batch_size": 600}
+    config = {"workload": "recsys", "data": data, "model": {"hidden_dim": 8, "latent_dim": 4}, "train": {"epochs": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    train.train(load_config(["run.name=a", "dist.device=cpu"]), ALONE)
+    return tmp_path / "runs/a"
+
+
+def run(*arguments) -> str:
+    terminal = io.StringIO()
+    script.main(script.parse([str(each) for each in arguments]), ALONE, terminal)
+    return terminal.getvalue()
+
+
+def test_predictions_and_metrics_of_a_checkpoint(run_folder, tmp_path):
+    val = ROOT / "data/interactions-val.h5"
+    logged = metrics_of(run_folder)[-1]
+    metrics = json.loads(run(run_folder, "--evaluate", val, "--json"))
+    assert metrics == {name: logged[f"val/{name}"] for name in ("ndcg_at_100", "recall_at_20", "recall_at_50")}
+    run(run_folder, val, "-o", tmp_path / "x.jsonl", "--top", 3)
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert len(lines) == 600
+    assert all(
+        len(set(line["items"])) == 3 and line["scores"] == sorted(line["scores"], reverse=True) for line in lines
+    )
+
+
+def test_ragged_rows_are_exported_for_two_users_or_more(run_folder, tmp_path, capsys):
+    run(run_folder, "--export", tmp_path / "model.pt2")
+    assert "takes two or more rows" in capsys.readouterr().out

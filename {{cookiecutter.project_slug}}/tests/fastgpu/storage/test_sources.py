@@ -1,0 +1,167 @@
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from harness import ALONE, numbered, numbers_of
+from scattered import read_scattered
+
+from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
+from fastgpu.storage.sources import open_sources
+
+FIELDS = {"images": "images", "labels": "labels"}
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    """Paths in configs and messages are names of files in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+
+
+def open_both(
+    train: Any = "a.h5", val: Any = "a.h5", fields: dict[str, str] | None = None, **options
+) -> tuple[Source, Source]:
+    return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), Hdf5(), ALONE)
+
+
+def refused(message: str, *arguments, **options) -> None:
+    with pytest.raises(UserError, match=message):
+        open_both(*arguments, **options)
+
+
+# ---------------------------------------------------------------------------------------------- fields of other files
+
+
+@pytest.mark.parametrize("rows_of_chunk", [None, 3, 50])
+@pytest.mark.parametrize("elsewhere", ["images", "labels"])
+def test_a_field_may_lie_in_another_file(write, rows_of_chunk, elsewhere):
+    write(100, chunk=7, name="a.h5")
+    with h5py.File("b.h5", "w") as file:
+        chunks = {} if rows_of_chunk is None else {"chunks": (rows_of_chunk, 1, 4, 2)}
+        file.create_dataset("deep/images", data=numbered(100), **chunks)
+        file["deep/labels"] = np.arange(100) % 4
+    fields = FIELDS | {elsewhere: f"b.h5::/deep/{elsewhere}"}
+    for rows in map(read_scattered, open_both(fields=fields, val_fields=fields)):
+        assert numbers_of(rows["images"]) == list(range(100))
+        assert rows["labels"].tolist() == [n % 4 for n in range(100)]
+
+
+def test_all_fields_may_name_files_and_a_share_is_held_out_of_them(write, write_ragged):
+    write(100, name="a.h5")
+    write_ragged(100, name="b.h5")
+    sources = open_both(val="30%", fields={"images": "a.h5::images", "items": "b.h5::items"})
+    assert [len(source) for source in sources] == [70, 30]
+    assert all(source.fields["items"].is_ragged for source in sources)
+
+
+def test_fields_of_other_files_that_cannot_be_are_refused(write):
+    write(100, name="a.h5", chunk=7)
+    write(40, name="b.h5")
+    b = {"images": "images", "labels": "b.h5::/labels"}
+    refused(r"fields of unequal length \{'images': 100, 'labels': 40\}", fields=b, val_fields=FIELDS)
+    refused("field labels: b.h5 has no dataset /x; it has images, labels", fields=b | {"labels": "b.h5::/x"}, val="10%")
+    refused("field labels: c.h5 does not exist", fields=b | {"labels": "c.h5::/x"}, val="10%")
+    refused("data.fields names files, so data.val_fields should name those", fields=b | {"labels": "a.h5::/labels"})
+    refused(
+        "data.train names 2 files, and a field is in another one .labels: b.h5::/labels.; name one file",
+        ["a.h5", "a.h5"],
+        fields=b,
+        val="9%",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- a share for validation
+
+
+def test_a_share_is_the_same_for_every_seed_of_a_run(write):
+    write(100, name="a.h5")
+    train, val = open_both(val="12.5 %")
+    assert (len(train), len(val)) == (88, 12)
+    assert train.name == "a.h5 (88 of its rows; 12 are for validation)"
+    numbers = numbers_of(read_scattered(val)["images"])
+    assert numbers == numbers_of(read_scattered(open_both(val="12.5 %", batch_size=8)[1])["images"])
+    assert not set(numbers) & set(numbers_of(read_scattered(train)["images"]))
+
+
+def test_a_share_that_cannot_be_is_refused(write):
+    write(100, name="a.h5")
+    refused("data.val is 10%, a share of data.train, so data.val_fields should be {}", val="10%", val_fields=FIELDS)
+    refused("data.val is 0%, which is 0 of the 100 rows of a.h5", val="0%")
+    refused(r"data.val: 1\.\.5% does not exist", val="1..5%")
+
+
+# ---------------------------------------------------------------------------------------------- weights and balance
+
+
+def test_weights_make_a_group_of_each_source(write):
+    for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
+        write(rows, name=name)
+    train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
+    assert train.mixture is not None
+    assert train.mixture.names == ("p-*.h5", "q.h5")
+    assert train.mixture.weights == (1, 2.5)
+    assert train.mixture.groups.tolist() == [0] * 50 + [1] * 10
+    assert val.mixture is None
+    train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
+    assert np.bincount(train.mixture.groups).tolist() == pytest.approx([25, 5], abs=8)
+    assert (len(train), len(train.mixture.groups), val.mixture) == (30, 30, None)
+
+
+def test_classes_are_groups_of_equal_weight(write):
+    write(90, name="a.h5", classes=3)
+    train, val = open_both(balance="classes")
+    assert train.mixture is not None
+    assert (train.mixture.names, set(train.mixture.weights)) == (("class 0", "class 1", "class 2"), {1})
+    assert train.mixture.groups.tolist() == [n % 3 for n in range(90)]
+    assert val.mixture is None
+
+
+def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
+    with h5py.File(name, "w") as file:
+        file["images"] = numbered(len(labels))
+        file["labels"] = labels
+        file.attrs.update(attributes)
+
+
+def test_mixtures_that_cannot_be_are_refused(write):
+    write(90, name="a.h5")
+    write_labels("floats.h5", np.arange(5) / 2)
+    write_labels("many.h5", np.ones((5, 2), np.int8))
+    refused(
+        "balance is classes, but the field `labels` of a.h5 is missing: there are images",
+        fields={"images": "images"},
+        balance="classes",
+    )
+    refused(r"the field `labels` of floats.h5 is float64 \(N\)", "floats.h5", balance="classes")
+    refused(r"the field `labels` of many.h5 is int8 \(N, 2\)", "many.h5", balance="classes")
+    refused("data.balance is classes and data.train has weights", {"a.h5": 1}, balance="classes")
+    refused("data.train has weights, which work for HDF5 files only", {"a.h5": 1}, dataset="torch.utils.data:Dataset")
+
+
+def test_sources_whose_labels_mean_other_classes_are_refused():
+    write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
+    write_labels("b.h5", np.arange(5), class_names=["cow", "cat", "dog"])
+    write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
+    message = r": label 0 is cow in b.h5 and cat in a.h5 \(attribute class_names\); convert them together"
+    refused("data.train" + message, ["a.h5", "b.h5"])
+    refused("data.train" + message, {"a.h5": 1, "b.h5": 2})
+    refused("data.val" + message, "a.h5", "b.h5")
+    open_both("a.h5", "few.h5")  # a class without rows for validation
+
+
+def test_a_source_that_loses_all_its_rows_to_validation_is_refused(write):
+    write(90, name="a.h5")
+    for name in ("b.h5", "c.h5", "d.h5"):
+        write(1, name=name)
+    refused(
+        "data.val is 90%, which leaves no row of b.h5 to train on", {"a.h5": 1, "b.h5": 1, "c.h5": 1, "d.h5": 1}, "90%"
+    )
+
+
+def test_what_convert_should_read_first_is_refused():
+    Path("photos").mkdir()
+    Path("photos/1.jpg").touch()
+    refused("data.train is photos, a folder of images; convert it once: python convert.py images", "photos")

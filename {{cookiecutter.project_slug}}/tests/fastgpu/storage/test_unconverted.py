@@ -1,0 +1,52 @@
+from pathlib import Path
+
+import pytest
+
+from fastgpu.process.launch import UserError
+from fastgpu.storage.unconverted import refuse_unconverted
+
+FIELDS = ["images", "labels"]
+
+
+def make(path: Path, text: str = "") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "path", "what", "command"),
+    [
+        ("photos/cat/1.JPG", "", "photos/", "a folder of images", "images photos/ data/photos.h5 --split 0.9"),
+        ("photos/1.png", "", "photos", "a folder of images", "images photos data/photos.h5 --split 0.9"),
+        ("photos/a/1.jpg", "", "photos/*/*.jpg", "a folder of images", "images photos data/photos.h5 --split 0.9"),
+        ("photos/list.csv", "path,label\n", "photos/list.csv", "a table", "images photos/list.csv data/list.h5"),
+        ("fer.csv", "emotion,pixels,Usage\n", "fer.csv", "a table", "pixels fer.csv data/fer.h5"),
+        ("m.csv", ",".join(map(str, range(785))), "m.csv", "a table", "pixels m.csv data/m.h5"),
+        ("r.csv", "userId,movieId,rating\n", "r.csv", "a table", "movielens r.csv data/r.h5"),
+        ("x.npy", "", "x.npy", "a NumPy array", "arrays images=x.npy labels=FILE.npy data/x.h5"),
+        ("x.npz", "", "x.npz", "a file of NumPy arrays", "arrays x.npz data/x.h5"),
+        ("a b.npz", "", "a b.npz", "a file of NumPy arrays", "arrays 'a b.npz' 'data/a b.h5'"),
+        ("x.tar.gz", "", "x.tar.gz", "an archive (unpack it, unless --help lists it)", "--help"),
+    ],
+)
+def test_the_command_that_converts_is_named(file, text, path, what, command):
+    make(Path(file), text)
+    with pytest.raises(UserError) as caught:
+        refuse_unconverted("data.train", path, FIELDS)
+    assert str(caught.value) == f"data.train is {path}, {what}; convert it once: python convert.py {command}"
+
+
+@pytest.mark.parametrize(
+    "path", ["x.h5", "shards", "shards/*.h5", "nowhere.csv", "nowhere/*.jpg", "x.h5::/train", "odd"]
+)
+def test_what_may_be_hdf5_is_left_to_those_who_open_it(path):
+    make(Path("x.h5"))
+    make(Path("odd"))
+    make(Path("shards/x.h5"))
+    refuse_unconverted("data.train", [path], FIELDS)

@@ -1,0 +1,133 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastgpu.process.config import Run
+from fastgpu.process.launch import UserError
+from fastgpu.telemetry import folder as folder_module
+from fastgpu.telemetry.folder import create_folder, describe_changes, find_changes, find_folder, refuse_another
+
+CONFIG: dict[str, Any] = {
+    "workload": "images",
+    "run.name": "a",
+    "run.seed": 0,
+    "data.train": "a.h5",
+    "data.fields": {"images": "x"},
+    "data.tier": "disk",
+    "data.echo": 1.0,
+    "loader.num_readers": 2,
+    "model.width": 32,
+    "model.flip": False,
+    "optim.lr": 3e-3,
+    "train.epochs": 20,
+}
+
+
+def settings(folder: Path, name: str = "auto", resume: str = "never") -> Run:
+    return Run(folder=str(folder), name=name, resume=resume)
+
+
+def make_run(path: Path, config: dict[str, Any] | None = None) -> Path:
+    """A run with a checkpoint and a config."""
+    (path / "checkpoints" / "last-000000001").mkdir(parents=True)
+    tree: dict[str, Any] = {}
+    for key, value in (config or CONFIG).items():
+        section, _, name = key.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        branch[name] = value
+    (path / "config.yaml").write_text(yaml.safe_dump(tree))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------- which folder it is
+
+
+def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module.time, "strftime", lambda _: "20260102-030405")
+    assert find_folder(settings(tmp_path)).name == "20260102-030405"
+    create_folder(tmp_path / "20260102-030405")
+    assert find_folder(settings(tmp_path)).name == "20260102-030405-2"
+    assert find_folder(settings(tmp_path, "mine")).name == "mine"
+    make_run(tmp_path / "mine")
+    with pytest.raises(UserError, match="run.name: .*mine holds a run; use run.resume=auto to continue it"):
+        find_folder(settings(tmp_path, "mine"))
+    assert find_folder(settings(tmp_path, "mine", "auto")).name == "mine"
+
+
+def test_resuming_takes_the_run_that_saved_last(tmp_path):
+    for number, name in enumerate(("b", "c", "a")):
+        make_run(tmp_path / name)
+        os.utime(tmp_path / name / "checkpoints" / "last-000000001", (number, number))
+    (tmp_path / "empty").mkdir()
+    assert find_folder(settings(tmp_path, resume="auto")).name == "a"
+
+
+def test_resuming_without_a_run_starts_one(tmp_path):
+    assert not find_folder(settings(tmp_path / "none", resume="auto")).exists()
+    assert find_folder(settings(tmp_path, "mine", "auto")) == tmp_path / "mine"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
+        create_folder(find_folder(settings(tmp_path / "file", "x")))
+    with pytest.raises(UserError, match="run.folder: cannot write"):
+        create_folder(find_folder(settings(tmp_path, "x" * 300)))
+
+
+# ---------------------------------------------------------------------------------------------- whose it is
+
+
+def test_only_what_is_learned_is_compared(tmp_path):
+    run = make_run(tmp_path / "a")
+    assert find_changes(run, CONFIG) == {}
+    assert find_changes(run, CONFIG | {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}) == {}
+    assert find_changes(run, CONFIG | {"model.depth": 3}) == {}  # the run knew no such setting
+    assert find_changes(run, CONFIG | {"data.echo": "auto", "train.epochs": 0}) == {}
+    changed = CONFIG | {"run.seed": 1, "optim.lr": 0.1, "data.fields": {"images": "y"}}
+    assert find_changes(run, changed) == {
+        "run.seed": ("0", "1"),
+        "optim.lr": ("0.003", "0.1"),
+        "data.fields": ('{"images": "x"}', '{"images": "y"}'),
+    }
+
+
+def test_the_newest_config_counts_and_none_before_the_first_checkpoint(tmp_path):
+    run = make_run(tmp_path / "a")
+    later = make_run(tmp_path / "b", CONFIG | {"train.epochs": 30})
+    (later / "config.yaml").rename(run / "config-2.yaml")
+    assert find_changes(run, CONFIG) == {"train.epochs": ("30", "20")}
+    (run / "checkpoints" / "last-000000001").rmdir()
+    assert find_changes(run, CONFIG) == {}
+
+
+@pytest.mark.parametrize("name", ["auto", "a"])
+def test_another_workload_is_refused(tmp_path, name):
+    changes = {"workload": ('"minimal"', '"images"'), "optim.lr": ("1", "2")}
+    message = 'a was trained with workload="minimal", this is workload="images"; .*run.name'
+    with pytest.raises(UserError, match=message):
+        refuse_another(tmp_path / "a", settings(tmp_path, name, "auto"), changes)
+
+
+@pytest.mark.parametrize(("key", "old", "new"), [("model.width", "32", "4"), ("data.train", '"a.h5"', '"b.h5"')])
+def test_another_model_or_data_is_refused_unless_the_run_was_named(tmp_path, key, old, new):
+    with pytest.raises(UserError) as error:
+        refuse_another(tmp_path / "a", settings(tmp_path, resume="auto"), {key: (old, new)})
+    assert str(error.value) == (
+        f"{tmp_path}/a was trained with {key}={old}, this is {key}={new}; run.name=auto takes the newest run: name the "
+        "run to resume with run.name, or use run.resume=never"
+    )
+    refuse_another(tmp_path / "a", settings(tmp_path, "a", "auto"), {key: (old, new)})
+
+
+def test_other_changes_are_said(tmp_path):
+    changes = {"train.epochs": ("20", "30"), "optim.lr": ("0.003", "0.1")}
+    refuse_another(tmp_path / "a", settings(tmp_path, resume="auto"), changes)
+    assert describe_changes(changes).splitlines() == [
+        "resumed with train.epochs=30 (was 20): the learning rate follows the new length",
+        "resumed with optim.lr=0.1 (was 0.003)",
+    ]
+    assert describe_changes({}) == ""

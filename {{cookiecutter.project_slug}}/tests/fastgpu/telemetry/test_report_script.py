@@ -1,0 +1,50 @@
+"""The command `python report.py`."""
+
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+from written_run import write_run
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "report.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_page_of_a_run_that_was_killed(tmp_path):
+    done = run(write_run(tmp_path / "a"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fed: 3.0 % of the time was spent waiting for data\n" in done.stdout
+    assert (tmp_path / "a" / "report.html").exists()
+
+
+def test_runs_of_one_name_in_two_folders_are_compared(tmp_path):
+    runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a", 9)]
+    done = run("--compare", *runs, "--html", tmp_path / "ab.html")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(str(folder) in done.stdout for folder in runs)
+    assert (tmp_path / "ab.html").exists()
+    assert not (runs[0] / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere holds no metrics.jsonl with points; name the folder of a run"),
+        (["--html", "x.html", "a"], "--html is x.html; it names the page of --compare: give both"),
+        (["--compare", "{a}", "--html", "/nowhere/x.html"], "--html /nowhere/x.html: No such file or directory; name"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, arguments, message):
+    folder = write_run(tmp_path / "a")
+    done = run(*(argument.format(a=folder) for argument in arguments))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_it_starts_without_torch():
+    code = "import sys, report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

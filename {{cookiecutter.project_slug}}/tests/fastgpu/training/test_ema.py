@@ -1,0 +1,88 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
+
+from fastgpu.training.ema import AveragedModel
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+
+
+def change(model: nn.Module, seed: int) -> None:
+    """Another value for every weight and running statistic, and one more batch for the counter."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=rng))
+            else:
+                tensor.add_(1)
+
+
+def test_the_average_is_that_of_the_formula():
+    model = make_model()
+    average = AveragedModel(model, 0.5)
+    expected: dict[str, torch.Tensor] = {}
+    for n in range(20):
+        change(model, seed=n)
+        average.update_parameters(model)
+        decay = min(0.5, n / (n + 9))
+        for name, value in model.state_dict().items():
+            is_average = value.is_floating_point() and n
+            expected[name] = decay * expected[name] + (1 - decay) * value if is_average else value.clone()
+    for name, value in average.module.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+    assert average.module[1].num_batches_tracked == 20  # counters are copied
+
+
+def test_initial_weights_do_not_count():
+    model = make_model()
+    average = AveragedModel(model, 0.999)
+    change(model, seed=1)
+    average.update_parameters(model)
+    for mine, theirs in zip(average.module.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_constant_weights_stay_what_they_are():
+    """Frozen layers, and constants such as a mean and a standard deviation, do not drift."""
+    model = make_model()
+    average = AveragedModel(model, 0.9)
+    for _ in range(30):
+        average.update_parameters(model)
+    for mine, theirs in zip(average.module.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_copy_with_the_same_layout_that_is_not_trained():
+    model = make_model().to(memory_format=torch.channels_last)
+    average = AveragedModel(model, 0.9)
+    assert average.module[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not any(parameter.requires_grad for parameter in average.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_saved_average_continues_bit_for_bit(at):
+    model = make_model()
+    whole = AveragedModel(model, 0.9)
+    resumed = AveragedModel(model, 0.9)
+    for n in range(6):
+        if n == at:
+            resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+        change(model, seed=n)
+        whole.update_parameters(model)
+        if n >= at:
+            resumed.update_parameters(model)
+    for mine, theirs in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_state_has_the_names_of_torch():
+    model = make_model()
+    assert AveragedModel(model, 0.9).state_dict().keys() == TorchAveragedModel(model).state_dict().keys()
