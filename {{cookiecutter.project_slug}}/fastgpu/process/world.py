@@ -28,6 +28,8 @@ class World:
     device: torch.device
     local_rank: int = 0
     """Rank among the processes of this machine."""
+    is_launched: bool = False
+    """Whether torchrun started this process and waits for its end."""
 
     @property
     def is_main(self) -> bool:
@@ -156,7 +158,9 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     A single process creates no process group and opens no port. Raises UserError if the device is not available.
     """
     device = _choose_device(launch, settings.device)
-    world = World(launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank)
+    world = World(
+        launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank, launch.is_launched
+    )
     if world.world_size == 1:
         yield world
         return

@@ -1,5 +1,4 @@
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -9,16 +8,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastgpu.process.signals import SAVE, STOP, Requests, listen
+from fastgpu.process.launch import Launch
+from fastgpu.process.signals import SAVE, STOP, Requests, end_with_launcher
 
 ROOT = Path(__file__).parents[3]
 ORPHAN = """
 import os, sys, time
-from fastgpu.process.signals import listen
+from fastgpu.process.launch import Launch
+from fastgpu.process.signals import Requests, end_with_launcher
 launcher = os.getpid()
 if os.fork():
     time.sleep(600)
-requests = listen(watch_parent=True)
+end_with_launcher(Launch(is_launched=True))
+requests = Requests()
+requests.listen()
 print(os.getpid(), flush=True)
 while not requests.stop_signal:
     time.sleep(0.01)
@@ -29,10 +32,10 @@ time.sleep(600)
 
 @pytest.fixture
 def requests() -> Iterator[Requests]:
-    before = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
-    yield listen(watch_parent=False)
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    requests = Requests()
+    requests.listen()
+    yield requests
+    requests.close()
 
 
 @pytest.mark.parametrize("number", STOP)
@@ -51,10 +54,11 @@ def test_another_signal_asks_for_a_checkpoint_only(requests):
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_the_second_signal_ends_the_process(number):
+def test_a_signal_that_comes_again_later_ends_the_process(number):
     code = (
-        "import os, signal; from fastgpu.process.signals import listen; listen(watch_parent=False);"
-        f"os.kill(os.getpid(), signal.SIGTERM); print('alive', flush=True); os.kill(os.getpid(), {int(number)})"
+        "import os, signal; from fastgpu.process.signals import Requests; Requests().listen();"
+        f"os.kill(os.getpid(), {int(number)}); os.kill(os.getpid(), {int(number)});"
+        f"print('alive', flush=True); import time; time.sleep(2.2); os.kill(os.getpid(), {int(number)})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "alive\n"
@@ -71,6 +75,6 @@ def test_an_orphan_is_asked_to_stop_and_then_ended():
 
 
 def test_a_child_of_a_living_parent_goes_on(requests):
-    living = listen(watch_parent=True)
+    end_with_launcher(Launch(is_launched=True))
     time.sleep(1.2)
-    assert not living.stop_signal
+    assert not requests.stop_signal
