@@ -8,6 +8,7 @@
 # make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
 # make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
+# make soak     200 training runs that are killed and signalled at random moments, about an hour
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 
@@ -21,7 +22,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test test-project test-template slow check fix lines gpu bench bench-peers clean
+.PHONY: demo test test-project test-template slow check fix lines gpu soak bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -71,6 +72,9 @@ lines: .venv/installed
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
 	$(IN_PLACE) pytest -p no:cacheprovider -m gpu
+
+soak: .venv/installed
+	"$(BIN)/python" tests/faults/soak.py
 
 bench: .venv/installed
 	"$(BIN)/python" bench/run.py

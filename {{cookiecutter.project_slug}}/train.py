@@ -10,14 +10,17 @@ import sys
 import workloads
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import exit_with_message, read_launch
+from fastgpu.process.signals import end_with_launcher
 from fastgpu.telemetry.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
     launch = read_launch()
+    end_with_launcher(launch)
     with exit_with_message(launch):
         config = load_config(sys.argv[1:], workloads.find_options)
         refuse_taken(config.run)
 
+from collections.abc import Iterable
 from contextlib import closing
 from typing import NamedTuple
 
@@ -29,7 +32,7 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
@@ -40,7 +43,7 @@ from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
-from fastgpu.training.parallel import reseed, share_gradients, unused_gpus_hint
+from fastgpu.training.parallel import make_seed, reseed, share_gradients, unused_gpus_hint
 from fastgpu.training.step import MixedPrecision, OptimizerState, lr_factor, micro_batches, mixed_precision, to_device
 from workloads import Workload
 
@@ -133,19 +136,20 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def validate(parts: Parts, epoch: int, world: World) -> dict[str, float]:
-    """{"val/<metric>": mean over all validation rows}."""
+def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, float]:
+    """{"val/<metric>": mean over the validation rows}."""
     return evaluate(
         parts.model_to_use,
         parts.workload,
-        parts.val_feed.pools(epoch),
+        pools,
         batch_size=parts.sizes.batch_size,
         autocast=parts.precision.autocast,
         world=world,
     )
 
 
-def train(cfg: Config, world: World) -> None:
+def train(cfg: Config, world: World) -> int:
+    """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     parts = build(cfg, world)
     feed, workload = parts.feed, parts.workload
     epoch_rows = feed.order.total_size
@@ -158,8 +162,10 @@ def train(cfg: Config, world: World) -> None:
     ):
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
-            world.print_once(describe_validation(run.folder, at.step, validate(parts, at.epoch, world)))
-            return
+            world.print_once(
+                describe_validation(run.folder, at.step, validate(parts, parts.val_feed.pools(at.epoch), world))
+            )
+            return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
@@ -171,11 +177,16 @@ def train(cfg: Config, world: World) -> None:
         read_before = feed.read_time
         while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
             for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
-                rng = reseed(world, cfg.run.seed, at.epoch, pool.plan.number)  # a resumed run draws the same numbers
+                place = (cfg.run.seed, at.epoch, pool.plan.number)
                 passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
                 fresh_rows = float(at.epoch * epoch_rows + at.consumed)
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
-                for batch in echo(pool.rows, parts.sizes.batch_size, passes, rng):
+                batches = echo(pool.rows, parts.sizes.batch_size, passes, make_seed(world, *place))
+                for number, batch in enumerate(batches):
+                    if number < at.pool_steps:  # trained on before the run was resumed
+                        fresh_rows += step_rows
+                        continue
+                    rng = reseed(world, *place, number)  # a resumed run draws the same numbers
                     share = (fresh_rows + step_rows / 2) / planned_rows
                     lr = cfg.optim.lr * lr_factor(share, cfg.optim.warmup_share)
                     loss = train_step(parts, workload.transform(batch, rng), lr)
@@ -183,12 +194,17 @@ def train(cfg: Config, world: World) -> None:
                     run.count(loss, step_rows, cfg.data.batch_size)
                     if run.clock.steps == cfg.log.every_steps:
                         run.report(fresh_rows, lr)  # inside a pool, the host waits for the device only here
+                    if run.is_asked_to_stop(parts.model_to_use):
+                        return run.stop()
                 at.consumed = pool.plan.consumed
+                at.pool_steps = 0
                 run.save_if_due(parts.model_to_use)
             if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
-            metrics = validate(parts, at.epoch, world)
+            metrics = validate(parts, run.until_asked_to_stop(parts.val_feed.pools(at.epoch)), world)
+            if run.is_asked_to_stop(parts.model_to_use):
+                return run.stop()
             if cfg.data.echo == "auto" and run.epoch_throughput.trained_rows:
                 read_s = world.all_reduce_max(feed.read_time.since(read_before).s_per_row)
                 train_s = run.epoch_throughput.train_s_per_row * world.world_size
@@ -196,9 +212,11 @@ def train(cfg: Config, world: World) -> None:
                 read_before = feed.read_time
             run.end_epoch(parts.model_to_use, metrics)
         run.finish()
+    return 0
 
 
 if __name__ == "__main__":
     with exit_with_message(launch), join(launch, config.dist) as world:
         world.print_once(unused_gpus_hint(world, config.dist, " ".join(sys.argv)))
-        train(config, world)
+        exit_code = train(config, world)
+    sys.exit(exit_code)

@@ -17,18 +17,17 @@ MAX_FACTOR_UNCHANGED = 2.0
 """Largest factor that data.echo=auto chooses if rows look the same each time."""
 
 
-def echo(rows: Rows, batch_size: int, passes: int, rng: torch.Generator) -> Iterator[Rows]:
+def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
     """Batches of `batch_size` rows (the last may have fewer): once in order, then reshuffled `passes - 1` times.
 
-    The first pass yields views of the pool, which are valid until the next pool is asked for. rng: on the device of the
-    rows. The order of ragged rows is drawn on the host, by torch's default generator, because it decides their sizes.
+    The first pass yields views of the pool, which are valid until the next pool is asked for. seed: of the order. The
+    order of ragged rows is drawn on the host, because it decides their sizes.
     """
     yield from rows.batches(batch_size)
+    device = torch.device("cpu") if rows.has_ragged else next(iter(rows.columns.values())).device
+    rng = torch.Generator(device).manual_seed(seed)
     for _ in range(passes - 1):
-        if rows.has_ragged:
-            order = torch.randperm(len(rows))
-        else:
-            order = torch.randperm(len(rows), generator=rng, device=rng.device)
+        order = torch.randperm(len(rows), generator=rng, device=device)
         for index in order.split(batch_size):
             yield rows.take(index)
 

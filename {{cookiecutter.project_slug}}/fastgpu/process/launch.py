@@ -29,6 +29,8 @@ class Launch(NamedTuple):
     local_world_size: int = 1
     attempt: int = 0
     """How often torchrun has restarted the processes of this job."""
+    is_launched: bool = False
+    """Whether torchrun started this process and waits for its end."""
 
     @property
     def is_local_main(self) -> bool:
@@ -39,7 +41,10 @@ class Launch(NamedTuple):
 def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    return Launch(*(int(os.environ.get(name, default)) for name, default in zip(names, Launch(), strict=True)))
+    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
+    rank, world_size, local_rank, local_world_size, attempt = numbers
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched)
 
 
 def warn(text: str) -> None:

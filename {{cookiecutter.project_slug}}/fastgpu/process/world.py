@@ -1,8 +1,9 @@
 """The process group, the device and the rank as one value: nccl on CUDA, gloo on a CPU."""
 
 import gc
+import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch, UserError
+from fastgpu.process.launch import Launch, RankError, UserError
+from fastgpu.process.peers import Peers, is_lost_peer
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class World:
     device: torch.device
     local_rank: int = 0
     """Rank among the processes of this machine."""
+    is_launched: bool = False
+    """Whether torchrun started this process and waits for its end."""
 
     @property
     def is_main(self) -> bool:
@@ -128,6 +132,18 @@ class World:
             if value != first:
                 raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
 
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """Raise UserError on every rank if one of the facts, which must be the same for the whole job, differs."""
+        host = socket.gethostname()
+        first_host, first = self.broadcast((host, dict(facts)))
+        with self.raise_on_every_rank():
+            for name, value in facts.items():
+                if value != first[name]:
+                    raise UserError(
+                        f"{name} is {value} on rank {self.rank} ({host}), but {first[name]} on rank 0 ({first_host}); "
+                        "start all processes of a job with the same code, settings and files"
+                    )
+
     def check_everywhere(self, holds: bool, message: str) -> None:
         """Raise UserError(message) on every rank if the condition does not hold on one."""
         with self.raise_on_every_rank():
@@ -142,7 +158,9 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     A single process creates no process group and opens no port. Raises UserError if the device is not available.
     """
     device = _choose_device(launch, settings.device)
-    world = World(launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank)
+    world = World(
+        launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank, launch.is_launched
+    )
     if world.world_size == 1:
         yield world
         return
@@ -151,10 +169,11 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
+    peers = Peers(dist.PrefixStore("peers", store), world.rank, world.world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(prefix, store),
+        store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
@@ -163,11 +182,32 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     try:
         yield world
         dist.barrier()
+    except RankError as error:  # this rank alone cannot go on
+        peers.tell(str(error))
+        raise
     except UserError as error:  # raised on every rank, see `raise_on_every_rank`
         traceback.clear_frames(error.__traceback__)
         _leave()
         raise
+    except BaseException as error:
+        if is_lost_peer(error):
+            raise RankError(f"rank {world.rank} lost the others: {peers.explain()}{_flight_recorder(device)}") from None
+        if isinstance(error, torch.OutOfMemoryError):
+            text = (
+                f"rank {world.rank} on {socket.gethostname()} ran out of memory ({str(error).split('.')[0]}); lower "
+                "data.batch_size, or raise optim.accumulation_steps"
+            )
+            peers.tell(text)
+            raise RankError(text) from None
+        peers.tell(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        raise
     _leave()
+
+
+def _flight_recorder(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return "; TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 make nccl record who waits for whom"
 
 
 def _leave() -> None:

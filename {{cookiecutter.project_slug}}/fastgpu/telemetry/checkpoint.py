@@ -13,6 +13,7 @@ it from the seed and the position.
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -55,6 +56,8 @@ class Progress:
     epoch: int = 0
     consumed: int = 0
     """Fresh rows that all ranks together have taken from this epoch."""
+    pool_steps: int = 0
+    """Steps on the pool that begins there: of a run that was stopped inside a pool."""
     step: int = 0
     """Optimizer steps so far."""
     echo: float = 1.0
@@ -80,6 +83,7 @@ class Progress:
         self.score = None if math.isnan(score) else score
         self.epoch += 1
         self.consumed = 0
+        self.pool_steps = 0
         self.epochs_without_gain += 1
         if _cost(self.score, direction) < _cost(self.best, direction):
             self.best = self.score
@@ -125,12 +129,13 @@ def save(
         if to_use:
             write_model(partial, to_use)
             sha256 |= {name: _sha256(partial / name) for name in (DESCRIPTION, WEIGHTS)}
-        description = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
-        (partial / "state.json").write_text(json.dumps(description, indent=2))
+        state_json: dict[str, Any] = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
+        state_json["digest"] = _digest(state_json)
+        (partial / "state.json").write_text(json.dumps(state_json, indent=2))
         atomic_replace(partial, target)  # it exists if a resumed run comes to the same step again
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
-        warn(f"{target} was not written ({error}); is the disk full? Training goes on")
+        warn(f"{target} was not written: {error}. Training goes on")
         return False
     return True
 
@@ -179,7 +184,7 @@ def resume(
     saved = _saved(folder, "last")
     for path in saved:
         try:
-            description = json.loads((path / "state.json").read_text())
+            description = _read_state(path)
             names = [name for name in state if name != "ema" or name in description["sha256"]]  # train.ema may be new
             for name in names:
                 if _sha256(path / f"{name}.pt") != description["sha256"][name]:
@@ -195,7 +200,7 @@ def resume(
             for name in {**saved_order, **order}
             if saved_order.get(name) != order.get(name)
         ]
-        if progress.consumed and changed:
+        if (progress.consumed or progress.pool_steps) and changed:
             raise UserError(
                 f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
                 f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
@@ -215,14 +220,36 @@ def resume(
 
 def _read_progress(path: Path) -> Progress:
     try:
-        return Progress(**json.loads((path / "state.json").read_text())["progress"])
+        return Progress(**_read_state(path)["progress"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged: it counts as the worst
         return Progress()
 
 
+def _read_state(path: Path) -> dict[str, Any]:
+    """The content of state.json. Raises ValueError if it is damaged.
+
+    Version 0.1.0, whose progress has no `metric`, wrote no digest.
+    """
+    description: dict[str, Any] = json.loads((path / "state.json").read_text())
+    digest = description.pop("digest", None)
+    if digest != _digest(description) and (digest or "metric" in description["progress"]):
+        raise ValueError("state.json does not match its digest")
+    return description
+
+
+def _digest(description: Mapping[str, Any]) -> str:
+    """SHA-256 of the values, however they are written."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
 def _saved(folder: Path, kind: str) -> list[Path]:
-    """Checkpoints, newest first, by number: names sort wrongly once a number outgrows its zeros."""
-    return sorted(folder.glob(f"{kind}-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    """Checkpoints, newest first, by number: names sort wrongly once a number outgrows its zeros.
+
+    Folders with other names, such as copies that a person made, are left alone.
+    """
+    numbers = {path: re.fullmatch(rf"{kind}-(\d+)", path.name) for path in folder.glob(f"{kind}-*")}
+    saved = {path: int(match[1]) for path, match in numbers.items() if match}
+    return sorted(saved, key=lambda path: saved[path], reverse=True)
 
 
 def _sha256(path: Path) -> str:

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -15,11 +15,15 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
+from fastgpu.process.lock import RunLock
+from fastgpu.process.signals import Requests
 from fastgpu.process.world import World
+from fastgpu.rows.contract import Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.telemetry import checkpoint, folder
 from fastgpu.telemetry.ceiling import read_ceiling
@@ -29,6 +33,13 @@ from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
+
+STOPPED = "stopped.json"
+"""File in the folder of a run that was asked to stop and has not been resumed: a job script may look for it."""
+AGREE_S = 1.0
+"""About how often the ranks ask each other whether a signal came."""
+FIRST_AGREEMENTS = 10
+"""Steps between these questions until the first report tells how long a step takes."""
 
 
 class Run:
@@ -63,10 +74,14 @@ class Run:
         self._metric = f"val/{metric}"
         self._direction = directions[metric]
         is_resumed = settings.resume == "auto"
+        self._lock: RunLock | None = None
+        self._requests = Requests()
         found = None
         with world.raise_on_every_rank():
             if world.is_main:
                 path = folder.find_folder(settings)
+                if is_resumed and self._epochs and path.exists():
+                    self._lock = lock(path)  # before its checkpoints are read
                 changes = folder.find_changes(path, config) if is_resumed else {}
                 folder.refuse_another(path, settings, changes)
                 found = path, changes
@@ -86,6 +101,9 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._is_saved = True
         self._saved_step = self.progress.step
+        self._next_agreement = 0
+        self._steps_between_agreements = FIRST_AGREEMENTS
+        self._stop_signal = 0
 
     def start(self, row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
@@ -98,6 +116,9 @@ class Run:
         with self._world.raise_on_every_rank():
             if self._world.is_main:
                 folder.create_folder(self.folder)
+                self._lock = self._lock or lock(self.folder)
+                (self.folder / STOPPED).unlink(missing_ok=True)
+        self._requests.listen()
         if self._world.is_main:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
@@ -123,6 +144,7 @@ class Run:
         """Count one optimizer step. loss: a scalar on the device, which is not read here."""
         self._losses.append(loss)
         self.progress.step += 1
+        self.progress.pool_steps += 1
         self.clock.count(fresh_rows, trained_rows)
         self._log.count(fresh_rows)
 
@@ -138,7 +160,9 @@ class Run:
             peak_lr = self._config["optim.lr"]
             raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({peak_lr}) or optim.clip_grad_norm")
         throughput = self.clock.take(self._world.all_reduce_max)
+        seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
+        self._steps_between_agreements = max(1, int(AGREE_S * throughput.steps / seconds))
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
         scalars = {"train/loss": loss, "train/lr": lr} | throughput.scalars() | counters
@@ -154,6 +178,44 @@ class Run:
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
             self._save(model)
+
+    def is_asked_to_stop(self, model: nn.Module) -> bool:
+        """Do what a signal to any rank asked for: save, at the same step on every rank. Returns whether to stop.
+
+        The ranks ask each other about once a second, not after each step. model: the model to use.
+        """
+        if self.progress.step < self._next_agreement and self._world.world_size > 1:
+            return False
+        self._next_agreement = self.progress.step + self._steps_between_agreements
+        own_request = 2 * self._requests.stop_signal + self._requests.save
+        self._requests.save = False
+        request = int(self._world.all_reduce_max(own_request))
+        self._stop_signal = request // 2
+        if request:
+            self._save(model)
+        return self._stop_signal > 0
+
+    def until_asked_to_stop(self, pools: Iterable[Pool]) -> Iterator[Pool]:
+        """The pools, up to the one after which a signal to any rank has asked for a stop."""
+        for pool in pools:
+            yield pool
+            if self._world.all_reduce_max(float(self._requests.stop_signal > 0)):
+                self._next_agreement = 0
+                return
+
+    def stop(self) -> int:
+        """Say that the run was asked to stop, in its folder, too. Returns the exit code.
+
+        It is 128 + the number of the signal, but 0 for a rank that torchrun started: it would restart any other one.
+        """
+        self._log.finish(self._metrics)
+        self.close()
+        if self._world.is_main:
+            _write(self.folder / STOPPED, json.dumps({"step": self.progress.step, "time": time.time()}))
+        self._world.print_once(
+            f"asked to stop at step {self.progress.step}, which is saved; run.resume=auto continues from there"
+        )
+        return 0 if self._world.is_launched else 128 + self._stop_signal
 
     def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
@@ -202,6 +264,10 @@ class Run:
 
     def close(self) -> None:
         self._monitor.close()
+        self._requests.close()
+        if self._lock:
+            self._lock.close()
+            self._lock = None
 
     def _tell_missing(self) -> None:
         missing = self._monitor.take_missing()
@@ -212,6 +278,11 @@ class Run:
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
+        if not _is_finite(self._state):
+            raise UserError(
+                f"weights or the state of the optimizer are not finite at step {self.progress.step}: nothing is saved; "
+                "run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last checkpoint"
+            )
         if self._world.is_main:
             self._is_saved = self._write("last", model, checkpoint.KEEP_LAST)
         self._saved_step = self.progress.step
@@ -227,6 +298,23 @@ class Run:
         if is_saved:
             checkpoint.prune(self.folder, kind, keep)
         return is_saved
+
+
+def lock(path: Path) -> RunLock:
+    """The lock of the folder. Raises UserError if another process has it, or the folder cannot be written."""
+    try:
+        return RunLock(path)
+    except OSError as error:
+        raise UserError(f"cannot lock {path} ({error.strerror}); make it writable, or use another run.folder") from None
+
+
+def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
+    """Whether no weight and no value of the optimizer is NaN or infinite. Buffers may be: a mask, for instance."""
+    values: list[Any] = []
+    for part in state.values():
+        values += part.parameters() if isinstance(part, nn.Module) else tree_leaves(part.state_dict())
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return all(torch.stack([value.isfinite().all().cpu() for value in tensors]).tolist())
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with

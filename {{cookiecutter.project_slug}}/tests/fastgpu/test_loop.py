@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,9 @@ TAGS = {
 }
 
 
-def train(*overrides: str) -> None:
-    """`python train.py` of the current folder, in this process."""
-    script.train(load_config(list(overrides)), ALONE)
+def train(*overrides: str) -> int:
+    """`python train.py` of the current folder, in this process. Returns the exit code."""
+    return script.train(load_config(list(overrides)), ALONE)
 
 
 def stop_training_at(n_steps: int, patch: pytest.MonkeyPatch) -> None:
@@ -64,6 +66,19 @@ def stop_training_at(n_steps: int, patch: pytest.MonkeyPatch) -> None:
         return step(*arguments)
 
     patch.setattr(script, "train_step", stop_or_step)
+
+
+def signalling(function: Callable[..., Any], n_calls: int, number: signal.Signals) -> Callable[..., Any]:
+    """The function; the call with this number sends a signal to this process."""
+    counted = [0]
+
+    def call(*arguments: Any) -> Any:
+        counted[0] += 1
+        if counted[0] == n_calls:
+            os.kill(os.getpid(), number)
+        return function(*arguments)
+
+    return call
 
 
 def val_points(run: Path) -> list[dict[str, float]]:
@@ -160,6 +175,102 @@ def test_a_run_that_stops_inside_an_epoch_is_resumed_to_the_same_weights(folder,
     train("run.name=stopped", "run.resume=auto", *options)
     assert same_weights(folder / "runs/whole", run)
     assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize(("echo", "stop_at"), [("1", 1), ("1", 30), ("2.5", 75), ("2.5", 58)])
+def test_a_signal_saves_the_step_that_it_meets(folder, monkeypatch, capsys, number, echo, stop_at):
+    options = ("data.tier=disk", f"data.echo={echo}", "train.epochs=2", "data.pool_batches=7")
+    train("run.name=whole", *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", signalling(script.train_step, stop_at, number))
+        assert train("run.name=stopped", *options) == 128 + number
+    run = folder / "runs/stopped"
+    assert f"asked to stop at step {stop_at}, which is saved" in capsys.readouterr().out
+    assert json.loads((run / "stopped.json").read_text())["step"] == stop_at
+    assert saved_steps(run)[-1] == stop_at
+    assert train("run.name=stopped", "run.resume=auto", *options) == 0
+    assert not (run / "stopped.json").exists()
+    assert same_weights(folder / "runs/whole", run)
+    assert val_points(run)[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
+
+
+def test_a_signal_may_ask_for_a_checkpoint_only(folder, monkeypatch):
+    train("run.name=whole", "train.epochs=1")
+    monkeypatch.setattr(script, "train_step", signalling(script.train_step, 5, signal.SIGUSR1))
+    assert train("run.name=saved", "train.epochs=1") == 0
+    assert saved_steps(folder / "runs/saved") == [5, STEPS_PER_EPOCH]
+    assert same_weights(folder / "runs/whole", folder / "runs/saved")
+
+
+def test_a_signal_ends_a_validation_which_is_made_when_the_run_is_resumed(folder, monkeypatch):
+    options = ("data.tier=disk", "train.epochs=1", "data.pool_batches=1")
+    train("run.name=whole", *options)
+    with monkeypatch.context() as patch:
+        score = signalling(minimal.Workload.score, 2, signal.SIGTERM)
+
+        def score_method(*arguments: Any) -> Any:
+            return score(*arguments)
+
+        patch.setattr(minimal.Workload, "score", score_method)
+        assert train("run.name=stopped", *options) == 128 + signal.SIGTERM
+    assert not val_points(folder / "runs/stopped")
+    train("run.name=stopped", "run.resume=auto", *options)
+    assert val_points(folder / "runs/stopped")[-1]["val/mse"] == val_points(folder / "runs/whole")[-1]["val/mse"]
+    assert same_weights(folder / "runs/whole", folder / "runs/stopped")
+
+
+@pytest.mark.slow
+def test_one_run_has_one_writer(folder):
+    command = train_command("train.epochs=100000", "run.resume=auto")
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as first:
+        try:
+            wait_for_step(folder / "runs/a", 21, first)
+            second = run_train("train.epochs=100000", "run.resume=auto", cwd=folder)
+            assert second.returncode == 2
+            assert f"error: runs/a is in use by process {first.pid} on " in second.stderr
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        finally:
+            first.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
+def test_no_rank_outlives_its_launcher(folder, number):
+    with subprocess.Popen(train_command("train.epochs=100000", ranks=2), cwd=folder, stdout=subprocess.DEVNULL) as job:
+        try:
+            wait_for_step(folder / "runs/a", 21, job)
+            ranks = psutil.Process(job.pid).children(recursive=True)
+            assert len(ranks) >= 2
+            job.send_signal(number)
+            job.wait(TIMEOUT_S)
+            _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_S)
+            assert not alive
+        finally:
+            job.kill()
+    if number == signal.SIGTERM:
+        assert (folder / "runs/a/stopped.json").exists()
+
+
+def test_weights_that_are_not_finite_are_never_saved(folder, monkeypatch):
+    step = script.train_step
+
+    def step_to_nan(parts: Any, *arguments: Any) -> Tensor:
+        loss = step(parts, *arguments)
+        if run_steps(parts) == 30:
+            next(parts.model.parameters()).data.fill_(float("nan"))
+        return loss
+
+    def run_steps(parts: Any) -> int:
+        return int(next(iter(parts.optimizer.state.values()))["step"])
+
+    monkeypatch.setattr(script, "train_step", step_to_nan)
+    with pytest.raises(UserError, match=r"not finite at step 3\d: nothing is saved"):
+        train("run.checkpoint_every_steps=4", "log.every_steps=100000")
+    assert saved_steps(folder / "runs/a")[-1] < 30
+    monkeypatch.setattr(script, "train_step", step)
+    train("run.resume=auto")  # from finite weights
 
 
 def test_the_average_of_the_weights_is_validated_saved_and_resumed_and_changes_nothing_else(folder, monkeypatch):
@@ -414,7 +525,7 @@ def test_a_run_whose_last_checkpoint_is_not_written_ends_with_an_error(folder, c
     with pytest.raises(UserError, match="the run is over, but its last checkpoint is not in runs/a: make room"):
         train("train.epochs=2")
     printed = capsys.readouterr().out
-    assert "was not written (" in printed
+    assert "was not written: " in printed
     assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]  # it trained to the end
 
 

@@ -217,6 +217,29 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, capsys, file, dam
     assert "is damaged" in capsys.readouterr().out
 
 
+def test_no_flipped_bit_of_the_state_is_accepted(tmp_path, capsys):
+    progress = Progress(epoch=2, consumed=5, step=44, echo=2.5, best=0.5, metric="val/loss", score=0.5)
+    save(tmp_path, "last", progress, parts(1.0), order=ORDER)
+    path = tmp_path / "checkpoints" / "last-000000044" / "state.json"
+    content = path.read_bytes()
+    for number in range(0, 8 * len(content), 11):
+        damaged = bytearray(content)
+        damaged[number // 8] ^= 1 << number % 8
+        path.write_bytes(damaged)
+        with suppress(UserError):  # it has found the damage
+            assert resume(tmp_path, parts(), ORDER, CPU) == progress  # only white space has changed
+
+
+@pytest.mark.parametrize("name", ["last-final", "last-000000001.old", "last-000000001 (copy)"])
+def test_other_folders_are_left_alone(tmp_path, name):
+    stranger = tmp_path / "checkpoints" / name
+    stranger.mkdir(parents=True)
+    for step in range(1, 5):
+        save(tmp_path, "last", Progress(step=step), parts(step), order=ORDER)
+    assert resume(tmp_path, parts(), ORDER, CPU).step == 4
+    assert stranger.exists()
+
+
 def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     class Attack:
         def __reduce__(self):

@@ -1,0 +1,72 @@
+"""Being asked to stop or to save: signals set flags, and the training loop looks at them between two steps.
+
+    SIGTERM, SIGINT, SIGUSR2    finish the step, save and stop; another one, later, ends the process at once
+    SIGUSR1                     finish the step, save and go on
+
+If torchrun dies, nothing tells its ranks. A thread sees that the parent has changed, sends SIGTERM, and ends the
+process if that takes too long: a rank that lives on would hold its GPU and write to a run that has been restarted.
+"""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from fastgpu.process.launch import Launch
+
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+SAVE = signal.SIGUSR1
+ECHO_S = 2.0
+"""Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
+PARENT_POLL_S = 0.5
+ORPHAN_S = 4.0
+"""An orphan is ended this long after its parent died."""
+
+
+class Requests:
+    """What this process has been asked to do, from `listen` to `close`."""
+
+    def __init__(self) -> None:
+        self.stop_signal = 0
+        """Number of the signal that asked for a stop; 0: none did."""
+        self.save = False
+        """Whether a signal asked for a checkpoint since this was last set to False."""
+        self._stop_time = 0.0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Handle the signals above from now on. Call it in the main thread."""
+        self._handlers = {number: signal.signal(number, self._handle) for number in (*STOP, SAVE)}
+
+    def close(self) -> None:
+        """Handle signals as before."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal. It interrupts whatever Python is doing, so it must not print, lock or raise."""
+        if number == SAVE:
+            self.save = True
+        elif not self.stop_signal:
+            self.stop_signal = number
+            self._stop_time = time.monotonic()
+        elif time.monotonic() - self._stop_time > ECHO_S:  # the person, or the cluster, is out of patience
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def end_with_launcher(launch: Launch) -> None:
+    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force."""
+    if launch.is_launched:
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_S)
+    os._exit(128 + signal.SIGTERM)
