@@ -148,6 +148,6 @@ def test_a_workload_without_docstrings_that_reads_the_environment_trains(folder)
     assert done.returncode == 0, done.stderr
     assert "val/error" in metrics_of(folder / "runs/a")[-1]
     assert weights_of(folder / "runs/a")["0.weight"].shape == (17, 6)
-    done = run_train("workload=bare", "model.width=3", cwd=folder, root=project, WIDTH="17")
+    done = run_train("workload=bare", "model.width=3", "run.name=b", cwd=folder, root=project, WIDTH="17")
     assert done.returncode == 2
     assert "unknown key model.width" in done.stderr
