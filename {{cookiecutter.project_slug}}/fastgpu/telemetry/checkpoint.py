@@ -130,7 +130,7 @@ def save(
             write_model(partial, to_use)
             sha256 |= {name: _sha256(partial / name) for name in (DESCRIPTION, WEIGHTS)}
         state_json: dict[str, Any] = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
-        state_json["digest"] = _digest(state_json)
+        state_json["digest"] = digest_of(state_json)
         (partial / "state.json").write_text(json.dumps(state_json, indent=2))
         atomic_replace(partial, target)  # it exists if a resumed run comes to the same step again
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
@@ -232,13 +232,13 @@ def _read_state(path: Path) -> dict[str, Any]:
     """
     description: dict[str, Any] = json.loads((path / "state.json").read_text())
     digest = description.pop("digest", None)
-    if digest != _digest(description) and (digest or "metric" in description["progress"]):
+    if digest != digest_of(description) and (digest or "metric" in description["progress"]):
         raise ValueError("state.json does not match its digest")
     return description
 
 
-def _digest(description: Mapping[str, Any]) -> str:
-    """SHA-256 of the values, however they are written."""
+def digest_of(description: Mapping[str, Any]) -> str:
+    """The `digest` of state.json: SHA-256 of its other values, however they are written."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 

@@ -25,6 +25,7 @@ from fastgpu.process.launch import Launch
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
+from fastgpu.telemetry.checkpoint import digest_of
 from workloads import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +177,12 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
 def metrics_of(run: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a state.json that was changed, with its new digest."""
+    state.pop("digest", None)
+    path.write_text(json.dumps(state | {"digest": digest_of(state)}))
 
 
 def weights_of(run: Path, name: str = "model") -> dict[str, torch.Tensor]:

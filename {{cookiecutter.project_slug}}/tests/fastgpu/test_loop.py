@@ -26,6 +26,7 @@ from harness import (
     same_weights,
     train_command,
     weights_of,
+    write_state,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -307,7 +308,7 @@ def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(f
     (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
     saved = json.loads(state.read_text())
     saved["progress"] |= {"epoch": 0, "consumed": 4 * 32, "best": None}
-    state.write_text(json.dumps(saved))
+    write_state(state, saved)
     with pytest.raises(UserError):
         train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto", change)
     train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto")
@@ -338,7 +339,7 @@ def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_va
     (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
     saved = json.loads(state.read_text())
     saved["progress"] |= {"epoch": 0, "consumed": STEPS_PER_EPOCH * 32, "best": None}
-    state.write_text(json.dumps(saved))
+    write_state(state, saved)
     train("train.epochs=2", "run.resume=auto")
     assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 21, 42]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import write_state
 from torch import nn
 
 from fastgpu.process.launch import UserError
@@ -250,7 +251,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     torch.save({"weight": Attack()}, folder / "model.pt")
     state = json.loads((folder / "state.json").read_text())
     state["sha256"]["model"] = checkpoint._sha256(folder / "model.pt")
-    (folder / "state.json").write_text(json.dumps(state))
+    write_state(folder / "state.json", state)
     with pytest.raises(UserError, match="holds checkpoints, but none is intact"):
         resume(tmp_path, parts(), ORDER, CPU)
     assert "Weights only load failed" in capsys.readouterr().out

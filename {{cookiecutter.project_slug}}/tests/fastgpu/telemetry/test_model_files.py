@@ -89,7 +89,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model_files, "save_model", refuse)
     to_use = ModelToUse(nn.Linear(2, 2), {})
     assert not checkpoint.save(tmp_path, "last", checkpoint.Progress(), {}, order={}, to_use=to_use)
-    assert "was not written (Error while serializing: No space left" in capsys.readouterr().out
+    assert "was not written: Error while serializing: No space left" in capsys.readouterr().out
     assert not list(tmp_path.glob("checkpoints/last-*"))
 
 

@@ -168,7 +168,7 @@ def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path,
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
             run.finish()
     printed = capsys.readouterr().out
-    assert "last-000000004 was not written (" in printed
+    assert "last-000000004 was not written: " in printed
     assert "done:" not in printed
 
 
