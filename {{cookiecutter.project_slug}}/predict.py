@@ -71,7 +71,8 @@ from fastgpu.training.step import mixed_precision, to_device
 
 def load(args: argparse.Namespace) -> Trained:
     """The model of the checkpoint. Flags that were not given get the values that it was validated with."""
-    trained = load_model(find_checkpoint(Path(args.checkpoint)))
+    args.checkpoint = find_checkpoint(Path(args.checkpoint))
+    trained = load_model(args.checkpoint)
     name = f"workloads/{trained.card['workload']}.py"
     if not (args.evaluate or hasattr(trained.workload, "predict")):
         raise UserError(f"{name} has no predict; workloads/__init__.py describes it")
@@ -121,13 +122,15 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
                 bar.update(len(batch_ids) * world.world_size)
     n_failed = int(sum(world.all_gather(writer.n_failed)))
     failed = f", of which {n_failed:,} could not be read" if n_failed else ""
-    world.print_once(f"{len(inputs.source):,} rows{failed}: {args.output}")
+    place = "" if args.output == "-" else f": {args.output}"
+    world.print_once(f"{len(inputs.source):,} rows{failed}{place}")
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     """terminal: what is asked for goes there; everything else goes to sys.stdout."""
     with world.raise_on_every_rank():
         trained = load(args)
+        world.print_once(f"model: {args.checkpoint}")
         if args.export:
             world.print_once(export(trained, Path(args.export)) if world.is_main else None)
             return

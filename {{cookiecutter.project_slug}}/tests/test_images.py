@@ -307,6 +307,14 @@ def test_what_cannot_be_done_on_floats_is_refused_by_its_key(tmp_path, dtype):
         make_workload(store, color_jitter=0.2)
 
 
+@pytest.mark.parametrize("name", ["crop_padding", "cutout_size"])
+def test_an_augmentation_that_leaves_nothing_of_an_image_is_refused(tmp_path, name):
+    store = open_rows(tmp_path, numbered(12, (3, 16, 8)), np.arange(12) % 4)
+    make_workload(store, **{name: 7})
+    with pytest.raises(UserError, match=f"model.{name} is 8, but images are 8 pixels high or wide; use fewer"):
+        make_workload(store, **{name: 8})
+
+
 # ---------------------------------------------------------------------------------------------- numbers to predict
 
 

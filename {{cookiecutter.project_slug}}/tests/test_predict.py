@@ -85,6 +85,12 @@ def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path):
         check([json.loads(line) for line in target.read_text().splitlines()])
 
 
+def test_the_checkpoint_in_use_is_named(capsys):
+    (best,) = Path("runs/a/checkpoints").glob("best-*")
+    run("runs/a", "rows.h5::/val")
+    assert capsys.readouterr().out.splitlines() == [f"model: {best}", f"{N_ROWS} rows"]
+
+
 def test_a_copy_of_a_checkpoint_is_enough(tmp_path):
     (best,) = Path("runs/a/checkpoints").glob("best-*")
     (tmp_path / "copy").mkdir()

@@ -105,6 +105,10 @@ class Workload(workloads.Workload):
             )
         if o.label_smoothing and self.is_regression:
             raise UserError(f"model.label_smoothing is {o.label_smoothing}, but labels are no classes; allowed is 0")
+        side = min(self.shape_CHW[1:])
+        for name, pixels in (("crop_padding", o.crop_padding), ("cutout_size", o.cutout_size)):
+            if pixels >= side:  # little or nothing of an image would be left
+                raise UserError(f"model.{name} is {pixels}, but images are {side} pixels high or wide; use fewer")
 
     @property
     def summary(self) -> str:

@@ -210,6 +210,8 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
         choices = re.findall(r"'([^']+)'", " ".join(allowed))
         close = difflib.get_close_matches(value, choices, 1) if isinstance(value, str) else []
         hint = f' (did you mean "{close[0]}"?)' if close else ""
+        if allowed == ["be a valid list"] and isinstance(value, str):
+            hint = f" (did you mean [{value}]?)"
         should = "hold keys of its own" if key in SECTIONS else " or ".join(dict.fromkeys(allowed))
         lines.append(f"{origin}: {key} is {json.dumps(value, default=str)}; it should {should}{hint}")
     return lines

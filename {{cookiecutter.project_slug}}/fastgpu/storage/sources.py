@@ -1,12 +1,13 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from fastgpu.process.config import Data, Hdf5, Loader
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
@@ -22,7 +23,27 @@ def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
         check_classes("data.val", source, val_source)
+        _warn_of_shared_files(data)
         return source, val_source
+
+
+def _warn_of_shared_files(data: Data) -> None:
+    """Say that validation rows are trained on, as by the pattern `photos-*.h5`, which also matches photos-val.h5."""
+    has_own_rows = data.val_share is not None or data.val_fields not in ({}, data.fields)
+    if data.dataset != "none" or has_own_rows:
+        return
+    shared = sorted(_list_files("data.train", data.train) & _list_files("data.val", data.val))
+    if shared:
+        path, group = shared[0]
+        name = path.name if group == "/" else f"{path.name}::{group}"
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        warn(f"{name}{more} in data.val is also in data.train: the validation metrics are of rows that are trained on")
+
+
+def _list_files(key: str, named: str | list[str] | dict[str, float]) -> set[tuple[Path, str]]:
+    """(file, group) of everything that data.train or data.val names."""
+    paths = [named] if isinstance(named, str) else named
+    return {(Path(file).resolve(), group) for path in paths for file, group in expand(key, path)}
 
 
 def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

@@ -148,9 +148,9 @@ def prune(run: Path, kind: Kind, keep: int) -> None:
 
 
 def best_first(run: Path) -> list[Path]:
-    """The checkpoints of kind "best", the best one first."""
-    saved = _saved(run / "checkpoints", "best")
-    costs = _costs(saved, _read_progress(saved[0])) if saved else {}
+    """The checkpoints of kind "best", the best one first; of equal ones the oldest."""
+    saved = _saved(run / "checkpoints", "best")[::-1]
+    costs = _costs(saved, _read_progress(saved[-1])) if saved else {}
     return sorted(saved, key=lambda path: costs[path])
 
 

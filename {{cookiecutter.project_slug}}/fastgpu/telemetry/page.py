@@ -73,7 +73,7 @@ def _run_page(folder: Path, points: Sequence[Point]) -> str:
     top += f"<p class=facts>{html.escape(' · '.join(filter(None, facts)))}</p>"
     cards = "".join(
         f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b><span>{html.escape(note)}</span></div>"
-        for title, value, note in _cards(points, description.get("metrics", {}))
+        for title, value, note in _cards(points, folder)
     )
     numbers = [["over the whole run", "", ""]]
     numbers += [[row.title, report.number(row.value), row.unit] for row in report.summary(points)]
@@ -86,11 +86,11 @@ def _run_page(folder: Path, points: Sequence[Point]) -> str:
     return _page(folder.name, f"{top}<section class=cards>{cards}</section>", _run_charts(points), bottom)
 
 
-def _cards(points: Sequence[Point], directions: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def _cards(points: Sequence[Point], folder: Path) -> list[tuple[str, str, str]]:
     """(title, value, note) of the few numbers that matter most."""
     values = {row.name: row.value for row in report.summary(points)}
     cards = []
-    if best := report.best(points, directions):
+    if best := report.best(points, folder):
         cards.append((f"best {best.metric}", report.number(best.value), f"at step {best.step:,.0f}"))
     for name, title, note in (
         ("train/trained_rows_per_s", "speed", "trained rows/s"),

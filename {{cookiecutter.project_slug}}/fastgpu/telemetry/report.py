@@ -6,6 +6,7 @@ It does not import torch, so `python report.py` answers at once.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -101,9 +102,15 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
 # ---------------------------------------------------------------------------------------------- one value of a run
 
 
-def steady(points: Iterable[Point], name: str) -> list[Point]:
-    """The points with this tag, without the first one of each part, which holds what happens only at the start."""
+def steady(points: Iterable[Point], tag: Tag, name: str) -> list[Point]:
+    """The points with this tag. Speeds and shares of the time are without the first one of each part, which holds what
+    happens only at the start; a last value and a peak are those of all points.
+
+    name: the tag's name in the points.
+    """
     logged = [point for point in points if name in point]
+    if tag.over_run in ("last", "maximum"):
+        return logged
     first = {point.get("part", 1): point for point in reversed(logged)}
     return [point for point in logged if point is not first[point.get("part", 1)]] or logged
 
@@ -130,7 +137,8 @@ def summary(points: Sequence[Point]) -> list[SummaryRow]:
     logged = names_of(points)
     titled = [(tag, name) for tag in tags.TAGS if tag.title for name in tag.names(logged)]
     return [
-        SummaryRow(name, tag.title_of(name), combine(steady(points, name), tag, name), tag.unit) for tag, name in titled
+        SummaryRow(name, tag.title_of(name), combine(steady(points, tag, name), tag, name), tag.unit)
+        for tag, name in titled
     ]
 
 
@@ -139,13 +147,16 @@ def names_of(points: Iterable[Point]) -> list[str]:
     return list(dict.fromkeys(name for point in points for name in point))
 
 
-def best(points: Iterable[Point], directions: Mapping[str, str]) -> Best | None:
-    """The best value of the first metric. directions: {metric: "higher" or "lower"}, `metrics` of run.json."""
-    for metric, direction in directions.items():
-        scored = [Best(metric, point[f"val/{metric}"], point["step"]) for point in points if f"val/{metric}" in point]
-        choose = max if direction == "higher" else min
-        return choose(scored, key=lambda each: each.value, default=None)
-    return None
+def best(points: Iterable[Point], folder: Path) -> Best | None:
+    """The best value of run.best_metric; of equal ones the first, as it is the one whose checkpoint is the best."""
+    directions = read_description(folder).get("metrics", {})
+    metric = read_config(folder).get("run.best_metric") or next(iter(directions), "")
+    if metric not in directions:
+        return None
+    values = [(point[f"val/{metric}"], point["step"]) for point in points if f"val/{metric}" in point]
+    scored = [Best(metric, value, step) for value, step in values if not isnan(value)]
+    choose = max if directions[metric] == "higher" else min
+    return choose(scored, key=lambda each: each.value, default=None)
 
 
 # ---------------------------------------------------------------------------------------------- verdicts
@@ -206,16 +217,13 @@ def differing_values(runs: Mapping[str, Path]) -> Table:
     folder}. A mean over the run is also shown as a multiple of that of the first run."""
     lines = [["value over the run [minimum, median, maximum of its points]", *runs]]
     points_of = [read_metrics(folder) for folder in runs.values()]
-    found = [
-        best(points, read_description(run).get("metrics", {}))
-        for points, run in zip(points_of, runs.values(), strict=True)
-    ]
+    found = [best(points, run) for points, run in zip(points_of, runs.values(), strict=True)]
     if any(found):
         lines.append(["best", *(f"{b.metric} {number(b.value)} at step {b.step:,.0f}" if b else "-" for b in found)])
     logged = names_of(point for points in points_of for point in points)
     for tag in tags.TAGS:
         for name in tag.names(logged) if tag.title else ():
-            cells = _side_by_side([steady(points, name) for points in points_of], tag, name)
+            cells = _side_by_side([steady(points, tag, name) for points in points_of], tag, name)
             lines.append([f"{tag.title_of(name)}, {tag.unit}".removesuffix(", "), *cells])
     return lines
 

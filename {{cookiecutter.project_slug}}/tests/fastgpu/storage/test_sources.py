@@ -161,6 +161,26 @@ def test_a_source_that_loses_all_its_rows_to_validation_is_refused(write):
     )
 
 
+def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys):
+    for name in ("p-train.h5", "p-val.h5", "q.h5"):
+        write(20, name=name)
+    with h5py.File("groups.h5", "w") as file:
+        for name in ("train", "val"):
+            file[f"{name}/images"] = file[f"{name}/labels"] = np.arange(5)
+    for train in ("p-*.h5", ["q.h5", "./p-val.h5"], {"p-train.h5": 2, "p-val.h5": 1}):
+        open_both(train, "p-val.h5", {"images": "images"})
+        assert "warning: p-val.h5 in data.val is also in data.train: the val" in capsys.readouterr().out, train
+    open_both("p-*.h5", "p-*.h5", {"images": "images"})
+    assert "p-train.h5 and 1 more in data.val" in capsys.readouterr().out
+    open_both("groups.h5::/train", "groups.h5::/train")
+    assert "groups.h5::/train in data.val" in capsys.readouterr().out
+    open_both("groups.h5::/train", "groups.h5::/val")
+    open_both("p-train.h5", "p-val.h5", {"images": "images"})
+    open_both("p-*.h5", "10%", {"images": "images"})
+    open_both("groups.h5::/train", "groups.h5::/train", val_fields={"images": "labels", "labels": "labels"})
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_what_convert_should_read_first_is_refused():
     Path("photos").mkdir()
     Path("photos/1.jpg").touch()

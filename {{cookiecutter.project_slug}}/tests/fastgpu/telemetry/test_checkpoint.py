@@ -113,6 +113,11 @@ def test_an_equal_value_replaces_no_checkpoint(tmp_path):
     assert save_epochs(tmp_path, [1.0, 1.0, 1.0], "lower", 1) == [1]
 
 
+def test_of_equal_values_the_first_is_the_best(tmp_path):
+    """With room for several checkpoints, too: the report and the early stop count from it."""
+    assert save_epochs(tmp_path, [0.5, 1.0, 1.0, 1.0], "higher", 3) == [2, 3, 4]
+
+
 def test_a_checkpoint_of_version_0_1_is_the_best_by_its_value(tmp_path):
     """It does not name the metric, and its direction is that of the run."""
     old = {"epoch": 1, "consumed": 0, "step": 1, "echo": 1.0, "best": 0.5}

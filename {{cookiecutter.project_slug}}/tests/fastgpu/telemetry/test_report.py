@@ -1,5 +1,6 @@
 import json
 import re
+from math import nan
 
 import pytest
 from written_run import write_points, write_run
@@ -67,13 +68,25 @@ def test_a_run_without_points_or_with_a_cut_line_is_no_error(tmp_path):
     assert len(read_metrics(tmp_path)) == 5
 
 
-@pytest.mark.parametrize(("direction", "step"), [("higher", 2), ("lower", 3)])
-def test_the_best_value_is_that_of_the_first_metric(direction, step):
-    points = [{"step": n, "val/a": value, "val/b": -value} for n, value in enumerate((2.0, 3.0, 5.0, 1.0))]
-    found = best(points, {"a": direction, "b": "higher"})
-    assert (found.metric, found.value, found.step) == ("a", points[step]["val/a"], step)
-    assert best(points, {}) is None
-    assert best([], {"a": direction}) is None
+def test_last_values_and_peaks_are_those_of_all_points():
+    """A run that is resumed for one epoch has a single point of them in its new part."""
+    logged = [(1, 9.0, 3.0), (1, 2.0, 1.0), (2, 1.0, 2.0)]
+    points = [{"step": 1, "part": part, "val/loss": loss, "gpu0/mem_peak_gib": peak} for part, loss, peak in logged]
+    assert {row.name: row.value for row in summary(points)} == {"val/loss": 1.0, "gpu0/mem_peak_gib": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "direction", "metric", "step"),
+    [("", "higher", "a", 3), ("", "lower", "a", 4), ("b", "lower", "b", 3), ("b", "higher", "b", 4)],
+)
+def test_the_best_value_is_that_of_the_metric_that_chooses_checkpoints(tmp_path, chosen, direction, metric, step):
+    points = [{"step": n, "val/a": value, "val/b": -value} for n, value in enumerate((nan, 2.0, 3.0, 5.0, 1.0, 5.0))]
+    (tmp_path / "config.yaml").write_text(f'run: {{best_metric: "{chosen}"}}\n')
+    assert best(points, tmp_path) is None
+    (tmp_path / "run.json").write_text(json.dumps({"metrics": {"a": direction, "b": direction}}))
+    found = best(points, tmp_path)
+    assert (found.metric, found.value, found.step) == (metric, points[step][f"val/{metric}"], step)
+    assert best([], tmp_path) is None
 
 
 def test_the_summary_has_every_gpu_and_the_last_validation(tmp_path):
