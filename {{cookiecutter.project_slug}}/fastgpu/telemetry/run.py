@@ -153,6 +153,7 @@ class Run:
         """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
+            self._average_buffers()
             self._save(model)
 
     def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
@@ -162,10 +163,11 @@ class Run:
         """
         self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
-        self._save(model)
+        self._average_buffers()
         keep = self._settings.keep_best
         if self._world.is_main and checkpoint.is_among_best(self.folder, self.progress, keep):
             self._write("best", model, keep)
+        self._save(model)  # at the end: a run that is killed before it repeats the epoch, so no best one is missed
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(metrics)}, {self.epoch_throughput}"
@@ -208,10 +210,12 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _save(self, model: nn.Module) -> None:
+    def _average_buffers(self) -> None:
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
+
+    def _save(self, model: nn.Module) -> None:
         if self._world.is_main:
             self._is_saved = self._write("last", model, checkpoint.KEEP_LAST)
         self._saved_step = self.progress.step
