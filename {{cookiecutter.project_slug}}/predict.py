@@ -61,8 +61,8 @@ from tqdm import tqdm
 
 from fastgpu.predict.export import export
 from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
-from fastgpu.predict.model import Trained, fields_read, find_checkpoint, load_model
-from fastgpu.predict.output import PredictionWriter, open_output
+from fastgpu.predict.model import Trained, check_labelled, fields_read, find_checkpoint, load_model, make_rows
+from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
 from fastgpu.training.evaluate import evaluate
@@ -93,6 +93,11 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     known_names = trained.card["attributes"].get("class_names")
     if args.evaluate and class_names and known_names and list(class_names) != known_names:
         raise UserError(f"{args.evaluate} has the classes {class_names}; the model was trained on {known_names}")
+    if args.evaluate:
+        check_labelled(trained, inputs.source)
+    elif not args.output.endswith(".jsonl"):
+        with torch.no_grad():
+            check_fits_csv(trained.workload.predict(trained.model, make_rows(fields, 2)))
     return inputs
 
 
@@ -105,13 +110,8 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
         open_pools(inputs.source, order, world) as pools,
         tqdm(total=len(inputs.source), unit=" rows", disable=None if world.is_main else True) as bar,
     ):
-        writer = PredictionWriter(
-            file,
-            inputs,
-            trained.card["attributes"],
-            is_csv=not args.output.endswith(".jsonl"),
-            has_header=world.is_main,
-        )
+        is_csv = not args.output.endswith(".jsonl")
+        writer = PredictionWriter(file, inputs, trained.card["attributes"], is_csv=is_csv)
         for pool in pools:
             row_ids = order.row_ids(pool.plan)[: pool.plan.n_real_rows].tolist()
             for start in range(0, len(row_ids), order.batch_size):

@@ -123,16 +123,21 @@ def test_an_error_leaves_no_output_behind(tmp_path, monkeypatch):
 def predict_and_evaluate(world: World, folder: Path) -> str:
     with chdir(folder):
         run("runs/a", "rows.h5::/val", "-o", f"{world.world_size}.csv", "--batch-size", "8", world=world)
+        run("runs/a", "one.npy", "-o", f"{world.world_size}-one.csv", world=world)
         return run("runs/a", "--evaluate", "rows.h5::/val", "--json", world=world)
 
 
 @pytest.mark.slow
 def test_two_ranks_write_what_one_writes(trained_folder):
+    np.save("one.npy", val_rows()[:1])
     printed = in_world(2, predict_and_evaluate, trained_folder)
     alone = predict_and_evaluate(ALONE, trained_folder)
     one, two = (list(csv.DictReader(Path(f"{ranks}.csv").read_text().splitlines())) for ranks in (1, 2))
     assert [line["row"] for line in one] == [line["row"] for line in two]
     np.testing.assert_allclose([float(x["prediction"]) for x in one], [float(x["prediction"]) for x in two], rtol=1e-5)
+    one, two = (Path(f"{ranks}-one.csv").read_text().splitlines() for ranks in (1, 2))
+    assert one[0] == two[0] == "row,prediction"
+    assert len(one) == len(two) == 2
     assert json.loads(printed[0])["mse"] == pytest.approx(json.loads(alone)["mse"])
     assert printed[1] == ""
     assert not list(trained_folder.glob(".*part*"))

@@ -1,5 +1,6 @@
 """The model as a program for torch.export (.pt2) or ONNX (.onnx), compared with the model before it gets its name."""
 
+import io
 import logging
 import warnings
 from collections.abc import Sequence
@@ -67,7 +68,9 @@ def _write(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], path: Path) -
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         torch.onnx.export(program, (), path, dynamo=True, external_data=False, verbose=False)
     else:
-        torch.export.save(program, path)
+        content = io.BytesIO()  # torch's own writer aborts the process if the disk is full
+        torch.export.save(program, content)
+        path.write_bytes(content.getbuffer())
 
 
 def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:

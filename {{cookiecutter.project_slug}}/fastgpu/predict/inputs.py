@@ -63,9 +63,16 @@ def open_inputs(
     else:
         source = _open_arrays(paths, list(fields))
     for name, field in fields.items():
-        if source.fields[name].signature != field.signature:
+        if not _fits(source.fields[name], field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     return Inputs(source)
+
+
+def _fits(found: Field, field: Field) -> bool:
+    """Whether a field is the one that the model was trained on. Single whole numbers (labels) may have another size."""
+    are_numbers = not (found.is_ragged or field.is_ragged or found.shape or field.shape)
+    are_whole = {found.dtype.kind, field.dtype.kind} <= {"u", "i"}
+    return found.signature == field.signature or (are_numbers and are_whole)
 
 
 def _kind(path: str) -> str:

@@ -13,7 +13,9 @@ from safetensors.torch import load_model as fill
 from torch import nn
 
 import workloads
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Section
+from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.telemetry.checkpoint import best_first
@@ -38,15 +40,19 @@ class Trained(NamedTuple):
 def find_checkpoint(path: Path) -> Path:
     """The folder itself if it holds a model; of the folder of a run the best checkpoint, or else the last one.
 
-    Raises UserError if there is none.
+    Checkpoints of older versions, which have no model.json, are passed over if there is another one. Raises UserError
+    if there is none.
     """
     if (path / DESCRIPTION).exists() or (path / "model.pt").exists():
         return path
     last = sorted(path.glob("checkpoints/last-*"), key=lambda folder: int(folder.name.removeprefix("last-")))
-    saved = best_first(path) or last[-1:]
-    if saved:
-        return saved[0]
-    raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
+    saved = [*best_first(path), *reversed(last)]
+    if not saved:
+        raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
+    chosen = next((folder for folder in saved if (folder / DESCRIPTION).exists()), saved[0])
+    if chosen != saved[0]:
+        warn(f"{saved[0]} is of an older version and has no {DESCRIPTION}; {chosen} is used")
+    return chosen
 
 
 def load_model(folder: str | Path) -> Trained:
@@ -60,8 +66,7 @@ def load_model(folder: str | Path) -> Trained:
     make = workloads.load(card["workload"])
     described = DescribedSource(card)
     try:
-        options = make.Options.model_validate_json(json.dumps(card["options"]))
-        workload = make(options, described, described)
+        workload = make(_read_options(card), described, described)
         model = workload.model()
         fill(model, folder / WEIGHTS)
     except ValidationError as error:
@@ -70,6 +75,15 @@ def load_model(folder: str | Path) -> Trained:
     except (RuntimeError, SafetensorError) as error:
         raise UserError(f"{where}: {' '.join(str(error).split())[:200]}") from None
     return Trained(model.eval(), workload, card)
+
+
+def check_labelled(trained: Trained, source: Source) -> None:
+    """Let the workload check rows with labels as it checks validation rows. Raises UserError if it refuses them."""
+    workloads.load(trained.card["workload"])(_read_options(trained.card), DescribedSource(trained.card), source)
+
+
+def _read_options(card: Mapping[str, Any]) -> Section:
+    return workloads.load(card["workload"]).Options.model_validate_json(json.dumps(card["options"]))
 
 
 def fields_read(call: Callable[[nn.Module, Rows], object], trained: Trained) -> dict[str, Field]:

@@ -28,14 +28,13 @@ class PredictionWriter:
     are columns such as `scores_0` and `scores_1`.
     """
 
-    def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool, has_header: bool):
-        """attributes: of model.json. has_header: begin a CSV with the names of the columns."""
+    def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool):
+        """attributes: of model.json."""
         self.n_failed = 0
         self._file = file
         self._inputs = inputs
         self._attributes = attributes
         self._is_csv = is_csv
-        self._has_header = has_header
         self._csv: csv.DictWriter | None = None
 
     def write(self, row_ids: Sequence[int], values: Mapping[str, Tensor]) -> None:
@@ -55,15 +54,11 @@ class PredictionWriter:
         if self._csv is None:
             has_errors = failed is not None
             self._csv = csv.DictWriter(self._file, [*columns, *["error"] * has_errors], lineterminator="\n")
-            if self._has_header:
+            if row_ids[0] == 0:  # the first rank may have no row
                 self._csv.writeheader()
         self._csv.writerows(lines)
 
     def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
-        if self._is_csv and value.ndim > 2:
-            raise UserError(
-                f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl"
-            )
         columns = {name: value.tolist()}
         if value.is_floating_point():
             columns = {name: _shorten(columns[name], 9 if value.dtype.itemsize <= 4 else 17)}
@@ -77,6 +72,15 @@ class PredictionWriter:
             for key, rows in columns.items()
             for place, each in enumerate(zip(*rows, strict=True))
         }
+
+
+def check_fits_csv(values: Mapping[str, Tensor]) -> None:
+    """Raise UserError if a column has more than a list of values in each row. values: predictions of any rows."""
+    for name, value in values.items():
+        if value.ndim > 2:
+            raise UserError(
+                f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl"
+            )
 
 
 def _shorten(value: Any, precision: int) -> Any:

@@ -78,7 +78,7 @@ def _field(field: Field, dataset: str) -> dict[str, Any]:
         "shape": list(field.shape),
         "is_ragged": field.is_ragged,
         "n_items": field.n_items,
-        "dataset": dataset,
+        "dataset": dataset.rpartition("::")[2].lstrip("/"),  # without the file, if the field has one of its own
     }
 
 
@@ -114,8 +114,8 @@ def write_model(folder: Path, to_use: ModelToUse) -> None:
 def read_description(folder: Path) -> dict[str, Any]:
     """The content of model.json.
 
-    Raises UserError if it is missing, or of another format, or if one of both files does not match its checksum in
-    state.json. A copy of the two files without state.json is not checked.
+    Raises UserError if it is missing, damaged or of another format, or if one of both files does not match its checksum
+    in state.json. A copy of the two files without state.json is not checked.
     """
     if not (folder / WEIGHTS).exists() or not (folder / DESCRIPTION).exists():
         raise UserError(
@@ -123,15 +123,26 @@ def read_description(folder: Path) -> dict[str, Any]:
             "epoch (run.resume=auto), which adds them"
         )
     if (folder / "state.json").exists():
-        sha256 = json.loads((folder / "state.json").read_text(encoding="utf-8"))["sha256"]
+        sha256 = _read_json(folder / "state.json", "sha256")["sha256"]
         for name in (DESCRIPTION, WEIGHTS):
             with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != sha256[name]:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256.get(name):
                     raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
-    description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    description = _read_json(folder / DESCRIPTION, "format")
     if description["format"] != FORMAT:
         raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
     return description
+
+
+def _read_json(path: Path, key: str) -> dict[str, Any]:
+    """A file that should hold an object with this key. Raises UserError if it does not."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
+    if not isinstance(content, dict) or key not in content:
+        raise UserError(f"{path} is damaged (it has no {key}); use another checkpoint")
+    return content
 
 
 class DescribedSource(Source):

@@ -177,6 +177,7 @@ class Run:
         """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
+            self._prepare_to_save()
             self._save(model)
 
     def is_asked_to_stop(self, model: nn.Module) -> bool:
@@ -192,6 +193,7 @@ class Run:
         request = int(self._world.all_reduce_max(own_request))
         self._stop_signal = request // 2
         if request:
+            self._prepare_to_save()
             self._save(model)
         return self._stop_signal > 0
 
@@ -224,10 +226,11 @@ class Run:
         """
         self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
-        self._save(model)
+        self._prepare_to_save()
         keep = self._settings.keep_best
         if self._world.is_main and checkpoint.is_among_best(self.folder, self.progress, keep):
             self._write("best", model, keep)
+        self._save(model)  # at the end: a run that is killed before it repeats the epoch, so no best one is missed
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(metrics)}, {self.epoch_throughput}"
@@ -274,7 +277,8 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _save(self, model: nn.Module) -> None:
+    def _prepare_to_save(self) -> None:
+        """Make the buffers of all ranks equal. Raises UserError on every rank if there is nothing worth saving."""
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
@@ -283,6 +287,8 @@ class Run:
                 f"weights or the state of the optimizer are not finite at step {self.progress.step}: nothing is saved; "
                 "run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last checkpoint"
             )
+
+    def _save(self, model: nn.Module) -> None:
         if self._world.is_main:
             self._is_saved = self._write("last", model, checkpoint.KEEP_LAST)
         self._saved_step = self.progress.step
@@ -290,7 +296,11 @@ class Run:
     def _write(self, kind: checkpoint.Kind, model: nn.Module, keep: int) -> bool:
         """Write a checkpoint, on rank 0, and remove older or worse ones. model: the model to use."""
         at = self.progress
-        metrics = {} if at.consumed else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
+        metrics = (
+            {}
+            if at.consumed or at.pool_steps
+            else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
+        )
         description = {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics}
         order = self._order.identity
         to_use = ModelToUse(model, description)

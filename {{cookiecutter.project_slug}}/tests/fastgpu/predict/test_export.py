@@ -1,3 +1,5 @@
+import resource
+
 import pytest
 import torch
 from test_model import FIELDS, trained_with
@@ -67,6 +69,17 @@ def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch
     monkeypatch.setattr(module, "_difference", lambda *_: 0.01)
     with pytest.raises(UserError, match="it would differ from the model by 0.01 of its largest output"):
         export(trained(), tmp_path / "a.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"a.pt2 was not written: .*File too large"):
+            export(trained(), tmp_path / "a.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from harness import ALONE, ROOT, convert
 from PIL import Image
+from torch import nn
 
 import predict as script
 import train
 from fastgpu.predict.image_inputs import open_images
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
-from fastgpu.predict.model import load_model
+from fastgpu.predict.model import Trained, check_labelled, load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.field import Field
@@ -129,6 +130,24 @@ def test_predictions_of_classes_and_attributes():
     predicted = workload.predict(model, batch)
     assert list(predicted) == ["young", "smiles", "hat"]
     torch.testing.assert_close(torch.stack(list(predicted.values()), 1), model(batch["images"]).sigmoid())
+
+
+def test_labels_to_evaluate_are_checked_as_those_of_validation_rows():
+    card = {
+        "workload": "images",
+        "options": {"width": 4},
+        "attributes": {"n_classes": 4},
+        "fields": {
+            "images": {"dtype": "uint8", "shape": [3, 8, 8], "is_ragged": False, "n_items": None},
+            "labels": {"dtype": "int64", "shape": [], "is_ragged": False, "n_items": None},
+        },
+    }
+    trained = Trained(nn.Identity(), make_workload(n_classes=4), card)
+    images = np.zeros((2, 3, 8, 8), np.uint8)
+    check_labelled(trained, Arrays("more bytes", {"images": images, "labels": np.array([0, 3])}))
+    check_labelled(trained, Arrays("fewer bytes", {"images": images, "labels": np.array([0, 3], np.uint8)}))
+    with pytest.raises(UserError, match=r"made up: labels run from 0 to 9; allowed are 0 to 3"):
+        check_labelled(trained, Arrays("made up", {"images": images, "labels": np.array([0, 9])}))
 
 
 @pytest.mark.slow

@@ -43,6 +43,17 @@ def test_a_dataset_has_the_name_that_it_had_in_training_or_that_of_its_field(tmp
         assert read(open_inputs([str(tmp_path / f"{name}.h5")], CARD, FIELDS, "stop"))[0] == [0, 1, 2, 3, 4]
 
 
+def test_single_whole_numbers_may_have_another_size(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["y"] = np.arange(5, dtype=np.uint8)
+        file["x"] = np.zeros((5, 2), np.uint16)
+    fields = {"y": Field(np.dtype(np.int64), ()), "x": Field(np.dtype(np.uint8), (2,))}
+    card = {"fields": {"y": {"dataset": "y"}, "x": {"dataset": "x"}}, "attributes": {}}
+    open_inputs([str(tmp_path / "x.h5")], card, {"y": fields["y"]}, "stop")
+    with pytest.raises(UserError, match=r"x is uint16 \(N, 2\); the model was trained on uint8 \(N, 2\)"):
+        open_inputs([str(tmp_path / "x.h5")], card, fields, "stop")
+
+
 def test_ragged_rows(write_ragged):
     fields = {"items": Field(np.dtype(np.int32), (), 2.0, 1000)}
     card = {"fields": {"items": {"dataset": "items"}}, "attributes": {}}

@@ -32,7 +32,7 @@ def trained_with(workload, fields) -> Trained:
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path):
+def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path, capsys):
     for name in ("last-000000009", "last-1000000000"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert find_checkpoint(tmp_path).name == "last-1000000000"
@@ -41,6 +41,10 @@ def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path):
     assert find_checkpoint(tmp_path) == best
     (best / "model.json").touch()
     assert find_checkpoint(best) == best
+    resumed = tmp_path / "checkpoints/last-1000000000"  # by a version that writes model.json
+    (best / "model.json").rename(resumed / "model.json")
+    assert find_checkpoint(tmp_path) == resumed
+    assert "best-000000003 is of an older version and has no model.json" in capsys.readouterr().out
     with pytest.raises(UserError, match="is neither a run nor a checkpoint"):
         find_checkpoint(tmp_path / "none")
 
@@ -67,6 +71,16 @@ def test_a_model_comes_back_as_it_was(folder):
     (best / "model.json").write_text(json.dumps(description | {"options": {"depth": 8}}))
     with pytest.raises(UserError, match=r"does not fit workloads/minimal.py: model.depth: Extra inputs"):
         load_model(best)
+
+
+@pytest.mark.parametrize("content", ['{"format": ', "{}", "[]", "\0"])
+@pytest.mark.parametrize("name", ["model.json", "state.json"])
+def test_damaged_descriptions_are_one_line(tmp_path, name, content):
+    for each in ("model.json", "model.safetensors"):
+        (tmp_path / each).touch()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name} is damaged \(.*\); use another checkpoint"):
+        load_model(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- fields

@@ -7,7 +7,7 @@ import torch
 from harness import ALONE
 
 from fastgpu.predict.inputs import Inputs
-from fastgpu.predict.output import PredictionWriter, open_output
+from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.storage.arrays import Arrays
 
@@ -16,8 +16,8 @@ ROWS = Arrays("made up", {"x": np.zeros((9, 2), np.float32)})
 
 def write(values, *, is_csv=True, inputs=None, **attributes):
     file = io.StringIO()
-    writer = PredictionWriter(file, inputs or Inputs(ROWS), attributes, is_csv=is_csv, has_header=True)
-    writer.write([3, 4], values)
+    writer = PredictionWriter(file, inputs or Inputs(ROWS), attributes, is_csv=is_csv)
+    writer.write([0, 1], values)
     lines = file.getvalue().splitlines()
     return lines if is_csv else [json.loads(line) for line in lines]
 
@@ -25,25 +25,25 @@ def write(values, *, is_csv=True, inputs=None, **attributes):
 def test_numbers_have_their_names_beside_them():
     values = {"class": torch.tensor([1, 0]), "probability": torch.tensor([0.75, 0.1])}
     lines = write(values, class_names=["cat", "dog, small"])
-    assert lines == ["row,class,class_name,probability", '3,1,"dog, small",0.75', "4,0,cat,0.100000001"]
-    assert write(values) == ["row,class,probability", "3,1,0.75", "4,0,0.100000001"]
+    assert lines == ["row,class,class_name,probability", '0,1,"dog, small",0.75', "1,0,cat,0.100000001"]
+    assert write(values) == ["row,class,probability", "0,1,0.75", "1,0,0.100000001"]
     assert write({"items": torch.tensor([[2, -1], [0, 1]])}, is_csv=False, item_ids=[7, 8, 9]) == [
-        {"row": 3, "items": [2, -1], "item_ids": [9, None]},
-        {"row": 4, "items": [0, 1], "item_ids": [7, 8]},
+        {"row": 0, "items": [2, -1], "item_ids": [9, None]},
+        {"row": 1, "items": [0, 1], "item_ids": [7, 8]},
     ]
 
 
 def test_several_values_are_a_list_in_json_and_columns_in_csv():
     values = {"scores": torch.tensor([[0.5, float("inf")], [float("nan"), -2.0]])}
-    assert write(values) == ["row,scores_0,scores_1", "3,0.5,", "4,,-2.0"]
+    assert write(values) == ["row,scores_0,scores_1", "0,0.5,", "1,,-2.0"]
     assert [line["scores"] for line in write(values, is_csv=False)] == [[0.5, None], [None, -2.0]]
 
 
 def test_a_mask_fits_json_only():
     values = {"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}
-    assert write(values, is_csv=False)[0] == {"row": 3, "mask": [[0, 0], [0, 0]]}
+    assert write(values, is_csv=False)[0] == {"row": 0, "mask": [[0, 0], [0, 0]]}
     with pytest.raises(UserError, match=r"mask is \(2, 2\) in each row, which does not fit CSV; use -o FILE.jsonl"):
-        write(values)
+        check_fits_csv(values)
 
 
 def test_every_float32_is_written_exactly():
@@ -57,14 +57,14 @@ def test_every_float32_is_written_exactly():
 def test_rows_that_could_not_be_read_say_why():
     files = [f"{number}.png" for number in range(9)]
     values = {"y": torch.tensor([1.0, 2.0])}
-    assert write(values, inputs=Inputs(ROWS, files, {4: "is broken"})) == [
+    assert write(values, inputs=Inputs(ROWS, files, {1: "is broken"})) == [
         "file,y,error",
-        "3.png,1.0,",
-        "4.png,,is broken",
+        "0.png,1.0,",
+        "1.png,,is broken",
     ]
-    assert write(values, inputs=Inputs(ROWS, files, {3: "is broken"}), is_csv=False) == [
-        {"file": "3.png", "error": "is broken"},
-        {"file": "4.png", "y": 2.0},
+    assert write(values, inputs=Inputs(ROWS, files, {0: "is broken"}), is_csv=False) == [
+        {"file": "0.png", "error": "is broken"},
+        {"file": "1.png", "y": 2.0},
     ]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
+from fastgpu.telemetry import checkpoint
 from fastgpu.telemetry.checkpoint import best_first
 from fastgpu.telemetry.report import read_metrics
 
@@ -120,6 +121,20 @@ def test_the_best_checkpoints_are_kept_by_the_value_of_the_metric(tmp_path, mode
     for path in best_first(tmp_path / "a"):
         values[path.name] = json.loads((path / "state.json").read_text())["progress"]["score"]
     assert list(values.items()) == [("best-000000016", 4.0), ("best-000000004", 3.0)]
+
+
+def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
+    save = checkpoint.save
+
+    def killed_before_the_last(run, kind, *arguments, **options):
+        if kind == "last":
+            raise KeyboardInterrupt
+        return save(run, kind, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "save", killed_before_the_last)
+    with started_run(tmp_path, model) as run, pytest.raises(KeyboardInterrupt):
+        train_epoch(run, model)
+    assert checkpoints(tmp_path / "a") == [f"best-{STEPS_PER_EPOCH:09d}"]
 
 
 def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, model):
