@@ -236,7 +236,7 @@ def measure(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, dict[
         feeds[tier] = make_feed(parts.source, parts.feed.order, placement._replace(tier=tier), config.loader)
     feeds[NOT_PINNED] = make_feed(parts.source, parts.feed.order, placement, Loader(pin_memory=False))
 
-    normalize = Normalize(parts.source.attributes, 3)
+    normalize = Normalize(parts.source.attributes, 3, np.dtype(np.uint8))
     networks = {"ResNet-50": nn.Sequential(normalize, resnet50(N_CLASSES)), "small CNN": parts.workload.model()}
     results = {}
     for name, network in networks.items():
