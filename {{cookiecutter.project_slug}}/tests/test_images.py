@@ -199,6 +199,7 @@ def open_rows(folder, pixels, labels, name="x.h5") -> Store:
         (numbered(5, (1, 8, 8)), np.zeros((5, 2, 2), int), r"labels are int64 \(N, 2, 2\); allowed are integers"),
         (numbered(5, (1, 8, 8)), np.arange(5)[:, None], r"labels are int64 \(N, 1\); did you mean \(N,\)\?"),
         (numbered(5, (1, 8, 8)), np.arange(5) - 1, "labels run from -1 to 3; allowed are 0 to 3"),
+        (numbered(5, (1, 8, 8)), np.arange(5) + (1 << 40), "labels run up to 1099511627780; allowed are classes"),
     ],
 )
 def test_rows_that_are_no_labelled_images(tmp_path, pixels, labels, message):

@@ -26,6 +26,8 @@ from workloads import Direction
 
 DTYPES = ("uint8", "uint16", "float16", "float32")
 """Types of the images that this workload trains on as they are."""
+MAX_CLASSES = 1 << 24
+"""A label that is not below this number is no class, but perhaps an id."""
 MIN_SIDE = 4
 """Stages of the network halve the image until its shorter side has this many pixels."""
 
@@ -262,7 +264,10 @@ def count_classes(source: Source, name: str, ignored: int = -1) -> int:
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
             f"`class_names` or its `{name}` as an array"
         )
-    return int(labels[labels != ignored].max(initial=0)) + 1
+    highest = int(labels[labels != ignored].max(initial=0))
+    if highest >= MAX_CLASSES:
+        raise UserError(f"{source.name}: {name} run up to {highest}; allowed are classes, numbered from 0 on")
+    return highest + 1
 
 
 def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> None:

@@ -66,8 +66,21 @@ class DatasetSource(Source):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Rows as they are in epoch 0, read in this process. Training reads through `open_reader`."""
         for row, _, places in reads:
-            for name, value in _collate([self.items[0, row]]).items():
+            batch = _collate([self.items[0, row]])
+            self.check_types(batch)
+            for name, value in batch.items():
                 out[name][places] = value.numpy()
+
+    def check_types(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Raise RankError if rows are not of the type and shape of the first row: they would be cut or wrapped."""
+        for name, field in self.fields.items():
+            value = batch[name]
+            dtype = value.numpy().dtype
+            if tuple(value.shape[1:]) != field.shape or not np.can_cast(dtype, field.dtype, "safe"):
+                raise RankError(
+                    f"{self.name}: {name} is {field} in its first row, but {Field(dtype, tuple(value.shape[1:]))} in "
+                    "others; give all rows the same type and shape"
+                )
 
     def take(self, name: str, row_ids: np.ndarray) -> "DatasetSource":
         """Some rows of this source: (n,) row ids. Each gives the same items as before."""
@@ -172,6 +185,7 @@ class WorkerPool:
         except BaseException:
             self.close()
             raise
+        self._source.check_types(batch)
         for name, field in self._source.fields.items():
             out[name][places[0] : places[-1] + 1] = batch[name].numpy().astype(field.dtype, copy=False)
         row += len(places)

@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -326,3 +327,27 @@ def test_trains(tmp_path):
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     errors = [point["val/mse"] for point in map(json.loads, metrics.read_text().splitlines()) if "val/mse" in point]
     assert errors[-1] < 0.05  # the variance of y is 1/3
+
+
+class Changing(Dataset):
+    """Rows of another type, or another shape, than the first one."""
+
+    def __init__(self, later: object):
+        self.later = later
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> dict[str, object]:
+        return {"x": self.later if row else np.uint8(0)}
+
+
+@pytest.mark.parametrize("later", [np.int64(256), 0.5, np.float32(1), np.zeros(2, np.uint8)])
+def test_rows_of_another_type_than_the_first_are_not_cast(later):
+    source = DatasetSource("mine", Changing(later), {"x": "x"}, Loader(num_workers=0))
+    out = {"x": np.zeros(8, np.uint8)}
+    with pytest.raises(UserError, match="mine: x is uint8 .* in its first row, but .* in others"):
+        source.read([BlockRead(5, 0, np.array([5]))], out)
+    feed = feed_of(source, order_of(source), 0)
+    with pytest.raises((UserError, RuntimeError)), closing(feed):
+        list(feed.pools(0))
