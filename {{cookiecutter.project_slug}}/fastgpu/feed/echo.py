@@ -23,6 +23,8 @@ def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
     The first pass yields views of the pool, which are valid until the next pool is asked for. seed: of the order. The
     order of ragged rows is drawn on the host, because it decides their sizes.
     """
+    if not len(rows):
+        return  # a run that is resumed at the end of an epoch: splitting nothing would give an empty batch
     yield from rows.batches(batch_size)
     device = torch.device("cpu") if rows.has_ragged else next(iter(rows.columns.values())).device
     rng = torch.Generator(device).manual_seed(seed)

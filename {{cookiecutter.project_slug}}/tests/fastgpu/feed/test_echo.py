@@ -88,3 +88,7 @@ def test_ragged_rows_are_echoed_whole():
     first, second, third = (list(chain(*numbers[start : start + 3])) for start in (0, 3, 6))
     assert first == list(range(24)) == sorted(second) == sorted(third)
     assert first != second != third != first
+
+
+def test_an_empty_pool_gives_no_batch():
+    assert not list(echo(numbered_rows(0), 4, 3, seed=0))
