@@ -13,6 +13,7 @@ from harness import ALONE, check_workload, metrics_of
 import train as script
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.images import IGNORED_CLASS
 from fastgpu.storage.store import Store, open_store
@@ -58,7 +59,7 @@ def shapes(tmp_path) -> Store:
     return open_store("data.train", write_rows(tmp_path / "rows.h5", *draw_shapes(40)), FIELDS)
 
 
-def make_workload(train: Any, val: Any = None, **options: Any) -> Workload:
+def make_workload(train: Source, val: Source | None = None, **options: Any) -> Workload:
     return Workload(Workload.Options(**({"width": 4} | options)), train, val or train)
 
 

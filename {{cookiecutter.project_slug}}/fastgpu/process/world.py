@@ -3,7 +3,7 @@
 import gc
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,18 +131,6 @@ class World:
         with self.raise_on_every_rank():
             if value != first:
                 raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
-
-    def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Raise UserError on every rank if one of the facts, which must be the same for the whole job, differs."""
-        host = socket.gethostname()
-        first_host, first = self.broadcast((host, dict(facts)))
-        with self.raise_on_every_rank():
-            for name, value in facts.items():
-                if value != first[name]:
-                    raise UserError(
-                        f"{name} is {value} on rank {self.rank} ({host}), but {first[name]} on rank 0 ({first_host}); "
-                        "start all processes of a job with the same code, settings and files"
-                    )
 
     def check_everywhere(self, holds: bool, message: str) -> None:
         """Raise UserError(message) on every rank if the condition does not hold on one."""

@@ -257,13 +257,13 @@ def test_no_rank_outlives_its_launcher(folder, number):
 def test_weights_that_are_not_finite_are_never_saved(folder, monkeypatch):
     step = script.train_step
 
-    def step_to_nan(parts: Any, *arguments: Any) -> Tensor:
+    def step_to_nan(parts: script.Parts, *arguments: Any) -> Tensor:
         loss = step(parts, *arguments)
         if run_steps(parts) == 30:
             next(parts.model.parameters()).data.fill_(float("nan"))
         return loss
 
-    def run_steps(parts: Any) -> int:
+    def run_steps(parts: script.Parts) -> int:
         return int(next(iter(parts.optimizer.state.values()))["step"])
 
     monkeypatch.setattr(script, "train_step", step_to_nan)

@@ -1,4 +1,3 @@
-import io
 from pathlib import Path
 
 import h5py
@@ -11,19 +10,6 @@ from fastgpu.process.launch import UserError
 from fastgpu.storage.images import Preprocessing
 
 RNG = np.random.default_rng(0)
-
-
-def pixels(height: int = 30, width: int = 40) -> np.ndarray:
-    """A smooth picture, which JPEG keeps, that has no symmetry."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    return np.stack([rows * 200 // height, columns * 200 // width, (rows + columns) % 50 * 4], axis=2).astype(np.uint8)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> io.BytesIO:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    file.seek(0)
-    return file
 
 
 def folder_of(root: Path, classes: dict[str, int], size: tuple[int, int] = (8, 10)) -> Path:

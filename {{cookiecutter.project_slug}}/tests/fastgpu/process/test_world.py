@@ -47,8 +47,6 @@ def use_world(world: World) -> dict[str, Any]:
         "sum afterwards": world.all_reduce_sum(torch.ones(1)).item(),
         "equal": error_of(lambda: world.check_equal("the same", "no cure needed")),
         "different": error_of(lambda: world.check_equal(world.rank, "share the folder")),
-        "same": error_of(lambda: world.check_same({"run.seed": 1, "data.train has": "7 rows"})),
-        "not the same": error_of(lambda: world.check_same({"run.seed": 1, "data.train": f"{7 - world.rank} rows"})),
         "everywhere": error_of(lambda: world.check_everywhere(True, "no room")),
         "not everywhere": error_of(lambda: world.check_everywhere(world.rank == 0, "no room")),
         "one machine": world.gather_by_node({"host/rss_gib": float(world.rank)}),
@@ -72,13 +70,6 @@ def test_alone_nothing_is_sent():
     assert use_collectives(ALONE) == {"sum": 1.0, "max": 0.0, "gather": [0.5], "broadcast": "rank 0"}
     assert error_of(lambda: ALONE.check_everywhere(False, "no room")) == "no room"
     assert not torch.distributed.is_initialized()
-
-
-def test_a_fact_that_differs_is_named_with_its_ranks(ranks):
-    for rank in ranks:
-        assert rank["same"] is None
-        assert rank["not the same"].startswith("data.train is 6 rows on rank 1 (")
-        assert "but 7 rows on rank 0 (" in rank["not the same"]
 
 
 def test_an_error_of_one_rank_is_raised_on_every_rank_and_they_can_still_talk(ranks):

@@ -22,7 +22,10 @@ def in_folder(tmp_path, monkeypatch):
 
 
 def open_both(
-    train: Any = "a.h5", val: Any = "a.h5", fields: dict[str, str] | None = None, **options
+    train: str | list[str] | dict[str, float] = "a.h5",
+    val: str | list[str] = "a.h5",
+    fields: dict[str, str] | None = None,
+    **options,
 ) -> tuple[Source, Source]:
     return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), Hdf5(), ALONE)
 
