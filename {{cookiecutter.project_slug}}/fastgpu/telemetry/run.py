@@ -325,8 +325,8 @@ class Run:
         if not _is_finite(self._state):
             self._rewind(
                 f"weights or the state of the optimizer are not finite at step {self.progress.step}",
-                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last"
-                " checkpoint",
+                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
+                "last checkpoint",
             )
 
     def _count_skipped(self) -> int:

@@ -75,7 +75,7 @@ def test_finite_steps_are_the_same_whatever_the_policy(name, precision, accumula
 @pytest.mark.parametrize(("accumulation_steps", "clip_grad_norm"), [(1, 1.0), (3, 0.0)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_skipped_step_is_one_that_was_never_made(name, accumulation_steps, clip_grad_norm, value):
-    """Weights, running statistics, momentum and average are those of the other batches; the first step may be skipped."""
+    """Weights, running statistics, momentum and average are those of the other batches. The first step is skipped."""
     settings = Optim(name=name, accumulation_steps=accumulation_steps, clip_grad_norm=clip_grad_norm)
     clean, met = parts_with_norms(settings), parts_with_norms(settings)
     batches = [make_batch(seed=seed) for seed in range(3)]
@@ -197,13 +197,14 @@ def test_the_policies_train_the_same_weights_where_all_is_finite(folder):
 
 
 @pytest.mark.parametrize(  # met by a report, and by the check before a save
-    ("log_every", "save_every", "met"), [(5, 8, 15), (100_000, 4, 12)]
+    ("every_steps", "met"), [((5, 8), 15), ((100_000, 4), 12)]
 )
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_run_goes_back_to_its_last_checkpoint_and_on_with_the_next_rows(
-    folder, monkeypatch, capsys, log_every, save_every, met, background
+    folder, monkeypatch, capsys, every_steps, met, background
 ):
     poison(monkeypatch, 11, 33)
+    log_every, save_every = every_steps
     options = (f"log.every_steps={log_every}", f"run.checkpoint_every_steps={save_every}", "train.ema=0.9")
     train("train.on_nan=rewind", f"run.save_in_background={background}", "train.epochs=2", *options)
     run = folder / "runs/a"
