@@ -126,7 +126,11 @@ class Workload(workloads.Workload):
         if self.has_attributes:
             return f"{self.n_outputs} attributes"
         if not self.is_regression:
-            n_empty = 0 if labels is None else int(np.sum(np.bincount(labels, minlength=self.n_outputs) == 0))
+            n_empty = (
+                0
+                if labels is None
+                else int(np.sum(np.bincount(labels.astype(np.int64), minlength=self.n_outputs) == 0))
+            )
             return f"{self.n_outputs} classes" + (f", {n_empty} of them without training rows" if n_empty else "")
         text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict (regression)"
         if labels is None:
