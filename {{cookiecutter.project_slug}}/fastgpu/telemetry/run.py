@@ -107,7 +107,7 @@ class Run:
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
-        self._epoch_loss = 0.0
+        self._epoch_losses = (0.0, 0)  # their mean, and the number of steps that were not skipped
         self._metrics: dict[str, float] = {}
         self._is_saved = True
         self._saved_step = self.progress.step
@@ -189,7 +189,6 @@ class Run:
         throughput = self.clock.take(self._world.all_reduce_max)
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
-        self._epoch_loss += (loss - self._epoch_loss) * throughput.steps / self.epoch_throughput.steps
         self._steps_between_agreements = max(1, int(AGREE_S * throughput.steps / seconds))
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
@@ -197,6 +196,9 @@ class Run:
         text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"
         if not is_skipped:
             scalars["train/loss"] = loss
+            mean_loss, n_steps = self._epoch_losses
+            n_made = len(losses) - n_skipped
+            self._epoch_losses = (mean_loss + (loss - mean_loss) * n_made / (n_steps + n_made), n_steps + n_made)
         if self._on_nan == "skip_step":
             scalars["train/skipped_steps"] = self.progress.skipped_steps
             text += f", {self.progress.skipped_steps} steps skipped"
@@ -270,10 +272,12 @@ class Run:
         self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        shown = {"train/loss": self._epoch_loss, **metrics} if self.epoch_throughput.steps else metrics
+        mean_loss, n_steps = self._epoch_losses
+        shown = {"train/loss": mean_loss, **metrics} if n_steps else metrics
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
+        self._epoch_losses = (0.0, 0)
         self.clock.restart()
 
     def set_echo(self, factor: float) -> None:
