@@ -193,7 +193,8 @@ class Run:
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
         scalars = {"train/lr": lr} | throughput.scalars() | counters
-        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"
+        shown_loss = "no loss" if is_skipped else f"loss {loss:.4f}"
+        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: {shown_loss}, {throughput}"
         if not is_skipped:
             scalars["train/loss"] = loss
             mean_loss, n_steps = self._epoch_losses
