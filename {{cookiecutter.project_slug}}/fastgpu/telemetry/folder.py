@@ -57,6 +57,8 @@ def save_times(runs: Path) -> dict[Path, float]:
         try:
             time_s = float(json.loads((path / "state.json").read_text())["progress"]["saved_at"])
         except (OSError, ValueError, KeyError, TypeError):
+            if not path.exists():
+                continue  # its run has just removed it
             time_s = path.stat().st_mtime
         run = path.parents[1]
         times[run] = max(time_s, times.get(run, 0.0))
