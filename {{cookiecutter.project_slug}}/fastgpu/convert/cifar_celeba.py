@@ -18,7 +18,7 @@ from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, open_imag
 from fastgpu.convert.reading import OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger. An archive with a larger one is another archive, or a decompression bomb."""
@@ -180,7 +180,7 @@ def _image_opener(folder: Path) -> OpenFile:
     images = folder / "img_align_celeba"
     packed = folder / "img_align_celeba.zip"
     if images.is_dir():
-        return lambda name: (images / name).open("rb")
+        return lambda name: open_file(images / name)
     if not packed.exists():
         raise UserError(f"{folder} has neither img_align_celeba nor img_align_celeba.zip")
     with explain_errors(packed, "a whole zip archive"):

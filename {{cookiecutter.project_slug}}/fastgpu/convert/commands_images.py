@@ -35,7 +35,7 @@ from fastgpu.convert.synthetic_images import SyntheticImages
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
-from fastgpu.storage.images import Preprocessing, Resize
+from fastgpu.storage.images import Preprocessing, Resize, open_file
 
 SYNTHETIC_ROWS = 50_000
 
@@ -99,7 +99,7 @@ def images(args: Namespace) -> None:
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
     parts = listing.parts(args.split, args.seed)
-    sources = open_images(parts, lambda name: (root / name).open("rb"), _read_preprocessing(args), args.on_error)
+    sources = open_images(parts, lambda name: open_file(root / name), _read_preprocessing(args), args.on_error)
     write_files(sources, read_target(args))
 
 

@@ -14,6 +14,10 @@ from fastgpu.process.launch import UserError
 DELIMITERS = (",", ";", "\t")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+MAX_DIGITS = 18
+"""Whole numbers with more digits may not fit into 64 bits."""
+MAX_CLASSES = 1 << 20
+"""Each class has a name in the file."""
 MAX_UNUSED_CLASSES = 1000
 """Class numbers without a row. If there are more, the labels are likely not class numbers."""
 
@@ -93,7 +97,12 @@ def parse_labels(
     if "decimal" in kinds.values():
         if n_classes:
             raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")
-        targets = np.array([[float(word) for word in words] for words in columns.values()], np.float32).T
+        with np.errstate(over="ignore"):
+            targets = np.array([[float(word) for word in words] for words in columns.values()], np.float32).T
+        if not np.isfinite(targets).all():
+            row, column = np.argwhere(~np.isfinite(targets))[0]
+            word = columns[names[column]][row]
+            raise UserError(f"{path}:{lines[row]}: {names[column]} is {word[:40]}, which is too large for float32")
         return np.ascontiguousarray(targets[:, 0] if len(names) == 1 else targets), {}
     if len(names) > 1:
         attributes = [_parse_attribute(path, name, words, lines) for name, words in columns.items()]
@@ -110,6 +119,12 @@ def parse_labels(
 def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]) -> str:
     """`whole`, `decimal` or `name`. Raises UserError if numbers and names are mixed."""
     is_number = [NUMBER.fullmatch(word) is not None for word in words]
+    for line, word in zip(lines, words, strict=True):
+        if len(word) > MAX_DIGITS and WHOLE_NUMBER.fullmatch(word):
+            raise UserError(
+                f"{path}:{line}: {name} is {word[:MAX_DIGITS]}..., a number of {len(word):,} digits; allowed are "
+                f"{MAX_DIGITS}; for targets, write decimals such as 2.0; for names, letters first (class_2)"
+            )
     if all(is_number):
         return "whole" if all(WHOLE_NUMBER.fullmatch(word) for word in words) else "decimal"
     odd = is_number.index(False)
@@ -146,6 +161,8 @@ def _parse_classes(
                 f"{path}:{lines[numbers.index(n_classes - 1)]}: label {n_classes - 1} makes {n_classes:,} classes of "
                 f"{len(numbers):,} rows; for targets, write decimals such as 2.0; otherwise give --classes"
             )
+    if n_classes > MAX_CLASSES:
+        raise UserError(f"{path} has {n_classes:,} classes; allowed are {MAX_CLASSES:,}: are the labels ids?")
     for line, number in zip(lines, numbers, strict=True):
         if not 0 <= number < n_classes:
             raise UserError(f"{path}:{line}: label {number} is out of range; allowed are 0 to {n_classes - 1}")

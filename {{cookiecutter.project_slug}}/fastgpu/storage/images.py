@@ -1,13 +1,18 @@
-"""One image file -> one row: decoded by Pillow, resized by torch. All scripts prepare images by this code.
+"""One image file -> one row: decoded by Pillow, resized by torch. All scripts find and prepare images by this code.
 
-Whatever Pillow opens becomes RGB and upright, as its EXIF orientation says: grey, palette, CMYK and 16-bit images, too.
+Every image becomes RGB and upright, as its EXIF orientation says: grey, palette, CMYK and 16-bit images, too.
 An alpha channel is dropped.
 
 Shapes: C channels, H and W pixels.
 """
 
 import json
+import os
+import stat
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +20,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
+
+from fastgpu.process.launch import UserError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
+"""Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
+MAX_PIXELS = 89_478_485
+"""An image with more pixels is likely made to fill the memory. Pillow only warns, without the name of the file."""
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 Resize = Literal["shorter", "exact", "pad"]
 EXIF_ORIENTATION = 0x0112
@@ -44,9 +57,92 @@ class Preprocessing(NamedTuple):
         return cls(size, values["resize"], crop)
 
 
+class FoundImages(NamedTuple):
+    """The image files of a folder, and what else is in it."""
+
+    paths: list[str]
+    n_others: int
+    """Number of files whose names are not those of images."""
+    left_out: list[str]
+    """Links to folders that are read without them, or that this folder lies in."""
+    n_repeated: int
+    """Number of `paths` that are links to a file that is read without them."""
+
+
+def find_images(root: str | Path, folder: str = "", linked: set[str] | None = None) -> FoundImages:
+    """Image files at any depth in root/folder, in the order of their names. Each folder is visited once.
+
+    root: the folder that is read as a whole, perhaps by several calls. linked: where links have led so far; the call
+    adds to it. Raises UserError if a folder cannot be read.
+    """
+    top = os.path.realpath(root)
+    linked = set() if linked is None else linked
+    found = FoundImages([], 0, [], 0)
+    n_others = 0
+    n_repeated = 0
+
+    def is_read_without(link: str) -> bool:
+        target = os.path.realpath(link)
+        is_repeated = target in linked or os.path.commonpath([top, target]) == target
+        linked.add(target)
+        return is_repeated or not os.path.relpath(target, top).startswith(".")  # outside of it, or hidden in it
+
+    start = str(Path(root, folder))
+    folders = [start]
+    if os.path.realpath(start) != os.path.normpath(Path(top, folder)) and is_read_without(start):
+        found.left_out.append(folders.pop())
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as listed:
+                entries = sorted(listed, key=lambda entry: entry.name)
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+        inner_folders = []
+        for entry in entries:
+            is_folder = False
+            with suppress(OSError):  # a link to itself
+                is_folder = entry.is_dir()
+            is_repeated = (is_folder or is_image(entry.name)) and entry.is_symlink() and is_read_without(entry.path)
+            if not is_folder and not is_image(entry.name):
+                n_others += 1
+            elif not is_folder:
+                found.paths.append(entry.path)
+                n_repeated += is_repeated
+            elif is_repeated:
+                found.left_out.append(entry.path)
+            else:
+                inner_folders.append(entry.path)
+        folders += reversed(inner_folders)
+    return found._replace(n_others=n_others, n_repeated=n_repeated)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is an image by its name."""
+    kind = Image.registered_extensions().get(Path(name).suffix.lower())
+    return kind in (*FORMATS, "MPO") and not name.startswith(".")
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Open an image file. Raises OSError for a fifo, a socket or a device, which might be waited for without end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is a fifo, a socket or a device; give a regular file")
+    return file
+
+
+def open_image(file: IO[bytes]) -> Image.Image:
+    """Read the header of an image. Raises ValueError if it has too many pixels."""
+    image = Image.open(file, formats=FORMATS)
+    n_pixels = image.width * image.height
+    if n_pixels > MAX_PIXELS:
+        raise ValueError(f"it has {n_pixels:,} pixels, more than {MAX_PIXELS:,}; cut it into parts, or make it smaller")
+    return image
+
+
 def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     """An image file -> uint8 (3, H, W)."""
-    with Image.open(file) as opened:
+    with open_image(file) as opened:
         image: Image.Image = opened
         if (
             preprocessing.size and not preprocessing.crop
@@ -75,7 +171,7 @@ def decode_pair(
     The classes are the indices of a palette image, or the values of a grey one. is_binary: the values are 0 and 255,
     which is class 1. Raises ValueError if the mask has another mode, another size than the image, or other values.
     """
-    with Image.open(image_file) as header:
+    with open_image(image_file) as header:
         image_size = (header.height, header.width)
         if header.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
             image_size = (header.width, header.height)
@@ -94,7 +190,7 @@ def decode_pair(
 
 def read_mask(file: IO[bytes]) -> np.ndarray:
     """The values of a grey image, or the indices of a palette image, uint8 (H, W). Raises ValueError for others."""
-    with Image.open(file) as mask:
+    with open_image(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
         mode = mask.mode

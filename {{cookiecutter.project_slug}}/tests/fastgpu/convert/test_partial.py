@@ -59,9 +59,10 @@ def test_all_files_or_none(tmp_path):
         (folder / "x-val.h5").write_text("old")
         assert contents(tmp_path) == {".x.h5.partial": ""}
     assert contents(tmp_path) == {"x-train.h5": "old", "x-val.h5": "old"}
-    with pytest.raises(RuntimeError), complete_or_absent(tmp_path / "x.h5") as folder:
+    failing = pytest.raises(ZeroDivisionError)
+    with failing, complete_or_absent(tmp_path / "x.h5") as folder:
         (folder / "x-train.h5").write_text("new")
-        raise RuntimeError
+        _ = 1 / 0
     assert contents(tmp_path) == {"x-train.h5": "old", "x-val.h5": "old"}
 
 
@@ -69,8 +70,8 @@ def test_a_second_converter_is_refused_and_harms_nothing(tmp_path, capsys):
     with writing(tmp_path / "x.h5") as process:
         remove_unfinished(tmp_path)
         message = f"x.h5 is being written by process {process.pid} on .* since .*; wait for it, or choose another name"
-        with pytest.raises(UserError, match=message), complete_or_absent(tmp_path / "x.h5"):
-            pass
+        with pytest.raises(UserError, match=message):
+            complete_or_absent(tmp_path / "x.h5").__enter__()
         assert contents(tmp_path / ".x.h5.partial").keys() == {"lock", "x-train.h5", "x-val.h5"}
         with complete_or_absent(tmp_path / "y.h5") as folder:
             (folder / "y.h5").touch()
