@@ -63,7 +63,9 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
         else:
             columns[name] = content
     for name, column in columns.items():
-        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
+        if isinstance(column, RaggedArray):
+            continue
+        if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -134,7 +136,7 @@ def _read_members(path: str, archive: Any) -> dict[str, np.ndarray]:
     arrays = dict(archive)
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
-            raise ValueError(f"{name} is no array")  # noqa: TRY004
+            raise ValueError(f"{name} is no array")
     return arrays
 
 

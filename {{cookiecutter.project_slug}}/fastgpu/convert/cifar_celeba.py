@@ -4,11 +4,13 @@ CIFAR-10   https://www.cs.toronto.edu/~kriz/cifar.html, the python or the binary
 CelebA     https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html: img_align_celeba, a folder or .zip, and its two lists
 """
 
+import gzip
 import io
 import pickle
 import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -22,6 +24,11 @@ from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger. An archive with a larger one is another archive, or a decompression bomb."""
+MAX_CIFAR_BYTES = 512 << 20
+"""Maximum size of the unpacked archive. It has 186 MB."""
+MAX_CELEBA_BYTES = 8 << 30
+"""Maximum size of all unpacked images. They have 1.4 GB."""
+MAX_ERROR_CHARS = 200
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR_TEST = "test_batch"
@@ -49,7 +56,9 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
             elif name == "batches.meta.txt":
                 class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
-            raise UserError(f"{source}: {name} is not a batch of CIFAR-10: {error}; fetch it again") from None
+            raise UserError(
+                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
+            ) from None
     missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
     if missing:
         raise UserError(
@@ -70,15 +79,35 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of the files of a folder or a tar archive that have "batch" in their name, one at a time."""
     if source.is_dir():
         for path in sorted(source.glob("*batch*")):
-            yield path.name, path.read_bytes()
+            with explain_errors(path, "a batch of CIFAR-10"):
+                _check_member(source, path.name, path.stat().st_size)
+                batch = path.read_bytes()
+            yield path.name, batch
         return
-    with explain_errors(source, "a whole tar archive"), tarfile.open(source) as archive:
+    with explain_errors(source, "a whole tar archive"), _open_tar(source) as archive:
         for member in archive:
             name = _check_member(source, member.name, member.size)
             if member.isfile() and "batch" in name and (content := archive.extractfile(member)):
                 yield name, content.read()
         while archive.fileobj and archive.fileobj.read(1 << 20):  # gzip's checksum comes last
             pass
+
+
+class _LimitedGzip(gzip.GzipFile):
+    """A gzip file of which at most MAX_CIFAR_BYTES are read. What its headers claim does not matter."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell() + (size or 0) > MAX_CIFAR_BYTES:
+            raise UserError(f"{self.name} unpacks to more than {MAX_CIFAR_BYTES:,} bytes: this is another archive")
+        return super().read(size)
+
+
+@contextmanager
+def _open_tar(source: Path) -> Iterator[tarfile.TarFile]:
+    with source.open("rb") as file:
+        is_gzip = file.peek(2).startswith(b"\x1f\x8b")
+        with tarfile.open(fileobj=_LimitedGzip(source) if is_gzip else file, mode="r:") as archive:
+            yield archive
 
 
 def _check_member(archive: Path, member: str, size: int) -> str:
@@ -186,10 +215,16 @@ def _image_opener(folder: Path) -> OpenFile:
     with explain_errors(packed, "a whole zip archive"):
         archive = zipfile.ZipFile(packed)
     members = {_check_member(packed, info.filename, info.file_size): info for info in archive.infolist()}
+    if sum(info.file_size for info in members.values()) > MAX_CELEBA_BYTES:
+        raise UserError(f"{packed} unpacks to more than {MAX_CELEBA_BYTES:,} bytes: this is another archive")
 
     def open_member(name: str) -> IO[bytes]:
         if name not in members:
             raise FileNotFoundError(name)
-        return io.BytesIO(archive.read(members[name]))
+        info = members[name]
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others cannot be unpacked in parts
+            raise ValueError(f"it is compressed by method {info.compress_type} of zip, not by deflate")
+        with archive.open(info) as member:  # read() alone would unpack more than the size, to check it afterwards
+            return io.BytesIO(member.read(info.file_size))
 
     return open_member
