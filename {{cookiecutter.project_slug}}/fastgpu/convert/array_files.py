@@ -133,11 +133,7 @@ def _read_members(path: str, archive: Any) -> dict[str, np.ndarray]:
             f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free; save its arrays as .npy "
             "files, which are not read at once"
         )
-    arrays = dict(archive)
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):
-            raise ValueError(f"{name} is no array")
-    return arrays
+    return {name: np.asarray(content) for name, content in archive.items()}
 
 
 def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:

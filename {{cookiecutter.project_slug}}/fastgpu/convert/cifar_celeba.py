@@ -10,7 +10,6 @@ import pickle
 import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -23,12 +22,9 @@ from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
-"""No file of either data set is larger. An archive with a larger one is another archive, or a decompression bomb."""
-MAX_CIFAR_BYTES = 512 << 20
-"""Maximum size of the unpacked archive. It has 186 MB."""
+"""No file of either data set is larger, nor CIFAR-10 as a whole. A larger one is something else, or a decompression bomb."""
 MAX_CELEBA_BYTES = 8 << 30
 """Maximum size of all unpacked images. They have 1.4 GB."""
-MAX_ERROR_CHARS = 200
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR_TEST = "test_batch"
@@ -57,7 +53,7 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
                 class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
             raise UserError(
-                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
+                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:200]}; fetch it again"
             ) from None
     missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
     if missing:
@@ -84,30 +80,26 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
                 batch = path.read_bytes()
             yield path.name, batch
         return
-    with explain_errors(source, "a whole tar archive"), _open_tar(source) as archive:
+    with (
+        explain_errors(source, "a whole tar archive"),
+        _LimitedGzip(source) as file,
+        tarfile.open(fileobj=file, mode="r:") as archive,
+    ):
         for member in archive:
             name = _check_member(source, member.name, member.size)
             if member.isfile() and "batch" in name and (content := archive.extractfile(member)):
                 yield name, content.read()
-        while archive.fileobj and archive.fileobj.read(1 << 20):  # gzip's checksum comes last
+        while file.read(1 << 20):  # gzip's checksum comes last
             pass
 
 
 class _LimitedGzip(gzip.GzipFile):
-    """A gzip file of which at most MAX_CIFAR_BYTES are read. What its headers claim does not matter."""
+    """A gzip file of which at most MAX_MEMBER_BYTES are read. What its headers claim does not matter."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if self.tell() + (size or 0) > MAX_CIFAR_BYTES:
-            raise UserError(f"{self.name} unpacks to more than {MAX_CIFAR_BYTES:,} bytes: this is another archive")
+        if self.tell() + (size or 0) > MAX_MEMBER_BYTES:
+            raise UserError(f"{self.name} unpacks to more than {MAX_MEMBER_BYTES:,} bytes: this is another archive")
         return super().read(size)
-
-
-@contextmanager
-def _open_tar(source: Path) -> Iterator[tarfile.TarFile]:
-    with source.open("rb") as file:
-        is_gzip = file.peek(2).startswith(b"\x1f\x8b")
-        with tarfile.open(fileobj=_LimitedGzip(source) if is_gzip else file, mode="r:") as archive:
-            yield archive
 
 
 def _check_member(archive: Path, member: str, size: int) -> str:

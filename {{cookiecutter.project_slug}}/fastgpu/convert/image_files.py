@@ -121,16 +121,8 @@ def _list_sub_folders(folder: Path) -> list[str]:
 
 
 def list_images(root: Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
-    """Paths, relative to `root`, of the images that `find_images` finds. Prints what it leaves out."""
-    found = find_images(root, folder, linked)
-    if found.n_others:
-        print(f"{found.n_others:,} files of {root / folder} are left out: by their names they are not images")
-    if found.left_out:
-        links = list_first(found.left_out)
-        print(f"links to folders that are read anyway, or lead back, which are left out: {links}")
-    if found.n_repeated:
-        print(f"images of {root / folder} that are links to an image that is read, too: {found.n_repeated:,}")
-    return [os.path.relpath(path, root) for path in found.paths]
+    """Paths, relative to `root`, of the images that `find_images` finds."""
+    return [os.path.relpath(path, root) for path in find_images(root, folder, linked)]
 
 
 def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tarfile import TarError
+from tokenize import TokenError
 from typing import Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ MAX_COUNTED = 1000
 """Broken rows after which a conversion that would fail at its end stops at once."""
 DAMAGE = (
     *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, RuntimeError),
-    *(csv.Error, TarError, zipfile.BadZipFile, zlib.error),
+    *(csv.Error, TarError, TokenError, zipfile.BadZipFile, zlib.error),
 )
 """What parsers raise for damaged bytes. NotImplementedError, for a compression that is not known, is a RuntimeError."""
 

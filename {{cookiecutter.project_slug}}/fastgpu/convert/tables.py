@@ -14,8 +14,9 @@ from fastgpu.process.launch import UserError
 DELIMITERS = (",", ";", "\t")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
-MAX_DIGITS = 18
-"""Whole numbers with more digits may not fit into 64 bits."""
+MAX_WHOLE = 1e18
+"""Larger whole numbers may not fit into 64 bits."""
+MAX_DECIMAL = float(np.finfo(np.float32).max)
 MAX_CLASSES = 1 << 20
 """Each class has a name in the file."""
 MAX_UNUSED_CLASSES = 1000
@@ -97,12 +98,7 @@ def parse_labels(
     if "decimal" in kinds.values():
         if n_classes:
             raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")
-        with np.errstate(over="ignore"):
-            targets = np.array([[float(word) for word in words] for words in columns.values()], np.float32).T
-        if not np.isfinite(targets).all():
-            row, column = np.argwhere(~np.isfinite(targets))[0]
-            word = columns[names[column]][row]
-            raise UserError(f"{path}:{lines[row]}: {names[column]} is {word[:40]}, which is too large for float32")
+        targets = np.array([[float(word) for word in words] for words in columns.values()], np.float32).T
         return np.ascontiguousarray(targets[:, 0] if len(names) == 1 else targets), {}
     if len(names) > 1:
         attributes = [_parse_attribute(path, name, words, lines) for name, words in columns.items()]
@@ -120,11 +116,9 @@ def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]
     """`whole`, `decimal` or `name`. Raises UserError if numbers and names are mixed."""
     is_number = [NUMBER.fullmatch(word) is not None for word in words]
     for line, word in zip(lines, words, strict=True):
-        if len(word) > MAX_DIGITS and WHOLE_NUMBER.fullmatch(word):
-            raise UserError(
-                f"{path}:{line}: {name} is {word[:MAX_DIGITS]}..., a number of {len(word):,} digits; allowed are "
-                f"{MAX_DIGITS}; for targets, write decimals such as 2.0; for names, letters first (class_2)"
-            )
+        limit = MAX_WHOLE if WHOLE_NUMBER.fullmatch(word) else MAX_DECIMAL
+        if NUMBER.fullmatch(word) and abs(float(word)) > limit:
+            raise UserError(f"{path}:{line}: {name} is {word[:40]}; allowed are numbers up to {limit:.1g}, or names")
     if all(is_number):
         return "whole" if all(WHOLE_NUMBER.fullmatch(word) for word in words) else "decimal"
     odd = is_number.index(False)

@@ -40,8 +40,6 @@ def open_images(
 
 
 def _list_files(paths: Sequence[str]) -> Iterator[str]:
-    n_ignored = 0
-    left_out = []
     for path in paths:
         is_glob = glob.has_magic(path) and not Path(path).exists()
         found = sorted(glob.glob(path, recursive=True)) if is_glob else [path]  # noqa: PTH207 (absolute patterns)
@@ -49,14 +47,7 @@ def _list_files(paths: Sequence[str]) -> Iterator[str]:
             if not Path(each).is_dir():
                 yield each
                 continue
-            images = find_images(each)
-            yield from (str(Path(image)) for image in images.paths)
-            n_ignored += images.n_others
-            left_out += images.left_out
-    if n_ignored:
-        warn(f"files that are left out, because by their names they are not images: {n_ignored:,}")
-    if left_out:
-        warn(f"links to folders that are read anyway, or lead back, which are left out: {', '.join(left_out)}")
+            yield from (str(Path(image)) for image in find_images(each))
 
 
 class ImageFiles(Source):

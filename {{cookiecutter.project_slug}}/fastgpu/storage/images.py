@@ -11,7 +11,6 @@ import os
 import stat
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
 """Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
@@ -57,29 +56,17 @@ class Preprocessing(NamedTuple):
         return cls(size, values["resize"], crop)
 
 
-class FoundImages(NamedTuple):
-    """The image files of a folder, and what else is in it."""
-
-    paths: list[str]
-    n_others: int
-    """Number of files whose names are not those of images."""
-    left_out: list[str]
-    """Links to folders that are read without them, or that this folder lies in."""
-    n_repeated: int
-    """Number of `paths` that are links to a file that is read without them."""
-
-
-def find_images(root: str | Path, folder: str = "", linked: set[str] | None = None) -> FoundImages:
+def find_images(root: str | Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
     """Image files at any depth in root/folder, in the order of their names. Each folder is visited once.
 
     root: the folder that is read as a whole, perhaps by several calls. linked: where links have led so far; the call
-    adds to it. Raises UserError if a folder cannot be read.
+    adds to it. Warns of what is left out. Raises UserError if a folder cannot be read.
     """
     top = os.path.realpath(root)
     linked = set() if linked is None else linked
-    found = FoundImages([], 0, [], 0)
-    n_others = 0
-    n_repeated = 0
+    images: list[str] = []
+    left_out: list[str] = []
+    n_others = n_repeated = 0
 
     def is_read_without(link: str) -> bool:
         target = os.path.realpath(link)
@@ -90,30 +77,29 @@ def find_images(root: str | Path, folder: str = "", linked: set[str] | None = No
     start = str(Path(root, folder))
     folders = [start]
     if os.path.realpath(start) != os.path.normpath(Path(top, folder)) and is_read_without(start):
-        found.left_out.append(folders.pop())
+        left_out.append(folders.pop())
     while folders:
+        inner_folders: list[str] = []
         try:
-            with os.scandir(folders.pop()) as listed:
-                entries = sorted(listed, key=lambda entry: entry.name)
+            for entry in sorted(os.scandir(folders.pop()), key=lambda entry: entry.name):
+                is_repeated = entry.is_symlink() and is_read_without(entry.path)
+                if entry.is_dir():
+                    (left_out if is_repeated else inner_folders).append(entry.path)
+                elif is_image(entry.name):
+                    images.append(entry.path)
+                    n_repeated += is_repeated
+                else:
+                    n_others += 1
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-        inner_folders = []
-        for entry in entries:
-            is_folder = False
-            with suppress(OSError):  # a link to itself
-                is_folder = entry.is_dir()
-            is_repeated = (is_folder or is_image(entry.name)) and entry.is_symlink() and is_read_without(entry.path)
-            if not is_folder and not is_image(entry.name):
-                n_others += 1
-            elif not is_folder:
-                found.paths.append(entry.path)
-                n_repeated += is_repeated
-            elif is_repeated:
-                found.left_out.append(entry.path)
-            else:
-                inner_folders.append(entry.path)
         folders += reversed(inner_folders)
-    return found._replace(n_others=n_others, n_repeated=n_repeated)
+    if n_others:
+        warn(f"files of {start} that are left out, because by their names they are not images: {n_others:,}")
+    if left_out:
+        warn(f"links to folders that are read without them, which are left out: {', '.join(left_out)}")
+    if n_repeated:
+        warn(f"images of {start} that are links to an image that is read, too: {n_repeated:,}")
+    return images
 
 
 def is_image(name: str) -> bool:

@@ -24,9 +24,6 @@ from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
 
-SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
-"""Names of the files that `convert.py --shards` writes."""
-
 
 class Store(Source):
     """The rows of one or more HDF5 files, one file after the other.
@@ -124,7 +121,8 @@ def open_store(
 
 def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
     """Say that files of a set are missing, as after a conversion or a copy that was cut short."""
-    for stem, count, suffix in sorted({match.groups() for path in paths if (match := SHARD.fullmatch(path))}):
+    matches = [re.fullmatch(r"(.+)-\d{5}-of-(\d{5})(\.\w+)", path) for path in paths]  # names of `convert.py --shards`
+    for stem, count, suffix in sorted({match.groups() for match in matches if match}):
         shards = [f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count))]
         missing = [path for path in shards if not Path(path).exists()]
         if missing:

@@ -3,6 +3,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from harness import numbered
 
 RNG = np.random.default_rng(0)
 

@@ -126,10 +126,10 @@ def test_an_archive_that_would_explode_is_refused(tmp_path, monkeypatch):
         open_cifar10(source)
 
 
-@pytest.mark.parametrize("kind", ["zeros", "member", "header"])
+@pytest.mark.parametrize("kind", ["zeros", "members", "header"])
 def test_an_archive_is_not_unpacked_beyond_its_limit(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(cifar_celeba, "MAX_CIFAR_BYTES", 1 << 20)
-    source = tar_of(tmp_path / "x.tar.gz", {f"other{n}": bytes((2 << 20) * (kind == "member")) for n in range(2)})
+    monkeypatch.setattr(cifar_celeba, "MAX_MEMBER_BYTES", 1 << 20)
+    source = tar_of(tmp_path / "x.tar.gz", {f"other{n}": bytes((1 << 19) * (kind == "members")) for n in range(4)})
     with gzip.open(source) as file:
         content = file.read()
     if kind == "zeros":
