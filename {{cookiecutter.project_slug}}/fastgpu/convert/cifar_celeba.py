@@ -22,7 +22,7 @@ from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
-"""No file of either data set is larger, nor CIFAR-10 as a whole. A larger one is something else, or a decompression bomb."""
+"""No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is another, or a decompression bomb."""
 MAX_CELEBA_BYTES = 8 << 30
 """Maximum size of all unpacked images. They have 1.4 GB."""
 CIFAR_SHAPE = (3, 32, 32)
