@@ -16,13 +16,13 @@ from typing import IO, Any
 import numpy as np
 
 from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, open_images
-from fastgpu.convert.reading import OnError, explain_errors
+from fastgpu.convert.reading import MAX_ERROR_CHARS, OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
-"""No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is another, or a decompression bomb."""
+"""No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is none, or a decompression bomb."""
 MAX_CELEBA_BYTES = 8 << 30
 """Maximum size of all unpacked images. They have 1.4 GB."""
 CIFAR_SHAPE = (3, 32, 32)
@@ -53,7 +53,7 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
                 class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
             raise UserError(
-                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:200]}; fetch it again"
+                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
             ) from None
     missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
     if missing:

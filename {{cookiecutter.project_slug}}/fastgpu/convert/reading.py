@@ -25,6 +25,7 @@ MAX_LISTED = 20
 """Broken rows that an error lists."""
 MAX_COUNTED = 1000
 """Broken rows after which a conversion that would fail at its end stops at once."""
+MAX_ERROR_CHARS = 200
 DAMAGE = (
     *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, RuntimeError),
     *(csv.Error, TarError, TokenError, zipfile.BadZipFile, zlib.error),
@@ -60,6 +61,11 @@ class DecodedRows(Source):
     def reasons(self) -> list[str]:
         """Why rows are broken, in the order of the rows."""
         return [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
+
+    @property
+    def changes(self) -> Sequence[str]:
+        """What decoding has changed in how many of the rows that were read, besides their size."""
+        return ()
 
     @abstractmethod
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
@@ -116,4 +122,5 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
     except (PermissionError, IsADirectoryError) as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except DAMAGE as error:
-        raise UserError(f"{path} is not {expected}: {error}; fetch it again") from None
+        text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        raise UserError(f"{path} is not {expected}: {text}; fetch it again") from None

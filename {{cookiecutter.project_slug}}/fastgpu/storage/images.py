@@ -17,7 +17,7 @@ from typing import IO, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
 from fastgpu.process.launch import UserError, warn
@@ -117,7 +117,7 @@ def open_file(path: str | Path) -> IO[bytes]:
     return file
 
 
-def open_image(file: IO[bytes]) -> Image.Image:
+def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
     """Read the header of an image. Raises ValueError if it has too many pixels."""
     image = Image.open(file, formats=FORMATS)
     n_pixels = image.width * image.height
@@ -147,6 +147,17 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         image_CHW = pixels.view(image.height, image.width, 3).permute(2, 0, 1)
     return _fit(image_CHW, preprocessing).contiguous().numpy()
+
+
+def describe_change(file: IO[bytes]) -> str:
+    """What `decode` does to the colors of an image file; empty if nothing. Reads the header alone."""
+    with open_image(file) as image:
+        layout = str(image.tile)  # of the pixels in the file: Pillow itself reads 16 bits a color as mode RGB
+        if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
+            return "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
+        if image.has_transparency_data:
+            return f"{image.mode} to RGB, without the transparency"
+        return "" if image.mode == "RGB" else f"{image.mode} to RGB"
 
 
 def decode_pair(
