@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.lock import RunLock
+from fastgpu.process.lock import FolderLock
 from fastgpu.process.signals import Requests
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
@@ -82,7 +82,7 @@ class Run:
         self._metric = f"val/{metric}"
         self._direction = directions[metric]
         is_resumed = settings.resume == "auto"
-        self._lock: RunLock | None = None
+        self._lock: FolderLock | None = None
         self._requests = Requests()
         found = None
         with world.raise_on_every_rank():
@@ -431,10 +431,10 @@ class Run:
             self._is_saved = writing.result()
 
 
-def lock(path: Path) -> RunLock:
+def lock(path: Path) -> FolderLock:
     """The lock of the folder. Raises UserError if another process has it, or the folder cannot be written."""
     try:
-        return RunLock(path)
+        return FolderLock(path)
     except OSError as error:
         raise UserError(f"cannot lock {path} ({error.strerror}); make it writable, or use another run.folder") from None
 
