@@ -21,6 +21,7 @@ SAVE = signal.SIGUSR1
 ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
 PARENT_POLL_S = 0.5
+LAST_WORDS_S = 5.0
 ORPHAN_S = 4.0
 """An orphan is ended this long after its parent died."""
 
@@ -56,6 +57,14 @@ class Requests:
         elif time.monotonic() - self._stop_time > ECHO_S:  # the person, or the cluster, is out of patience
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def end_soon(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by ending the process a little later. torchrun sends SIGTERM to all ranks as soon as one has
+    ended, and the others would not have the time to say what they know of it."""
+    timer = threading.Timer(LAST_WORDS_S, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
 
 
 def end_with_launcher(launch: Launch) -> None:
