@@ -68,7 +68,11 @@ def end_soon(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force."""
+    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force.
+
+    SIGUSR1 is ignored until `listen`: there is nothing to save yet.
+    """
+    signal.signal(SAVE, signal.SIG_IGN)
     if launch.is_launched:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 

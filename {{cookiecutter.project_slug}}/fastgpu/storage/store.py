@@ -207,7 +207,7 @@ class _File:
 
     def fingerprint(self) -> bytes:
         """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
-        in_memory = [hashlib.sha256(array).digest() for array in (*self.columns.values(), *self.indptr.values())]
+        in_memory = [hashlib.sha256(array.data).digest() for array in (*self.columns.values(), *self.indptr.values())]
         return b"".join([*in_memory, *(layout.fingerprint() for layout in self._layouts.values())])
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
