@@ -5,7 +5,6 @@ that nobody asked for, without a word.
 """
 
 import hashlib
-import platform
 import sys
 from pathlib import Path
 
@@ -31,7 +30,6 @@ def identify_job(cfg: Config) -> dict[str, object]:
         "fastgpu.TEMPLATE_VERSION": TEMPLATE_VERSION,
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
-        "the version of Python": platform.python_version(),
     }
     return versions | settings | identify_code()
 

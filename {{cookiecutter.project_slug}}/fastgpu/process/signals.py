@@ -22,6 +22,7 @@ ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
 PARENT_POLL_S = 0.5
 LAST_WORDS_S = 5.0
+"""Outside of training, a rank ends this long after SIGTERM."""
 ORPHAN_S = 4.0
 """An orphan is ended this long after its parent died."""
 
@@ -60,8 +61,10 @@ class Requests:
 
 
 def end_soon(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by ending the process a little later. torchrun sends SIGTERM to all ranks as soon as one has
-    ended, and the others would not have the time to say what they know of it."""
+    """Handle a signal by ending the process a little later.
+
+    torchrun sends SIGTERM as soon as one rank has ended, and the others should have the time to say what they know.
+    """
     timer = threading.Timer(LAST_WORDS_S, os._exit, (128 + number,))
     timer.daemon = True
     timer.start()

@@ -21,6 +21,8 @@ from fastgpu.process.launch import Launch, RankError, UserError
 from fastgpu.process.peers import Peers, is_lost_peer
 from fastgpu.process.signals import end_soon
 
+SAME = "all ranks need the same settings, rows and code"
+
 
 @dataclass(frozen=True)
 class World:
@@ -129,17 +131,10 @@ class World:
         if first:
             raise UserError(first)
 
-    def check_equal(self, value: Any, cure: str) -> None:
-        """Raise UserError on every rank if the value of a rank differs from that of rank 0."""
-        first = self.broadcast(value)
-        with self.raise_on_every_rank():
-            if value != first:
-                raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
+    def check_same(self, values: Mapping[str, object], cure: str = SAME) -> None:
+        """Raise UserError on every rank if a value of a rank differs from that of rank 0. It names both values.
 
-    def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise UserError on every rank if a value of a rank differs from that of rank 0. Names both of them.
-
-        Costs one small reduction if all are the same.
+        values: {name: value}. This costs one small reduction if all are the same.
         """
         texts = {name: str(value) for name, value in values.items()}
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
@@ -154,8 +149,7 @@ class World:
                 more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
                 raise UserError(
                     f"{names[0]} is {of_rank.get(names[0], 'missing')} on rank {rank} ({host}) and "
-                    f"{first.get(names[0], 'missing')} on rank 0 ({first_host}){more}; all ranks need the same "
-                    "settings, rows and code"
+                    f"{first.get(names[0], 'missing')} on rank 0 ({first_host}){more}; {cure}"
                 )
 
     def check_everywhere(self, holds: bool, message: str) -> None:

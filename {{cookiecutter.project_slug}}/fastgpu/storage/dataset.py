@@ -4,11 +4,9 @@ The rows go the same way as those of a file: a batch from a worker is copied to 
 pool moves to the device as a whole. One DataLoader runs on from epoch to epoch, so no epoch begins with idle workers.
 """
 
-import hashlib
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from importlib import import_module
 from itertools import count
@@ -57,15 +55,6 @@ class DatasetSource(Source):
 
     def __len__(self) -> int:
         return len(self.block_rows)
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """Its size, its types, and a digest of those fields that the Dataset has as an attribute."""
-        digest = hashlib.sha256()
-        for name in self.fields:
-            with suppress(KeyError):
-                digest.update(self.column(name).tobytes())
-        return super().identity | {"the digest of the rows": digest.hexdigest()[:12]}
 
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, if the Dataset has it as an attribute. Raises KeyError if it has not."""
