@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 
 def build(cfg: Config, world: World) -> Parts:
-    world.check_same(identify_job(cfg))  # ranks that differ would wait for each other for ever
+    world.check_same(identify_job(cfg.flat()))  # ranks that differ would wait for each other for ever
 
     # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
     options = read_options(cfg, workloads.load(cfg.workload).Options)

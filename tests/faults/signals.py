@@ -101,9 +101,12 @@ def try_signal(folder: Path, run: str, to_start_s: dict[bool, float], expected: 
     else:
         wait_for_step(folder, run, rng.randrange(EPOCHS * STEPS_PER_EPOCH), process)
     phase = "training" if has_started(folder, run) else "starting"
-    if target == "rank" and (ranks := ranks_of(run)):
-        rng.choice(ranks).send_signal(number)
-    elif target != "rank":
+    if target == "rank":
+        while not (ranks := ranks_of(run)) and process.poll() is None:
+            time.sleep(0.01)
+        if ranks:
+            rng.choice(ranks).send_signal(number)
+    else:
         process.send_signal(number)
     steps = end(folder, run, process)
     label = f"{number.name} to {target}, {phase}"

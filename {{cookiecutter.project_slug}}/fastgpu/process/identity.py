@@ -6,24 +6,27 @@ that nobody asked for, without a word.
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.config import Config
 
 MAY_DIFFER = ("data.train", "data.val", "data.tier", "data.verify", "data.trust_links")
 """Keys that nodes may set differently, besides the sections `loader` and `hdf5`. Files may have other names: their rows
 are compared. The others decide how rows are read, not which."""
 
 
-def identify_job(cfg: Config) -> dict[str, object]:
-    """{name of a setting, a library or a file of this project: its value, version or digest}."""
+def identify_job(config: Mapping[str, object]) -> dict[str, object]:
+    """{name of a setting, a library or a file of this project: its value, version or digest}.
+
+    config: {dotted key: value}.
+    """
     settings = {
         key: value
-        for key, value in cfg.flat().items()
+        for key, value in config.items()
         if key not in MAY_DIFFER and not key.startswith(("loader.", "hdf5."))
     }
     versions = {

@@ -8,9 +8,9 @@ from fastgpu.process.config import Config
 from fastgpu.process.identity import identify_code, identify_job
 
 
-def config(**sections: dict[str, object]) -> Config:
+def config(**sections: dict[str, object]) -> dict[str, object]:
     data = {"train": "a.h5", "val": "b.h5", "fields": {"x": "images"}} | sections.pop("data", {})
-    return Config.model_validate({"workload": "minimal", "data": data, **sections})
+    return Config.model_validate({"workload": "minimal", "data": data, **sections}).flat()
 
 
 def test_what_decides_the_weights_must_be_the_same():
