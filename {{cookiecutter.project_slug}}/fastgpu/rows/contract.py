@@ -96,6 +96,11 @@ class Source(Protocol):
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """What tells these rows from others, as far as it is cheap to know. All ranks must have the same."""
+        return {"the number of rows": len(self)} | {f"field {name}": field for name, field in self.fields.items()}
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
 

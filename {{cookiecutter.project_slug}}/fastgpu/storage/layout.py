@@ -23,6 +23,7 @@ from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.field import Field
 from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
+from fastgpu.storage.hdf5 import open_file
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -113,6 +114,16 @@ class Layout:
         """Whether the rows are read without the HDF5 library."""
         return self._chunks is not None
 
+    def fingerprint(self) -> bytes:
+        """The SHA-256 of the file's size and the checksums of all rows; if it has none, of the row in the middle."""
+        with open_file(self._file.path, self._name) as file:
+            digests = file[self.dataset].parent.get(self._digests_name)
+            content = digests[:] if isinstance(digests, h5py.Dataset) else None
+        if content is None:
+            content = np.empty((min(1, self._n_rows), *self.field.shape), self.field.dtype)
+            self.read([RowRange(self._n_rows // 2, np.arange(len(content)))], content)
+        return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
+
     # ------------------------------------------------------------------------------------------ metadata
 
     def _find_chunks(self, data: h5py.Dataset) -> _Chunks | None:
@@ -157,9 +168,14 @@ class Layout:
         data.id.chunk_iter(note)
         return table
 
+    @property
+    def _digests_name(self) -> str:
+        """Where its group has the checksums of this dataset, if the file has any."""
+        return f"{DIGESTS}/{self.dataset.rpartition('/')[2]}"
+
     def _read_digests(self, data: h5py.Dataset) -> np.ndarray:
         n_chunks = -(-self._n_rows // self.chunk_rows)
-        digests = data.parent.get(f"{DIGESTS}/{self.dataset.rpartition('/')[2]}")
+        digests = data.parent.get(self._digests_name)
         if not isinstance(digests, h5py.Dataset) or digests.shape != (n_chunks, 32):
             raise UserError(f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them")
         return digests[:]

@@ -18,13 +18,21 @@ from fastgpu.storage.unconverted import refuse_unconverted
 
 
 def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[Source, Source]:
-    """The training rows and the validation rows. Raises UserError on every rank if one rank cannot open them."""
+    """The training rows and the validation rows. Raises UserError on every rank if one cannot open them, or has others.
+
+    Each node may have its own copy of the files, under another name.
+    """
+    identities: dict[str, object] = {}
     with world.raise_on_every_rank():
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
         check_classes("data.val", source, val_source)
         _warn_of_shared_files(data)
-        return source, val_source
+        if world.world_size > 1:
+            for key, rows in (("data.train", source), ("data.val", val_source)):
+                identities |= {f"{key}: {name}": value for name, value in rows.identity.items()}
+    world.check_same(identities)
+    return source, val_source
 
 
 def _warn_of_shared_files(data: Data) -> None:

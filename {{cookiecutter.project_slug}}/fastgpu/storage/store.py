@@ -6,6 +6,7 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 """
 
 import glob
+import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,12 @@ class Store(Source):
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
+        digest = hashlib.sha256(b"".join(file.fingerprint() for file in self._files))
+        return super().identity | {"the digest of the rows": digest.hexdigest()[:12]}
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
@@ -209,6 +216,11 @@ class _File:
             if field_data.indptr is not None:
                 self.indptr[field] = field_data.indptr
         return n_rows
+
+    def fingerprint(self) -> bytes:
+        """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
+        in_memory = [hashlib.sha256(array.data).digest() for array in (*self.columns.values(), *self.indptr.values())]
+        return b"".join([*in_memory, *(layout.fingerprint() for layout in self._layouts.values())])
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""

@@ -101,7 +101,8 @@ class Run:
             if is_resumed:
                 hint = folder.trained_with(self.folder, changes, "model.")
                 self.progress = checkpoint.resume(self.folder, state, order.identity, world.device, hint=hint)
-        world.check_equal(self.progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
+        cure = f"put run.folder ({settings.folder}) on a file system that all nodes share"
+        world.check_same({"the last checkpoint": self.progress}, cure)
         world.print_once(folder.describe_changes(changes))
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
