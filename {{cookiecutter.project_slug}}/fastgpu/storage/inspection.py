@@ -8,11 +8,11 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import Source
 from fastgpu.storage import codecs
 from fastgpu.storage.file import split_group
-from fastgpu.storage.hdf5 import open_group
+from fastgpu.storage.hdf5 import open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions, RowRange
 
 SMALL_BYTES = BLOCK_BYTES // 16
@@ -149,11 +149,8 @@ def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object
 @contextmanager
 def _open(path: str) -> Iterator[h5py.Group]:
     file_path, name = split_group(path)
-    try:
-        with h5py.File(file_path, "r") as file:
-            yield open_group(file, name, file_path, trust_links=True)
-    except OSError as error:
-        raise UserError(f"{file_path} cannot be read: {error}") from None
+    with open_file(file_path, file_path) as file:
+        yield open_group(file, name, file_path, trust_links=True)
 
 
 def _datasets(group: h5py.Group) -> list[h5py.Dataset]:

@@ -15,6 +15,7 @@ from fastgpu.convert.writer import WriteOptions, Writer, choose_block_rows
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
 
@@ -90,7 +91,7 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
         assert numbers_of(file["images"][:]) == file["labels"][:].tolist() == list(range(600))
         np.testing.assert_array_equal(file["weights"][:], weights)
         assert file.attrs["fastgpu_format"] == 1
-        assert list(file.attrs["class_names"]) == ["a", "b"]
+        assert attributes_of(file, "")["class_names"] == ["a", "b"]
         for name, field in fields.items():
             data, digests = file[name], file[f"{DIGESTS}/{name}"][:]
             size = data.chunks[0]
@@ -242,8 +243,8 @@ def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
         writer.append({"items": ragged(range(50))})
     with h5py.File(tmp_path / "rows.h5") as file:
         matrix = file["items"]
-        assert matrix.attrs["encoding-type"] == "csr_matrix"
-        assert matrix.attrs["encoding-version"] == "0.1.0"
+        assert attributes_of(matrix, "")["encoding-type"] == "csr_matrix"
+        assert attributes_of(matrix, "")["encoding-version"] == "0.1.0"
         assert matrix.attrs["shape"].tolist() == [50, ITEMS]
         assert matrix["indptr"].dtype == np.int64
         assert (matrix["data"][:] == 1).all()
