@@ -94,6 +94,9 @@ class Data(Section):
     """Check the SHA-256 of each block whenever it is read (only files written by convert.py have checksums)."""
     trust_links: bool = False
     """Follow external datasets, virtual datasets and links into other files. Only for files that you trust."""
+    trusted: bool = True
+    """false: first open HDF5 files in a helper process with limits of time and memory, so that a file that makes the
+    HDF5 library crash, hang or take all memory is refused in one line. For files from strangers."""
 
     @property
     def val_share(self) -> float | None:

@@ -169,7 +169,7 @@ class _RefusedError(yaml.MarkedYAMLError):
     """What is YAML, but no sane config."""
 
 
-def _refuse(place: yaml.Node | yaml.Event, problem: str) -> _RefusedError:
+def _refuse(place: Any, problem: str) -> _RefusedError:
     return _RefusedError(problem=problem, problem_mark=place.start_mark)
 
 

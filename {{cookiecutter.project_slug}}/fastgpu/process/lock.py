@@ -47,7 +47,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path):
-        self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             self._acquire(folder)
             self._holder = Holder(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), 0)

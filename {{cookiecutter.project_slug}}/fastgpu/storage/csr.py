@@ -75,13 +75,15 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     if kind != "csr_matrix":
         raise UserError(f"{where} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
     shape = attributes.get("shape")
-    is_pair = isinstance(shape, list) and len(shape) == 2 and all(isinstance(length, int | float) for length in shape)
-    if not is_pair or not 1 <= shape[1] <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
+    n_items = 0.0
+    if isinstance(shape, list) and len(shape) == 2 and isinstance(shape[1], int | float):
+        n_items = shape[1]
+    if not 1 <= n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
         raise UserError(
             f"{where} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
             f"{shape}, {indices.dtype}"
         )
-    return int(shape[1])
+    return int(n_items)
 
 
 def read_indptr(data: FieldData, where: str, options: ReadOptions) -> np.ndarray:

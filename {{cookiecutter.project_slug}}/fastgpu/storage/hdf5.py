@@ -93,7 +93,7 @@ def open_group(file: h5py.File, name: str, where: str, *, trust_links: bool) -> 
     """A group of a file. Raises UserError if it is missing, or lies in another file and links are not trusted."""
     group = file.get(name)
     if not isinstance(group, h5py.Group):
-        raise UserError(f"{where} has no group {name}; it has {_contents(file)}")
+        raise UserError(f"{where} has no group {name}; it has {list_contents(file)}")
     if group.file.filename != file.filename and not trust_links:
         raise UserError(f"{where}: {name} {ELSEWHERE}")
     return group
@@ -107,7 +107,7 @@ def open_dataset(root: h5py.Group, name: str, where: str, *, trust_links: bool) 
         if isinstance(link, h5py.ExternalLink):
             raise UserError(f"{where}: {name} links to {link.filename}, which is not there")
     if not isinstance(data, h5py.Dataset):
-        raise UserError(f"{where} has no dataset {name}; it has {_contents(root)} (see data.fields)")
+        raise UserError(f"{where} has no dataset {name}; it has {list_contents(root)} (see data.fields)")
     if data.is_virtual or data.external or data.file.filename != root.file.filename:
         if not trust_links:
             raise UserError(f"{where}: {name} {ELSEWHERE}")
@@ -138,10 +138,10 @@ def attributes_of(item: h5py.Group, where: str) -> dict[str, Any]:
     attributes = {}
     for name in item.attrs:
         kind = item.attrs.get_id(name).get_type().get_class()
-        if kind in PLAIN_TYPES:
+        if kind in PLAIN_TYPES and isinstance(name, str):
             attributes[name] = _to_python(item.attrs[name])
         else:
-            warn(f"{where}: the attribute {name} is neither text nor numbers, so it is not read")
+            warn(f"{where}: the attribute {name} is not read: it is neither text nor numbers")
     return attributes
 
 
@@ -157,5 +157,6 @@ def _to_python(value: Any) -> Any:
     return value
 
 
-def _contents(group: h5py.Group) -> str:
-    return ", ".join(sorted(group)) or "nothing"
+def list_contents(group: h5py.Group) -> str:
+    """The names in a group. h5py gives a name that is not UTF-8 as bytes."""
+    return ", ".join(sorted(map(str, group))) or "nothing"
