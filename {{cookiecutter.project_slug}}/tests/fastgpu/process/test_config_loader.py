@@ -191,6 +191,9 @@ def test_anchors_and_merge_keys_of_ordinary_size_work(tmp_path):
         (["optm.lr=3"], r"command line: unknown key optm \(did you mean optim\?\)"),
         (["optim.lr=1", "optim.name=sgd", "optim.lr=2"], "command line: optim.lr is given twice: keep one"),
         (["--nproc-per-node=gpu"], "--nproc-per-node=gpu is a flag of torchrun, .*: torchrun --standalone --nproc-per"),
+        (["data.val=10"], r"data.val is 10; .* \(did you mean 10%\?\)"),
+        (["data.val=0.25"], r"data.val is 0.25; .* \(did you mean 25%\?\)"),
+        (["data.fields={images:images}"], r"put a space after the colon, as in \{images: images\}"),
         (["--nproc_per_node", "2"], "--nproc_per_node is a flag of torchrun"),
     ],
 )
