@@ -158,14 +158,8 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
     datasets: list[h5py.Dataset] = []
 
     def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        has_rows = (
-            isinstance(name, str)
-            and isinstance(item, h5py.Dataset)
-            and item.ndim
-            and len(item)
-            and item.dtype.kind in "buif"
-        )
-        if not has_rows or DIGESTS in name.split("/"):
+        has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
+        if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
             return
         is_csr_data = item.name.endswith("/data") and "indptr" in item.parent
         if is_csr_data and item.chunks and item.fillvalue == 1 and not item.id.get_num_chunks():

@@ -1,7 +1,6 @@
 import json
 import re
 from math import nan
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry import checkpoint
+from fastgpu.telemetry import run as run_module
 from fastgpu.telemetry.checkpoint import best_first
 from fastgpu.telemetry.report import read_metrics
 
@@ -61,7 +61,7 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, mod
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(run_module, "write_own", refuse)
     with started_run(tmp_path, model) as run:
         run.count(torch.tensor(0.5), 8, 8)
         run.report(8, lr=0.1)
