@@ -18,7 +18,7 @@ from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
-from fastgpu.storage.hdf5 import open_file, open_group
+from fastgpu.storage.hdf5 import list_contents, open_file, open_group
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.unconverted import refuse_unconverted
 
@@ -95,8 +95,9 @@ def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
         found = {name: dataset if dataset in root else name for name, dataset in datasets.items()}
         for name, dataset in found.items():
             if dataset not in root:
-                contents = ", ".join(sorted(root)) or "nothing"
-                raise UserError(f"{path}: {name} is missing; there is {contents} (name a group as file.h5::/group)")
+                raise UserError(
+                    f"{path}: {name} is missing; there is {list_contents(root)} (name a group as file.h5::/group)"
+                )
     return found
 
 

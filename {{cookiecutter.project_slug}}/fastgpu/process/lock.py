@@ -62,7 +62,7 @@ class FolderLock:
         self._folder = folder
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         silent = _wait_for_silence(folder)
-        self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             self._acquire(silent)
             since = time.strftime("%Y-%m-%d %H:%M:%S")

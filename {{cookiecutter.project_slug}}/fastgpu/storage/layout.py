@@ -13,6 +13,7 @@ block.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.field import MAX_VALUES, Field
 from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.hdf5 import open_file
@@ -86,6 +87,8 @@ class Layout:
             self.chunk_rows = data.chunks[0]
         else:
             self.chunk_rows = max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
+        if self.chunk_rows > MAX_VALUES:
+            raise UserError(f"{name} has chunks of {self.chunk_rows:,} rows; write it with at most {MAX_VALUES:,}")
         self._name = name
         self._n_items = n_items
         self._n_rows = len(data)
@@ -132,40 +135,51 @@ class Layout:
             return _Chunks(*np.empty((3, 0), np.int64))
         if data.is_virtual or data.external:
             return None
-        first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         if data.chunks:
             table = self._find_stored_chunks(data)
             if table is None:
                 return None
+            first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         else:
             offset = data.id.get_offset()
             if offset is None:
                 raise UserError(f"{self._name} was never written")
+            if offset + self._n_rows * self.field.row_bytes > self._file.size:
+                raise self._is_truncated()
+            first_rows = np.arange(0, self._n_rows, self.chunk_rows)
             table = np.zeros((3, len(first_rows)), np.int64)
             table[0] = offset + first_rows * self.field.row_bytes
         if not self._filters:
             table[1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
         chunks = _Chunks(*table)
         if int((chunks.offsets + chunks.sizes).max()) > self._file.size:
-            raise UserError(f"{self._name}: the file is truncated: copy or write it again")
+            raise self._is_truncated()
         return chunks
+
+    def _is_truncated(self) -> UserError:
+        return UserError(f"{self._name}: the file is truncated: copy or write it again")
 
     def _find_stored_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
         """(3, chunks) int64: offset, size and skipped filters of each chunk; None as above."""
-        n_chunks = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))
+        n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
         n_missing = n_chunks - data.id.get_num_chunks()
         if n_missing:
             raise UserError(f"{self._name}: {n_missing} of {n_chunks} chunks were never written")
         splits_rows = data.chunks[1:] != data.shape[1:]
         if splits_rows or not codecs.can_decode(self._filters) or not self.field.row_bytes:
             return None
-        table = np.empty((3, n_chunks), np.int64)
+        if n_chunks > self._file.size:  # an index that HDF5 computes claims chunks that take no byte
+            raise self._is_truncated()
+        table = np.full((3, n_chunks), -1)
 
         def note(chunk: h5py.h5d.StoreInfo) -> None:
             number = chunk.chunk_offset[0] // self.chunk_rows
-            table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            if number < n_chunks and max(chunk.byte_offset, chunk.size) <= self._file.size:
+                table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         data.id.chunk_iter(note)
+        if table.min() < 0:
+            raise self._is_truncated()
         return table
 
     @property

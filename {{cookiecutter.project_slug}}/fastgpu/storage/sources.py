@@ -14,6 +14,7 @@ from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.store import check_classes, expand, open_store
 from fastgpu.storage.subset import hold_out
+from fastgpu.storage.trial import try_to_open
 from fastgpu.storage.unconverted import refuse_unconverted
 
 
@@ -92,6 +93,8 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
         return open_dataset(key, paths, fields, factory=data.dataset, loader=loader)
     refuse_unconverted(key, paths, list(fields))
+    if not data.trusted:
+        try_to_open(key, paths, fields, verify=data.verify, trust_links=data.trust_links)
     chunk_cache = hdf5.model_dump()
     store = open_store(key, paths, fields, verify=data.verify, trust_links=data.trust_links, chunk_cache=chunk_cache)
     if isinstance(named, dict):

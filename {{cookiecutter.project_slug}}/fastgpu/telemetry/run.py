@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.lock import FolderLock
@@ -493,6 +494,6 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        write_own(path, text)
     except OSError as error:
         warn(f"cannot write {path} ({error}); training goes on")

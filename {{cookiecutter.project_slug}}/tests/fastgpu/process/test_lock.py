@@ -97,10 +97,10 @@ def test_the_kernel_tells_machines_apart_not_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", waits.append)
     monkeypatch.setattr(lock, "SILENT_S", 0.1)
     held_elsewhere(tmp_path, kernel=lock._kernel())  # another container of this machine
-    RunLock(tmp_path).close()
+    FolderLock(tmp_path).close()
     assert not waits
     held_elsewhere(tmp_path, host=socket.gethostname())  # another machine with the same name
-    RunLock(tmp_path).close()
+    FolderLock(tmp_path).close()
     assert waits
 
 
@@ -113,7 +113,7 @@ def test_a_lock_that_is_released_elsewhere_can_be_taken_at_once(tmp_path, monkey
 
     monkeypatch.setattr(time, "sleep", sleep)
     held_elsewhere(tmp_path)
-    RunLock(tmp_path).close()
+    FolderLock(tmp_path).close()
     assert len(waits) == 1
 
 
@@ -127,7 +127,7 @@ def test_a_holder_that_was_taken_for_dead_ends_at_once(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    held = RunLock(tmp_path)
+    held = FolderLock(tmp_path)
     held_elsewhere(tmp_path)
     assert ended.wait(60)
     held.close()
