@@ -14,6 +14,7 @@ from harness import CPU, ROOT, TIMEOUT_S, needs_gpu, numbers_of
 
 from fastgpu.feed import prefetch
 from fastgpu.feed.prefetch import Capacity, Prefetcher
+from fastgpu.process.config import Loader
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import Store, open_store
@@ -42,13 +43,15 @@ def make_prefetcher(
     n_readers: int = 2,
     n_slots: int = 2,
     device: torch.device = CPU,
+    timeout_s: float = TIMEOUT_S,
 ) -> Prefetcher:
     """A prefetcher for pools of 16 rows. read: instead of the store's."""
     source = copy(store)
     if read:
         source.read = read
     reader = source.open_reader(order_of(store), n_readers)
-    return Prefetcher(source, reader, Capacity(16, {}), device, n_slots=n_slots)
+    loader = Loader.model_construct(prefetch_pools=n_slots - 1, pin_memory=True, timeout_s=timeout_s)
+    return Prefetcher(source, reader, Capacity(16, {}), device, loader=loader)
 
 
 def prefetch_threads() -> set[str]:
