@@ -293,10 +293,10 @@ class WorkerPool:
             if len(rows) > MAX_NAMED:
                 rows[MAX_NAMED:] = [f"{len(rows) - MAX_NAMED} more"]
             text += f", rows {', '.join(rows)}"
-        with suppress(AttributeError, KeyError, psutil.Error):  # of torch's own bookkeeping; there are no workers
-            batches: Any = self._batches
-            worker = batches._workers[batches._task_info[batches._rcvd_idx][0]]
-            text += f" (worker process {worker.pid}: {psutil.Process(worker.pid).status()})"
+        pids = [worker.pid for worker in getattr(self._batches, "_workers", ())]
+        with suppress(psutil.Error):
+            states = [f"{pid} {psutil.Process(pid).status()}" for pid in pids]
+            text += f" (worker processes: {', '.join(states) or 'none'})"
         return text
 
     def _explain_death(self) -> str:
