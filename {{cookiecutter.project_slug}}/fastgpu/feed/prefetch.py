@@ -11,6 +11,7 @@ The memory of the pools is allocated once. Nothing in the steady loop allocates 
 the device, or calls `record_stream`. On a CPU, host and device memory are the same and there are no events.
 """
 
+import atexit
 import os
 import sys
 import threading
@@ -139,6 +140,7 @@ class Prefetcher:
         self._threads = [threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)]
         for number in range(self._reader.n_threads):
             self._threads.append(threading.Thread(target=self._run_jobs, name=f"reader_{number}", daemon=True))
+        atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
         for thread in self._threads:
             thread.start()
 
@@ -169,6 +171,7 @@ class Prefetcher:
         """End the threads, and keep in `_threads` those that have not ended in that time."""
         if not self._threads:
             return
+        atexit.unregister(self.close)
         self._closing.set()
         self._free.put(None)
         for _ in self._threads:
