@@ -11,6 +11,7 @@ import numpy as np
 from fastgpu.feed.prefetch import Prefetcher
 from fastgpu.feed.sizes import choose_readers
 from fastgpu.feed.tiers import pool_capacity
+from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, Source
@@ -140,7 +141,7 @@ def make_order(source: Source, batch_size: int, world: World) -> BlockSampler:
 def open_pools(source: Source, order: BlockSampler, world: World) -> Iterator[Iterator[Pool]]:
     """All rows once, read ahead by threads, as pools on the device."""
     reader = source.open_reader(order, choose_readers("auto", world.local_world_size))
-    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), world.device, n_slots=3)
+    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), world.device, loader=Loader())
     try:
         prefetcher.start(reader.pools(0))
         yield (Pool(plan, rows) for plan, rows in prefetcher)

@@ -124,7 +124,8 @@ class Loader(Section):
     persistent_workers: bool = True
     """Keep the worker processes from epoch to epoch. false: start new ones for each epoch."""
     timeout_s: Count = 300
-    """Stop the run when no worker process has delivered a batch for this many seconds."""
+    """Stop the run when a reader thread has read nothing, or no worker process has sent a batch, for this many seconds:
+    a network file system is gone, or a Dataset hangs."""
 
 
 class Hdf5(Section):

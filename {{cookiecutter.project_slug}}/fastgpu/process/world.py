@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch, RankError, UserError
+from fastgpu.process.launch import HangError, Launch, RankError, UserError
 from fastgpu.process.peers import Peers, is_lost_peer
 from fastgpu.process.signals import end_soon
 
@@ -121,6 +121,8 @@ class World:
         own = None
         try:
             yield
+        except HangError:
+            raise  # a process that is to end by force ends alone
         except UserError as error:
             own = str(error)
         errors = [own]

@@ -59,6 +59,8 @@ class PoolReader(Protocol):
 
     n_threads: int
     """Number of threads that may call `read` at the same time."""
+    rows_per_job: int | None
+    """Rows that a thread reads at a time. None: as many as are worth waking it."""
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with the one that `consumed` rows (of all ranks together) lead to."""
@@ -118,6 +120,8 @@ class Source(Protocol):
 
 class BlockReader:
     """Reads blocks of a source by threads, in the order of a sampler."""
+
+    rows_per_job: int | None = None
 
     def __init__(self, source: Source, order: "BlockSampler", n_threads: int):
         self.n_threads = n_threads

@@ -15,7 +15,7 @@ block.
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -218,6 +218,14 @@ class Layout:
             part = out[start : start + step]
             self.read([RowRange(start, np.arange(len(part)))], part)
         return out
+
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
+        chunk = variables.get("chunk")
+        if chunk is None and "offset" in variables and self._chunks is not None:
+            starts = self._chunks.offsets
+            chunk = np.where(starts <= variables["offset"], starts, -1).argmax()
+        return self._name if chunk is None else f"block {chunk} of {self._name}"
 
     def _pieces(self, ranges: Iterable[RowRange]) -> Iterator[Piece]:
         """Cut ranges at the borders of chunks."""
