@@ -415,7 +415,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", metavar="KIND:NUMBER", help="read this file alone, and keep it")
+    parser.add_argument("--only", metavar="KIND[:NUMBER]", default="", help="this kind; or one file, which is kept")
     parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
     args = parser.parse_args()
     CommandLine("")  # all that is imported late, once for all processes
@@ -425,15 +425,16 @@ def main() -> int:
     base = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
         expected = make_whole(base)
-        if args.only:
+        if ":" in args.only:
             kind, _, number = args.only.partition(":")
             damage(kind, int(number), args.seed, base / kind)
             print(*attempt(base / kind, KINDS[kind].use), f"the file is in {base / kind}", sep="\n")
             return 0
+        cases = [(args.only, number) for number in range(args.files)] if args.only else choose(args.files)
         with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
-            results = list(pool.map(partial(try_file, base, args.seed, expected), choose(args.files), chunksize=4))
+            results = list(pool.map(partial(try_file, base, args.seed, expected), cases, chunksize=4))
     finally:
-        if not args.only:
+        if ":" not in args.only:
             shutil.rmtree(base)
     tables = describe(results)
     for table in tables:

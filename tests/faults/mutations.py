@@ -7,13 +7,23 @@ import re
 import zipfile
 
 NUMBERS = (0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
+BOMB = "{a0: &a0 [x, x]" + "".join(f", a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)) + "}"
+"""YAML of 500 characters with 10^9 values."""
 WORDS = (
     *("", "0", "-1", "--1", "1e999", "-1e999", "nan", "inf", "1_000", "0x1f", "1" + "0" * 30, "9" * 5000, "1e-400"),
     *("true", "null", "~", "2024-13-45", "!!python/object/apply:os.system [true]", "!!binary x", "&a [*a]", "*a"),
-    *("{" * 3000, "[" * 3000, "{a: " * 3000, "- " * 3000, "a: &b [x, x]\nc: [*b, *b]\n", "<<: {a: 1}", "? [1, 2]"),
+    *(
+        "{" * 3000,
+        "[" * 3000,
+        "{a: " * 3000,
+        "- " * 3000,
+        "a: &b [x, x]\nc: [*b, *b]\n",
+        "<<: {a: 1}",
+        "? [1, 2]",
+        BOMB,
+    ),
     *('"', "'", '"""', "\x00", "\ufeff", "\t", "\r", ",", ";", "|", "#", "%", "\U0001f600", "x" * 200_000),
     *("../../etc/passwd", "/dev/zero", "/dev/stdin", ".", "/", "*", "x::y", "http://x/"),
-    "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)),
 )
 """What takes the place of a word, number or mark of a text."""
 NOT_UTF8 = (b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\0", b"\x1b[31m")
@@ -86,10 +96,11 @@ def _in_gzip(data: bytes, rng: random.Random) -> bytes:
 
 
 def _other_word(data: bytes, rng: random.Random) -> bytes:
-    """A word, number or mark is another one, or has another one before it."""
+    """A word, number or mark, or the rest of a line, is another one, or has another one before it."""
     text = data.decode("utf-8", "surrogateescape")
     start, stop = rng.choice([match.span() for match in re.finditer(r"[\w.+-]+|[^\w\s]", text)] or [(0, 0)])
-    stop = rng.choice((start, stop, stop))
+    line_end = text.find("\n", start)
+    stop = rng.choice((start, stop, stop, line_end if line_end >= 0 else len(text)))
     return (text[:start] + rng.choice(WORDS) + text[stop:]).encode("utf-8", "surrogateescape")
 
 
