@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import psutil
 
@@ -41,7 +42,7 @@ MAX_STARTS = 8
 END_S = 120
 """A process that has been told to end, and does not, has failed."""
 ORPHAN_S = 10
-PHASES = ("starting", "training", "validating", "saving")
+PHASES = ("starting", "training", "validating", "saving", "ending")
 SETTINGS = [
     *("workload=planted", "run.resume=auto", "run.checkpoint_every_steps=7", "train.epochs=6", "data.echo=2.5"),
     *("log.every_steps=10", "dist.timeout_s=20", "loader.timeout_s=10"),
@@ -64,6 +65,19 @@ class Outcome:
     first_step_s: list[float] = field(default_factory=list)
     """Seconds from each kill or later start to the first step after it."""
     problems: list[str] = field(default_factory=list)
+
+
+class Untouched(NamedTuple):
+    """A run without faults."""
+
+    result: str
+    start_s: float
+    """Seconds to its first step."""
+    train_s: float
+    """Seconds from there to its end."""
+
+    def __str__(self) -> str:
+        return f"{self.start_s:.1f} s to its first step and {self.train_s:.1f} s to its end"
 
 
 class Run:
@@ -103,6 +117,8 @@ class Run:
 
     @property
     def phase(self) -> str:
+        if is_done(self):
+            return "ending"
         is_saving = any(self.folder.glob("runs/*/checkpoints/.*partial*"))
         return "saving" if is_saving else (self.folder / "phase").read_text()
 
@@ -224,17 +240,17 @@ FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
 STOPS = ("SIGTERM", "SIGINT", "SIGUSR2")
 
 
-def meet(run: Run, name: str, duration_s: float) -> None:
+def meet(run: Run, name: str, usual: Untouched) -> None:
     """Let a fault meet the run at a moment of a phase, both drawn."""
-    phase = run.rng.choice(PHASES[1:] if "worker" in name else PHASES)
+    phase = run.rng.choice(PHASES[1:4] if "worker" in name else PHASES[:4])
     if phase == "starting":
         while not run.ranks and run.launcher.poll() is None:
             time.sleep(0.01)
+        time.sleep(run.rng.uniform(0, usual.start_s))
     else:
         run.wait_for("training", END_S)
-    time.sleep(run.rng.uniform(0, duration_s / 3))
-    if phase != "starting":
-        run.wait_for(phase, duration_s)
+        time.sleep(run.rng.uniform(0, usual.train_s))
+        run.wait_for(phase, usual.train_s)
     if run.launcher.poll() is None:
         n_stops = run.log.count(STOPPED)
         phase = run.phase
@@ -251,7 +267,7 @@ def is_done(run: Run) -> bool:
     return "\ndone: epoch" in run.log
 
 
-def soak(run: Run, duration_s: float, expected: str) -> Outcome:
+def soak(run: Run, usual: Untouched) -> Outcome:
     """A run with one or two faults, drawn by its name."""
     outcome = run.outcome
     names = [name for name in FAULTS if run.uses_dataset or "worker" not in name]
@@ -263,8 +279,8 @@ def soak(run: Run, duration_s: float, expected: str) -> Outcome:
         while outcome.starts < MAX_STARTS and not outcome.done:
             run.start()
             if faults:
-                meet(run, faults.pop(), duration_s)
-            run.launcher.wait(END_S + duration_s)
+                meet(run, faults.pop(), usual)
+            run.launcher.wait(END_S + usual.start_s + usual.train_s)
             (run.folder / "nan").unlink(missing_ok=True)
             outcome.done = is_done(run)
             if outcome.faults and (seconds := run.first_step_s()) is not None:
@@ -279,7 +295,7 @@ def soak(run: Run, duration_s: float, expected: str) -> Outcome:
     outcome.orphans = len(run.processes())
     kill_all(run)
     outcome.leftovers = [path.name for path in run.folder.glob("runs/**/*partial*")]
-    outcome.equal = outcome.done and run.result() == expected
+    outcome.equal = outcome.done and run.result() == usual.result
     if not outcome.equal:
         outcome.problems.append(run.log[-600:])
     if has_disk:
@@ -299,17 +315,19 @@ def mount(folder: Path) -> bool:
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-def untouched(base: Path, *, uses_dataset: bool) -> tuple[str, float]:
-    """(result, duration in seconds) of a run without faults."""
+def untouched(base: Path, *, uses_dataset: bool) -> Untouched:
+    """A run without faults."""
     run = Run(base / f"untouched-{uses_dataset}", uses_dataset=uses_dataset)
     run.start()
     run.launcher.wait()
     if not is_done(run):
         sys.exit(f"error: a run without faults fails: {run.log}")
-    return run.result(), time.time() - run.interrupted_at
+    duration_s = time.time() - run.interrupted_at
+    start_s = run.first_step_s() or duration_s
+    return Untouched(run.result(), start_s, duration_s - start_s)
 
 
-def describe(outcomes: list[Outcome], duration_s: float) -> list[publish.Table]:
+def describe(outcomes: list[Outcome], usual: Untouched) -> list[publish.Table]:
     """Two tables: the whole, and how often each fault met each phase."""
     met = Counter(tuple(fault.split(" while ")) for each in outcomes for fault in each.faults)
     seconds = [second for each in outcomes for second in each.first_step_s] or [float("nan")]
@@ -325,7 +343,7 @@ def describe(outcomes: list[Outcome], duration_s: float) -> list[publish.Table]:
         ["seconds from a new start to the first step, median", f"{median(seconds):.1f}"],
         ["the same, maximum", f"{max(seconds):.1f}"],
     ]
-    note = f"{RANKS} gloo ranks on the CPUs; a run without faults takes {duration_s:.1f} s."
+    note = f"{RANKS} gloo ranks on the CPUs; a run without faults takes {usual}."
     phases = [[name, *(f"{met[name, phase]}" for phase in PHASES)] for name in FAULTS]
     totals = [f"{sum(count for key, count in met.items() if key[1] == phase)}" for phase in PHASES]
     return [
@@ -347,22 +365,22 @@ def main() -> int:
         base = copy_project(Path(name))
         shutil.copyfile(HERE / "planted.py", base / "workloads" / "planted.py")
         until = time.monotonic() + args.seconds
-        expected = {}
+        usual = {}
         for uses_dataset in (True, False)[args.runs < 4 :]:
-            expected[uses_dataset], duration_s = untouched(base, uses_dataset=uses_dataset)
-        print(f"a run without faults takes {duration_s:.1f} s", flush=True)
+            usual[uses_dataset] = untouched(base, uses_dataset=uses_dataset)
+        print(f"a run without faults takes {usual[False]}", flush=True)
 
         def try_run(number: int) -> None:
             if time.monotonic() > until:
                 return
             run = Run(base / f"soak{args.seed}-{number}", uses_dataset=number % 4 == 3)
-            outcome = soak(run, duration_s, expected[run.uses_dataset])
+            outcome = soak(run, usual[run.uses_dataset])
             outcomes.append(outcome)
             print(f"{number}: {asdict(outcome)}", flush=True)
 
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(try_run, range(args.runs)))
-    tables = describe(outcomes, duration_s)
+    tables = describe(outcomes, usual[False])
     for table in tables:
         print(f"\n{table.title}\n\n{table.markdown()}")
     if args.publish:
