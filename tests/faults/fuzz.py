@@ -296,6 +296,8 @@ def attempt(folder: Path, work: Callable[[], object]) -> tuple[str, str]:
         outcome = "hang" if number in (signal.SIGALRM, signal.SIGXCPU) else "crash"
         places = re.findall(r"fastgpu/(\S+)\", line (\d+)", words)
         return outcome, f"{words[-3000:]}\n{number.name} at {':'.join(places[0]) if places else 'an unknown place'}"
+    if not report.exists():  # there was no memory left to say so
+        return "memory", f"{words[-2000:]}\nended without a report"
     outcome, details = json.loads(report.read_text())
     if outcome in ("refused", "accepted") and any(folder.glob("*partial*")):
         return "leftovers", str([path.name for path in folder.glob("*partial*")])
@@ -394,8 +396,9 @@ def describe(results: list[Result]) -> list[publish.Table]:
     """Two tables: the outcomes of each kind, and the faults."""
     counts = Counter((result.name.partition(":")[0], result.outcome) for result in results)
     columns = ["refused", "accepted", *FAULTS]
-    rows = [[kind, *(f"{counts[kind, outcome]:,}" for outcome in columns)] for kind in KINDS]
-    totals = [sum(counts[kind, outcome] for kind in KINDS) for outcome in columns]
+    kinds = dict.fromkeys(kind for kind, _ in counts)
+    rows = [[kind, *(f"{counts[kind, outcome]:,}" for outcome in columns)] for kind in kinds]
+    totals = [sum(counts[kind, outcome] for kind in kinds) for outcome in columns]
     rows.append(["all", *(f"{total:,}" for total in totals)])
     outcomes = publish.Table(f"{len(results):,} damaged files", ["kind", *columns], rows)
     faults: dict[tuple[str, str, str], list[tuple[str, str]]] = {}

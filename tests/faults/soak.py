@@ -74,10 +74,10 @@ class Untouched(NamedTuple):
     start_s: float
     """Seconds to its first step."""
     train_s: float
-    """Seconds from there to its end."""
+    """Seconds from there to its last checkpoint."""
 
     def __str__(self) -> str:
-        return f"{self.start_s:.1f} s to its first step and {self.train_s:.1f} s to its end"
+        return f"{self.start_s:.1f} s to its first step and {self.train_s:.1f} s from there to its last checkpoint"
 
 
 class Run:
@@ -322,9 +322,9 @@ def untouched(base: Path, *, uses_dataset: bool) -> Untouched:
     run.launcher.wait()
     if not is_done(run):
         sys.exit(f"error: a run without faults fails: {run.log}")
-    duration_s = time.time() - run.interrupted_at
-    start_s = run.first_step_s() or duration_s
-    return Untouched(run.result(), start_s, duration_s - start_s)
+    start_s = run.first_step_s() or 0.0
+    saved_at = max(path.stat().st_mtime for path in run.folder.glob("runs/*/checkpoints/*"))
+    return Untouched(run.result(), start_s, saved_at - run.interrupted_at - start_s)
 
 
 def describe(outcomes: list[Outcome], usual: Untouched) -> list[publish.Table]:
