@@ -109,16 +109,18 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
         )
     try:
         content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            content = {names[0]: content}
+        missing = [name for name in names if name not in content]
+        if missing:
+            raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
+        columns = {name: content[name] for name in names}
+    except UserError:
+        raise
     except FileNotFoundError:
         raise not_found(paths[0]) from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{paths[0]} is not a file of NumPy arrays of numbers: {error}") from None
-    if isinstance(content, np.ndarray):
-        content = {names[0]: content}
-    missing = [name for name in names if name not in content]
-    if missing:
-        raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
-    columns = {name: content[name] for name in names}
     lengths = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise UserError(f"{paths[0]} has {lengths} rows; each field should have as many, and at least one")

@@ -16,6 +16,9 @@ from typing import NamedTuple, NoReturn
 EXIT_S = 2.0
 """Time for what is registered with `atexit` if Python's own exit would hang."""
 
+MAX_LINE = 1000
+"""Characters of a line of a message. It may quote what a damaged file holds, whatever its length."""
+
 
 class UserError(ValueError):
     """An error that a person can fix. The message names the key or path, the value, what is allowed, and the cure."""
@@ -75,7 +78,9 @@ def exit_with_message(
         yield
     except UserError as error:
         if launch.is_local_main or isinstance(error, RankError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            lines = f"error: {error}".splitlines()
+            lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in lines]
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
         if isinstance(error, HangError):
             _exit_by_force(2)
         raise SystemExit(2) from None

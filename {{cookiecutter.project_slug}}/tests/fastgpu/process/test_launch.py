@@ -39,6 +39,15 @@ def test_an_interruption_has_no_traceback(capsys):
     assert "run.resume=auto" in capsys.readouterr().err
 
 
+def test_a_message_does_not_repeat_a_whole_file(capsys):
+    with pytest.raises(SystemExit), exit_with_message(Launch()):
+        raise UserError(f"x.csv:2: {'a' * 10**6} is no number\nx.csv:3: is empty")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: x.csv:2: aaa")
+    assert len(first) < 1100
+    assert second == "x.csv:3: is empty"
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError), exit_with_message(Launch()):
         raise ZeroDivisionError
