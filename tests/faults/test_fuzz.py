@@ -28,7 +28,6 @@ def test_no_wrong_rows_no_crash_no_hang_and_nothing_left(outcomes):
     assert outcomes["all"]["refused"] > outcomes["all"]["accepted"] > 0
 
 
-@pytest.mark.xfail(strict=True, reason="damaged HDF5 metadata and NumPy archives raise other errors than UserError")
 def test_every_refusal_is_a_message(outcomes):
     for kind, numbers in outcomes.items():
         assert numbers["exception"] == numbers["endless message"] == 0, kind

@@ -14,7 +14,7 @@ import torch
 
 from fastgpu import TEMPLATE_VERSION
 
-MAY_DIFFER = ("data.train", "data.val", "data.tier", "data.verify", "data.trust_links")
+MAY_DIFFER = ("data.train", "data.val", "data.tier", "data.verify", "data.trust_links", "data.trusted")
 """Keys that nodes may set differently, besides the sections `loader` and `hdf5`. Files may have other names: their rows
 are compared. The others decide how rows are read, not which."""
 

@@ -363,7 +363,9 @@ class Run:
         self._world.check_everywhere(True, "")  # no rank reads before rank 0 has written
         with self._world.raise_on_every_rank():
             saved = checkpoint.resume(self.folder, self._state, self._order.identity, self._world.device)
-        self._world.check_equal(saved.step, f"put {self.folder} on a file system that all nodes share")
+        self._world.check_same(
+            {"the last checkpoint": saved.step}, f"put {self.folder} on a file system that all nodes share"
+        )
         if not saved.step or not _is_finite(self._state):
             raise UserError(f"{what}, and there is no checkpoint to go back to; {cure}")
         progress = self.progress
