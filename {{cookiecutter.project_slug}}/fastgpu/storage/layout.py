@@ -101,6 +101,10 @@ class Layout:
                 )
         if options.verify:
             self._digests = self._read_digests(data)
+            if self._digests is None:
+                raise UserError(
+                    f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them"
+                )
         self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
 
     @property
@@ -157,11 +161,12 @@ class Layout:
         data.id.chunk_iter(note)
         return table
 
-    def _read_digests(self, data: h5py.Dataset) -> np.ndarray:
+    def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
+        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         n_chunks = -(-self._n_rows // self.chunk_rows)
         digests = data.parent.get(f"{DIGESTS}/{self.dataset.rpartition('/')[2]}")
         if not isinstance(digests, h5py.Dataset) or digests.shape != (n_chunks, 32):
-            raise UserError(f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them")
+            return None
         return digests[:]
 
     # ------------------------------------------------------------------------------------------ reading
@@ -188,6 +193,17 @@ class Layout:
             part = out[start : start + step]
             self.read([RowRange(start, np.arange(len(part)))], part)
         return out
+
+    def check_first_block(self) -> bool:
+        """Read the first block, and verify it if the file has checksums. Returns whether it has.
+
+        Raises OSError or RankError if the block is damaged.
+        """
+        with h5py.File(self._file.path, "r") as file:
+            digests = self._read_digests(file[self.dataset])
+        if self._n_rows:
+            self._verify(0, self._read_chunk(0), digests)
+        return digests is not None
 
     def _pieces(self, ranges: Iterable[RowRange]) -> Iterator[Piece]:
         """Cut ranges at the borders of chunks."""
@@ -268,9 +284,13 @@ class Layout:
             if self._filters:
                 data = self._decode(chunk, data)[: n_rows * self.field.row_bytes]
             rows = self._as_rows(data)
-        if self._digests is not None and hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
-            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
+        self._verify(chunk, rows, self._digests)
         return rows
+
+    def _verify(self, chunk: int, rows: np.ndarray, digests: np.ndarray | None) -> None:
+        """Raise RankError if the rows of a chunk are not those that `digests` were made of."""
+        if digests is not None and hashlib.sha256(rows.data).digest() != digests[chunk].tobytes():
+            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
 
     def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
         assert self._chunks is not None

@@ -67,6 +67,10 @@ class Store(Source):
         for number, ranges_of_file in ranges.items():
             self._files[number].read(ranges_of_file, out)
 
+    def check_files(self) -> tuple[int, int]:
+        """Read the first block of each file, and verify it if the file has checksums (see `Source.check_files`)."""
+        return len(self._files), sum(file.check_first_block() for file in self._files)
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
         if self.fields[name].is_ragged:
@@ -197,6 +201,11 @@ class _File:
             if field_data.indptr is not None:
                 self.indptr[field] = field_data.indptr
         return n_rows
+
+    def check_first_block(self) -> bool:
+        """Read the first block of each field, and verify it if it has checksums. Returns whether all fields have."""
+        have_checksums = [layout.check_first_block() for layout in self._layouts.values()]
+        return all(have_checksums)
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""

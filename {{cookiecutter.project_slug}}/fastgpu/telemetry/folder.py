@@ -54,7 +54,7 @@ def create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        (folder / ".writable").unlink(missing_ok=True)  # another machine may try the same
     except OSError as error:
         raise UserError(
             f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
