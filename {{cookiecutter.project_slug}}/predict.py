@@ -56,6 +56,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -80,6 +81,11 @@ def load(args: argparse.Namespace) -> Trained:
         if not getattr(trained.workload, "top", 0):
             raise UserError(f"--top is {args.top}, but {name} ranks nothing")
         trained.workload.top = args.top
+        with torch.no_grad():
+            values = trained.workload.predict(trained.model, make_rows(trained.fields, 2))
+        n_ranked = max((value.shape[1] for value in values.values() if value.ndim > 1), default=1)
+        if args.top > n_ranked:
+            raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
     args.precision = args.precision or trained.card["precision"]
     return trained
 
@@ -93,6 +99,10 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     known_names = trained.card["attributes"].get("class_names")
     if args.evaluate and class_names and known_names and list(class_names) != known_names:
         raise UserError(f"{args.evaluate} has the classes {class_names}; the model was trained on {known_names}")
+    item_ids = inputs.source.attributes.get("item_ids", ())
+    known_items = trained.card["attributes"].get("item_ids", ())
+    if len(item_ids) and len(known_items) and not np.array_equal(item_ids, known_items):
+        raise UserError("INPUT numbers its items in another way than the training rows; convert them together")
     if args.evaluate:
         check_labelled(trained, inputs.source)
     elif not args.output.endswith(".jsonl"):

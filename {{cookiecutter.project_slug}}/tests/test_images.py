@@ -258,7 +258,7 @@ def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(tmp_
     described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=column)
     again = make_workload(described).model()
     again.load_state_dict(workload.model().state_dict())
-    assert workload.summary == make_workload(described).summary
+    assert workload.summary.startswith(make_workload(described).summary)
 
 
 # ---------------------------------------------------------------------------------------------- dtypes and layouts
@@ -361,8 +361,22 @@ def test_numbers_must_be_finite_and_have_no_label_smoothing(tmp_path, numbers, c
     assert "warning: " in (shown := capsys.readouterr().out)
     assert "whole numbers of type float64: a regression; classes must be integers" in shown
     numbers[3, 1] = np.nan
-    with pytest.raises(UserError, match="1 labels are NaN or infinite"):
+    with pytest.raises(UserError, match="labels are NaN or infinite in 1 rows, first in row 3"):
         make_workload(open_rows(tmp_path, pixels, numbers, "nan.h5"))
+
+
+def test_the_summary_says_what_is_odd_about_the_labels(tmp_path):
+    def summary(labels: np.ndarray) -> str:
+        return make_workload(open_rows(tmp_path, numbered(len(labels), (3, 8, 8)), labels)).summary
+
+    assert summary(np.array([2, 5, 7, 7])).endswith("labels: 8 classes, 5 of them without training rows")
+    assert summary(np.array([0, 1, 2, 2])).endswith("labels: 3 classes")
+    unit = summary(np.array([-1.5, 0.5, 1.0]))
+    assert unit.endswith("labels: 1 number to predict (regression), mean [0.], std [1.08]")
+    assert summary(np.array([490.5, 500.5])).endswith(
+        "mean [495.5], std [5.]; they train better as (labels - mean) / std"
+    )
+    assert "train better" in summary(np.array([[0.5, -99.5], [0.25, 99.5]]))
 
 
 # ---------------------------------------------------------------------------------------------- attributes

@@ -28,6 +28,8 @@ DTYPES = ("uint8", "uint16", "float16", "float32")
 """Types of the images that this workload trains on as they are."""
 MAX_CLASSES = 1 << 24
 """A label that is not below this number is no class, but perhaps an id."""
+FAR = 10.0
+"""Numbers to predict whose mean or standard deviation is above this train badly as they are."""
 MIN_SIDE = 4
 """Stages of the network halve the image until its shorter side has this many pixels."""
 
@@ -88,6 +90,7 @@ class Workload(workloads.Workload):
         self.has_attributes = bool(labels.shape) and not self.is_regression
         if self.has_attributes or self.is_regression:
             self.n_outputs = labels.shape[0] if labels.shape else 1
+            self.top = 0
         else:
             self.n_outputs = count_classes(train, "labels")
         if self.is_regression:
@@ -95,6 +98,7 @@ class Workload(workloads.Workload):
         else:
             for source in (train, val):
                 check_range(source, "labels", 1 if self.has_attributes else self.n_outputs - 1)
+        self._label_summary = self._describe_labels(_in_memory(train, "labels"))
         self._check_options()
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
@@ -115,10 +119,27 @@ class Workload(workloads.Workload):
     @property
     def summary(self) -> str:
         C, H, W = self.shape_CHW
-        labels = f"{self.n_outputs} {'attributes' if self.has_attributes else 'classes'}"
-        if self.is_regression:
-            labels = f"numbers (regression with {self.n_outputs} output(s))"
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {labels}"
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {self._label_summary}"
+
+    def _describe_labels(self, labels: np.ndarray | None) -> str:
+        """labels: those of the training rows; None if they are not in memory."""
+        if self.has_attributes:
+            return f"{self.n_outputs} attributes"
+        if not self.is_regression:
+            n_empty = (
+                0
+                if labels is None
+                else int(np.sum(np.bincount(labels.astype(np.int64), minlength=self.n_outputs) == 0))
+            )
+            return f"{self.n_outputs} classes" + (f", {n_empty} of them without training rows" if n_empty else "")
+        text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict (regression)"
+        if labels is None:
+            return text
+        mean_K, std_K = np.atleast_1d(labels.mean(0, np.float64), labels.std(0, np.float64))
+        mean, std = (np.array2string(values_K, precision=3, threshold=8) for values_K in (mean_K, std_K))
+        is_far = max(abs(mean_K).max(), std_K.max()) > FAR
+        hint = "; they train better as (labels - mean) / std" if is_far else ""
+        return f"{text}, mean {mean}, std {std}{hint}"
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -303,8 +324,11 @@ def _check_numbers(train: Source, val: Source) -> None:
     for source in (val, train):
         labels = _in_memory(source, "labels")
         if labels is not None and not np.isfinite(labels).all():
-            n_wrong = np.sum(~np.isfinite(labels))
-            raise UserError(f"{source.name}: {n_wrong:,} labels are NaN or infinite; leave these rows out")
+            rows = np.unique(np.argwhere(~np.isfinite(labels))[:, 0])
+            raise UserError(
+                f"{source.name}: labels are NaN or infinite in {len(rows):,} rows, first in row {rows[0]}; leave them "
+                "out"
+            )
     if labels is not None and (labels == np.round(labels)).all():
         warn(f"{train.name}: labels are whole numbers of type {labels.dtype}: a regression; classes must be integers")
 

@@ -63,6 +63,14 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
     for name, column in columns.items():
         if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+    labels = columns.get("labels")
+    if labels is not None and not isinstance(labels, RaggedArray) and labels.dtype.kind == "f":
+        wrong = np.argwhere(~np.isfinite(labels[:]))
+        if len(wrong):
+            raise UserError(
+                f"{', '.join(sources)}: row {wrong[0, 0]} of labels is {labels[:][tuple(wrong[0])]}; leave out such "
+                f"rows, {len(np.unique(wrong[:, 0])):,} of {len(labels):,}"
+            )
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")

@@ -45,7 +45,9 @@ class CommandLine:
         source: help text of its argument `source`; empty if it has none. many: it takes several of them.
         """
         text = run.__doc__ or ""
-        parser = self.commands.add_parser(run.__name__, help=text.partition("\n")[0], description=text)
+        parser = self.commands.add_parser(
+            run.__name__, help=" ".join(text.partition("\n\n")[0].split()), description=text
+        )
         parser.set_defaults(run=run)
         if source:
             parser.add_argument("source", help=source, nargs="+" if many else None)

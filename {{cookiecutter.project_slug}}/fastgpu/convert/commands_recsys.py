@@ -97,6 +97,8 @@ def make_parts(args: Namespace) -> Mapping[str, Source]:
 
 
 def _write_split(split: HeldOutSplit, args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+    if split.n_repeated:
+        print(f"events that repeat an earlier one of the same user and item, and do not count: {split.n_repeated:,}")
     n_train_items = split.parts["train"].fields["items"].n_items
     print(
         f"{split.n_events:,} events of {split.n_users:,} users with 5 or more, {split.n_items:,} items; "

@@ -1,6 +1,7 @@
 """Image files as rows of one shape: lists of files with their labels or masks, decoded in the reader threads."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,15 @@ from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
 from fastgpu.convert.tables import parse_labels, read_table
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
-from fastgpu.storage.images import IGNORED_CLASS, Preprocessing, decode, decode_pair, format_size, read_mask
+from fastgpu.storage.images import (
+    IGNORED_CLASS,
+    Preprocessing,
+    decode,
+    decode_pair,
+    describe_change,
+    format_size,
+    read_mask,
+)
 
 Size = tuple[int, int] | None
 OpenFile = Callable[[str], IO[bytes]]
@@ -105,7 +114,7 @@ def _list_sub_folders(folder: Path) -> list[str]:
         )
     loose = sorted(path.name for path in folder.iterdir() if path.is_file() and _is_image(path.name))
     if loose:
-        print(f"{len(loose):,} images lie beside the class folders of {folder} and are left out: {list_first(loose)}")
+        print(f"images beside the class folders of {folder}, which are left out: {len(loose):,} ({list_first(loose)})")
     return folders
 
 
@@ -119,7 +128,7 @@ def list_images(root: Path, folder: str = "") -> list[str]:
         names += [os.path.relpath(Path(parent) / file, root) for file in images]
         n_ignored += len(files) - len(images)
     if n_ignored:
-        print(f"{n_ignored:,} files of {root / folder} are left out: by their names they are not images")
+        print(f"files of {root / folder} that are left out, because by their names they are not images: {n_ignored:,}")
     return names
 
 
@@ -156,7 +165,7 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     used_masks = [mask_of[key(name)] for name in names]
     unused = sorted(set(masks) - set(used_masks))
     if unused:
-        print(f"{len(unused):,} masks have no image in {folder} and are left out: {list_first(unused)}")
+        print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
     paths = [mask_folder / name for name in used_masks]
     values: set[int] = set()
     for path in paths[:PROBED_FILES]:
@@ -225,12 +234,19 @@ class ImageFiles(DecodedRows):
         self._open = open_file
         self._preprocessing = preprocessing
         self._lock = Lock()
+        self._change_of_row: dict[int, str] = {}
         self.size = size or self._find_size()
         self.fields = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
         if listing.labels is None:
             self.fields["masks"] = Field(np.dtype(np.uint8), self.size)
         else:
             self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
+
+    @property
+    def changes(self) -> list[str]:
+        rows = [row for row, change in sorted(self._change_of_row.items()) if change and row not in self.failed]
+        counts = Counter(self._change_of_row[row] for row in rows)
+        return [f"{change}: {count:,} of {len(self):,} images" for change, count in counts.items()]
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The image and its mask. Thread-safe. Raises BrokenRowError if one cannot be decoded; UserError if the
@@ -256,6 +272,8 @@ class ImageFiles(DecodedRows):
     def _decode(self, row: int) -> dict[str, np.ndarray]:
         try:
             with self._open(self._listing.names[row]) as file:
+                self._change_of_row[row] = describe_change(file)
+                file.seek(0)
                 if not self._listing.masks:
                     return {"images": decode(file, self._preprocessing)}
                 with self._listing.masks[row].open("rb") as mask_file:

@@ -35,6 +35,8 @@ class HeldOutSplit(NamedTuple):
     """Number of users of all parts."""
     n_items: int
     """Number of items of these events."""
+    n_repeated: int
+    """Number of events of the source that repeat an earlier one of the same user and item, and were dropped."""
 
 
 def hold_out_users(
@@ -46,6 +48,7 @@ def hold_out_users(
     """
     _, first = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
     first.sort()
+    n_repeated = len(users) - len(first)
     users = users[first]
     items = items[first]
     user_ids, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
@@ -88,7 +91,7 @@ def hold_out_users(
         columns = split_hidden(part_rows, numbers[events], hidden, n_held_out)
         columns["user"] = user_ids[order[start:stop]]
         parts[part] = make_arrays(name, columns, n_items, attributes)
-    return HeldOutSplit(parts, len(users), len(user_ids), len(np.unique(items)))
+    return HeldOutSplit(parts, len(users), len(user_ids), len(np.unique(items)), n_repeated)
 
 
 def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:

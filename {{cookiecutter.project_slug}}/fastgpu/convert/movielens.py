@@ -108,9 +108,12 @@ def _line_pattern(places: list[int]) -> re.Pattern[str]:
 def _find_columns(source: Path, header: str, columns: Sequence[str]) -> list[int]:
     """The place of each column in the lines of the file."""
     names = next(csv.reader([header.lstrip("\ufeff")]), [])
-    missing = [name for name in columns if name not in names]
     if len(columns) != 3:
-        missing = [",".join(columns)]
+        raise UserError(
+            f"--columns is {','.join(columns)}; it should name three columns: user, item and rating (events without "
+            "ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`)"
+        )
+    missing = [name for name in columns if name not in names]
     if missing:
         raise UserError(
             f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}; --columns names those of "

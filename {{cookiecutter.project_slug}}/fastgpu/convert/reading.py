@@ -54,6 +54,11 @@ class DecodedRows(Source):
         """Why rows are broken, in the order of the rows."""
         return [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
 
+    @property
+    def changes(self) -> Sequence[str]:
+        """What decoding has changed in how many of the rows that were read, besides their size."""
+        return ()
+
     @abstractmethod
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The other fields of one row. Thread-safe. Raises BrokenRowError if it cannot be decoded."""

@@ -66,7 +66,10 @@ def _describe_labels(labels: Mapping[str, np.ndarray], source: Source) -> Iterat
     values = np.concatenate(list(labels.values()))
     names = [str(name) for name in source.attributes.get("class_names", [])]
     if values.dtype.kind == "f":
-        yield f"targets, from {values.min():g} to {values.max():g}"
+        finite = values[np.isfinite(values)]
+        n_others = len(values) - len(finite)
+        others = f", and {n_others:,} that are NaN or infinite" if n_others else ""
+        yield f"targets, from {finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}{others}"
         return
     if values.ndim > 1:
         yield f"{values.shape[1]} attributes"
@@ -79,8 +82,14 @@ def _describe_labels(labels: Mapping[str, np.ndarray], source: Source) -> Iterat
             yield f"{len(present):,} different values, from {present[0]} to {present[-1]}"
             return
         numbers = np.union1d(np.arange(len(names)), present)
-        yield f"{len(numbers):,} classes"
+        n_classes = len(numbers) if present[0] < 0 else max(len(numbers), int(present[-1]) + 1)
+        n_empty = n_classes - len(present)
+        kind = f"{n_classes:,} classes" if names or not n_empty else f"used as classes 0 to {n_classes - 1}"
+        yield f"{kind}, {n_empty:,} of them without rows" if n_empty else kind
         counts = [np.bincount(np.searchsorted(numbers, part), minlength=len(numbers)) for part in labels.values()]
+        order = np.argsort(~np.isin(numbers, present), kind="stable")  # classes with rows come first
+        numbers = numbers[order]
+        counts = [count[order] for count in counts]
         heads = [names[number] if 0 <= number < len(names) else str(number) for number in numbers.astype(int)]
         title = "class"
     width = max(len(head) for head in (title, *heads[:MAX_CLASSES]))

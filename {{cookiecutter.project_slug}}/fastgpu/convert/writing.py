@@ -58,7 +58,7 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
         if lines:
             path = path.with_name(f"{path.name}.skipped.txt")
             reports[path] = lines
-            messages.append(f"{len(lines):,} broken {kind} were skipped: {path}")
+            messages.append(f"broken {kind} that were skipped: {len(lines):,}, listed in {path}")
 
     orders = {name: _choose_order(source, target.seed) for name, source in parts.items()}
     texts = {name: _describe_order(source, orders[name]) for name, source in parts.items()}
@@ -92,6 +92,7 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
         messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(writer)}")
         messages += describe_statistics(writer.attributes)
         if isinstance(source, DecodedRows):
+            messages += [f"  changed  {change}" for change in source.changes]
             report(writer.paths[0], source.reasons, "images")
     for path, lines in reports.items():
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

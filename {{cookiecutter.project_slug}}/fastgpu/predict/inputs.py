@@ -20,6 +20,7 @@ from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
 from fastgpu.storage.hdf5 import open_file, open_group
 from fastgpu.storage.store import expand, open_store
+from fastgpu.storage.unconverted import refuse_unconverted
 
 OnError = Literal["stop", "skip"]
 """What is done with a broken image: stop, or write the reason in place of the prediction."""
@@ -52,7 +53,8 @@ def open_inputs(
         raise UserError(f"INPUT has {' and '.join(sorted(kinds))}; give one kind at a time")
     if kinds == {"image files"}:  # a project that has no image workload lacks the module that decodes them
         name = "fastgpu.predict.image_inputs"
-        if not find_spec(name) or len(fields) != 1:
+        if not find_spec(name) or [len(field.shape) in (2, 3) for field in fields.values()] != [True]:
+            refuse_unconverted("INPUT", paths, list(fields))
             raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {_list(fields)}")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
         return Inputs(images, images.files, images.failed if on_error == "skip" else None)

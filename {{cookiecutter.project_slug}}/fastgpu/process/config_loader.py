@@ -212,6 +212,10 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
         hint = f' (did you mean "{close[0]}"?)' if close else ""
         if allowed == ["be a valid list"] and isinstance(value, str):
             hint = f" (did you mean [{value}]?)"
+        elif key == "data.val" and isinstance(value, (int, float)):
+            hint = f" (did you mean {100 * value if value < 1 else value:g}%?)"
+        elif key in ("data.fields", "data.val_fields") and value is None:
+            hint = " (a name without a value: put a space after the colon, as in {images: images})"
         should = "hold keys of its own" if key in SECTIONS else " or ".join(dict.fromkeys(allowed))
         lines.append(f"{origin}: {key} is {json.dumps(value, default=str)}; it should {should}{hint}")
     return lines

@@ -67,6 +67,17 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     return _fit(image_CHW, preprocessing).contiguous().numpy()
 
 
+def describe_change(file: IO[bytes]) -> str:
+    """What `decode` does to the colors of an image file; empty if nothing. Reads the header alone."""
+    with Image.open(file) as image:
+        layout = str(image.tile)  # of the pixels in the file: Pillow itself reads 16 bits a color as mode RGB
+        if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
+            return "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
+        if image.has_transparency_data:
+            return f"{image.mode} to RGB, without the transparency"
+        return "" if image.mode == "RGB" else f"{image.mode} to RGB"
+
+
 def decode_pair(
     image_file: IO[bytes], mask_file: IO[bytes], preprocessing: Preprocessing, *, is_binary: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,7 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
     Only names and the first line of a table are looked at. key: the config key that holds the paths. fields: names of
     the fields that are to be read.
     """
+    share = " --split 0.9" if key == "data.train" else ""
     for name in [paths] if isinstance(paths, str) else paths:
         path = Path(name)
         suffix = path.suffix.lower()
@@ -35,9 +36,9 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
         source = shlex.quote(name if path == Path(name) else str(path))
         what = ""
         if path.is_dir() and _has_images(path):
-            what, command = "a folder of images", f"images {source} {target} --split 0.9"
+            what, command = "a folder of images", f"images {source} {target}{share}"
         elif suffix in TABLES:
-            what, command = "a table", f"{_command_for(path)} {source} {target}"
+            what, command = "a table", f"{_command_for(path, fields)} {source} {target}"
         elif suffix == ".npy":
             arrays = [f"{fields[0]}={source}", *(f"{field}=FILE.npy" for field in fields[1:])]
             what, command = "a NumPy array", f"arrays {' '.join(arrays)} {target}"
@@ -57,11 +58,11 @@ def _has_images(folder: Path) -> bool:
     return any(name.suffix.lower() in IMAGES for name in names)
 
 
-def _command_for(table: Path) -> str:
-    """The command of convert.py that reads such a table, judged by its first line."""
+def _command_for(table: Path, fields: Sequence[str]) -> str:
+    """The command of convert.py that reads such a table, judged by its first line and the fields to read."""
     with table.open(encoding="utf-8", errors="replace") as lines:
         line = lines.readline(1 << 20)
-    if "movieId" in line:
+    if "movieId" in line or "items" in fields:
         return "movielens"
     n_columns = 1 + max(map(line.count, ",;\t"))
     return "pixels" if "pixels" in line or n_columns >= MIN_PIXEL_COLUMNS else "images"

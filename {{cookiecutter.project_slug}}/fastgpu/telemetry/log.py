@@ -26,6 +26,10 @@ LINE_EVERY_S = 5.0
 """Seconds between two progress lines if the output is not a terminal."""
 BAR_EVERY_S = 1.0
 """Seconds between two updates of the progress bar."""
+CPU_HINT_AFTER_S = 10.0
+"""Seconds of training on a CPU after which the estimate of the rest is good enough, ..."""
+CPU_HINT_ABOVE_S = 600.0
+"""... and the rest that is long enough for a hint."""
 
 
 class Log:
@@ -53,6 +57,7 @@ class Log:
         self._t0 = time.monotonic() - logged_s  # the time of a resumed run goes on from where it stopped
         self._part = 1 + points[-1].get("part", 1) if points else 1
         self._has_warned = False
+        self._has_hinted = False
         self._waits_pct: list[float] = []
         self._sinks: Sinks | None = None
         if folder:
@@ -61,6 +66,9 @@ class Log:
             self._sinks = Sinks(config.get("log.to", LogSettings().to), folder, config, step)
             atexit.register(self._end)  # however the run ends, except by a signal that kills
         self._rows = float(consumed_rows)
+        self._first_rows = consumed_rows
+        self._planned_rows = planned_rows
+        self._begun = time.monotonic()
         has_bar = folder is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=planned_rows,
@@ -70,6 +78,7 @@ class Log:
             dynamic_ncols=True,
             mininterval=BAR_EVERY_S,
             miniters=0,
+            smoothing=0,
             disable=not has_bar,
         )
 
@@ -114,8 +123,32 @@ class Log:
             else:
                 self._bar.set_postfix_str(text)
         elif self._folder and (important or time.monotonic() - self._printed >= LINE_EVERY_S):
-            print(text, flush=True)
+            left_s = self.estimate_left_s()
+            left = f", {tqdm.format_interval(left_s)} left" if left_s else ""
+            print(text + left, flush=True)
             self._printed = time.monotonic()
+
+    def estimate_left_s(self) -> float:
+        """Seconds that the rest of the run takes if it goes on as it did since it began or was resumed: the time of
+        validation and checkpoints counts, once there were any. 0: nothing is left, or no row has been trained on yet.
+        """
+        n_rows = self._rows - self._first_rows
+        seconds = time.monotonic() - self._begun
+        return seconds * (self._planned_rows - self._rows) / n_rows if n_rows > 0 else 0.0
+
+    def hint_at_slow_cpu(self) -> None:
+        """Say once that the run takes long and what shortens it, if it takes more than ten minutes on a CPU."""
+        left_s = self.estimate_left_s()
+        if self._has_hinted or time.monotonic() - self._begun < CPU_HINT_AFTER_S:
+            return
+        self._has_hinted = True
+        if self._folder and left_s > CPU_HINT_ABOVE_S:
+            with self._bar.external_write_mode():
+                print(
+                    f"about {left_s / 60:.0f} min are left on this CPU; fewer pixels, a smaller model or a smaller "
+                    "train.epochs take less",
+                    flush=True,
+                )
 
     def finish(self, metrics: Mapping[str, float]) -> str:
         """Close the sinks with the final metrics, and write the report.

@@ -100,6 +100,7 @@ class Run:
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
+        self._epoch_loss = 0.0
         self._metrics: dict[str, float] = {}
         self._is_saved = True
         self._saved_step = self.progress.step
@@ -165,6 +166,7 @@ class Run:
         throughput = self.clock.take(self._world.all_reduce_max)
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
+        self._epoch_loss += (loss - self._epoch_loss) * throughput.steps / self.epoch_throughput.steps
         self._steps_between_agreements = max(1, int(AGREE_S * throughput.steps / seconds))
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
@@ -172,6 +174,8 @@ class Run:
         self._log.scalars(step, scalars, throughput)
         text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"
         self._log.progress(fresh_rows, text)
+        if self._world.device.type == "cpu":
+            self._log.hint_at_slow_cpu()
 
     def save_if_due(self, model: nn.Module) -> None:
         """Save inside an epoch, if run.checkpoint_every_steps steps have passed since the last checkpoint.
@@ -236,7 +240,8 @@ class Run:
         self._save(model)  # at the end: a run that is killed before it repeats the epoch, so no best one is missed
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(metrics)}, {self.epoch_throughput}"
+        shown = {"train/loss": self._epoch_loss, **metrics} if self.epoch_throughput.steps else metrics
+        text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self.clock.restart()

@@ -32,6 +32,7 @@ def test_arrays_to_a_file(tmp_path, convert):
         (["a=words.npy"], "a is <U1"),
         (["a=x.npy", "b=short.npy"], "unequal length"),
         (["a=empty.npy"], "no rows"),
+        (["labels=nan.npy"], "labels=nan.npy: row 2 of labels is nan; leave out such rows, 2 of 4"),
     ],
 )
 def test_what_is_no_array_of_rows_is_refused(tmp_path, monkeypatch, sources, message):
@@ -39,6 +40,7 @@ def test_what_is_no_array_of_rows_is_refused(tmp_path, monkeypatch, sources, mes
     np.save("x.npy", np.zeros((4, 2)))
     np.save("short.npy", np.zeros(3))
     np.save("empty.npy", np.zeros((0, 2)))
+    np.save("nan.npy", np.array([0, 1, np.nan, np.inf]))
     np.save("words.npy", np.array(["a"]))
     np.save("objects.npy", np.array([{}]))
     np.savez("y.npz", labels=np.zeros(4))

@@ -39,9 +39,8 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     assert listing.attributes["class_names"] == ["cat", "dog"]
     assert sorted(listing.names)[2] == "dog/deeper/x.PNG"
     shown = capsys.readouterr().out
-    assert "1 files" in shown
-    assert "2 images lie beside the class folders of" in shown
-    assert "are left out: loose0.png, loose1.png" in shown
+    assert "by their names they are not images: 1\n" in shown
+    assert "which are left out: 2 (loose0.png, loose1.png)\n" in shown
     assert "empty has no images and is not a class" in shown
 
 
@@ -274,7 +273,7 @@ def test_masks_and_images_that_lack_the_other_are_named(tmp_path, convert):
     assert "1 of 200 images have no mask in masks: 1/3.png; --on-error skip leaves them out" in result.stderr
     result = convert("images", "images", "out.h5", "--masks", "masks", "--on-error", "skip")
     assert result.returncode == 0, result.stderr
-    assert "1 masks have no image in images and are left out: stray.png" in result.stdout
+    assert "masks without an image in images, which are left out: 1 (stray.png)" in result.stdout
     with h5py.File(tmp_path / "out.h5") as file:
         assert sorted(file["images"][:, 0, 0, 0].tolist()) == [n for n in range(200) if n != 3]
 
@@ -288,3 +287,19 @@ def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], file["images"][:, 0] % 2)
         assert file.attrs["n_classes"] == 2
+
+
+def test_images_that_lose_something_are_counted(tmp_path, convert):
+    folder = folder_of(tmp_path / "photos", {"a": 200})
+    deep = np.full((8, 10), 300, np.uint16)
+    Image.fromarray(deep).save(folder / "a/deep.png")
+    Image.new("RGBA", (10, 8)).save(folder / "a/clear.png")
+    Image.new("CMYK", (10, 8)).save(folder / "a/print.jpg")
+    (folder / "a/broken.png").write_bytes(b"no image")
+    shown = convert("images", folder, "x.h5", "--on-error", "skip").stdout
+    changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
+    assert changes == [
+        "  changed  16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`): 1 of 204 images",
+        "  changed  CMYK to RGB: 1 of 204 images",
+        "  changed  RGBA to RGB, without the transparency: 1 of 204 images",
+    ]

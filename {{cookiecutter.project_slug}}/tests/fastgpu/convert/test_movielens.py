@@ -137,6 +137,8 @@ def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert)
     counts = np.unique(pairs[0], return_counts=True)[1]
     assert f"{counts[counts >= 5].sum():,} events of {(counts >= 5).sum():,} users with 5 or more" in result.stdout
     assert "of 10 users have none" in result.stdout
+    n_repeated = (given > 3.5).sum() - pairs.shape[1]
+    assert f"same user and item, and do not count: {n_repeated:,}\n" in result.stdout
     assert (tmp_path / "ml.h5.skipped.txt").read_text().startswith(f"{source}:42: 'x' is not")
     train = open_store("data.train", str(tmp_path / "ml-train.h5"), {"items": "items", "user": "user"}, verify=True)
     assert len(train) == (counts >= 5).sum() - 20
@@ -145,3 +147,9 @@ def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert)
         store = open_store("data.val", str(tmp_path / f"ml-{part}.h5"), {"items": "items", "held_out": "held_out"})
         assert len(store) == 10
         assert {field.n_items for field in store.fields.values()} == {train.fields["items"].n_items}
+
+
+def test_columns_that_are_not_three_are_one_line(tmp_path):
+    (tmp_path / "x.csv").write_text("user,item\n1,2\n")
+    with pytest.raises(UserError, match="--columns is user,item; it should name three columns: .*items=matrix.npz"):
+        read_ratings(tmp_path / "x.csv", columns=["user", "item"])

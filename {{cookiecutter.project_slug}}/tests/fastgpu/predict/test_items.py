@@ -2,7 +2,10 @@
 
 import io
 import json
+import shutil
 
+import h5py
+import numpy as np
 import pytest
 import yaml
 from harness import ALONE, ROOT, metrics_of
@@ -10,12 +13,16 @@ from harness import ALONE, ROOT, metrics_of
 import predict as script
 import train
 from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
 
 
 @pytest.fixture
 def run_folder(tmp_path, monkeypatch):
     """The folder of a run of one epoch on the rows that the project comes with."""
-    data = {name: str(ROOT / f"data/interactions-{name}.h5") for name in ("train", "val")}
+    data = {"train": str(tmp_path / "train.h5"), "val": str(ROOT / "data/interactions-val.h5")}
+    shutil.copy(ROOT / "data/interactions-train.h5", data["train"])
+    with h5py.File(data["train"], "r+") as file:
+        file.attrs["item_ids"] = np.arange(1000)
     data |= {"fields": {"items": "items"}, "val_fields": {"items": "items", "held_out": "held_out"}, "batch_size": 600}
     config = {"workload": "recsys", "data": data, "model": {"hidden_dim": 8, "latent_dim": 4}, "train": {"epochs": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -46,3 +53,22 @@ def test_predictions_and_metrics_of_a_checkpoint(run_folder, tmp_path):
 def test_ragged_rows_are_exported_for_two_users_or_more(run_folder, tmp_path, capsys):
     run(run_folder, "--export", tmp_path / "model.pt2")
     assert "takes two or more rows" in capsys.readouterr().out
+
+
+def test_more_items_than_there_are_cannot_be_ranked(run_folder):
+    val = ROOT / "data/interactions-val.h5"
+    with pytest.raises(UserError, match="--top is 1001, but .*allowed is 1 to 1000"):
+        run(run_folder, val, "--top", 1001)
+
+
+def test_users_of_another_conversion_are_refused(run_folder, tmp_path):
+    """Their items have other numbers, so the predictions would be those of other items."""
+    other = tmp_path / "other.h5"
+    shutil.copy(ROOT / "data/interactions-val.h5", other)
+    with h5py.File(other, "r+") as file:
+        file.attrs["item_ids"] = np.arange(1000)[::-1]
+    with pytest.raises(UserError, match="INPUT numbers its items in another way"):
+        run(run_folder, other)
+    (tmp_path / "r.csv").write_text("user,item,stars\n")
+    with pytest.raises(UserError, match="a table; convert it once: python convert.py movielens"):
+        run(run_folder, tmp_path / "r.csv")

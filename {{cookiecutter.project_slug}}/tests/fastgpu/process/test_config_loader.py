@@ -146,6 +146,9 @@ def test_a_mistake_in_a_file_names_place_key_value_and_cure(tmp_path, text, mess
         (["optm.lr=3"], r"command line: unknown key optm \(did you mean optim\?\)"),
         (["optim.lr=1", "optim.name=sgd", "optim.lr=2"], "command line: optim.lr is given twice: keep one"),
         (["--nproc-per-node=gpu"], "--nproc-per-node=gpu is a flag of torchrun, .*: torchrun --standalone --nproc-per"),
+        (["data.val=10"], r"data.val is 10; .* \(did you mean 10%\?\)"),
+        (["data.val=0.25"], r"data.val is 0.25; .* \(did you mean 25%\?\)"),
+        (["data.fields={images:images}"], r"put a space after the colon, as in \{images: images\}"),
         (["--nproc_per_node", "2"], "--nproc_per_node is a flag of torchrun"),
     ],
 )

@@ -50,3 +50,12 @@ def test_what_may_be_hdf5_is_left_to_those_who_open_it(path):
     make(Path("odd"))
     make(Path("shards/x.h5"))
     refuse_unconverted("data.train", [path], FIELDS)
+
+
+def test_the_command_fits_the_key_and_the_fields(tmp_path):
+    make(Path("photos/cat/1.jpg"))
+    make(Path("r.csv"), "user,item,stars\n")
+    with pytest.raises(UserError, match="images photos data/photos.h5$"):
+        refuse_unconverted("INPUT", "photos", FIELDS)
+    with pytest.raises(UserError, match="movielens r.csv data/r.h5$"):
+        refuse_unconverted("INPUT", "r.csv", ["items"])

@@ -164,3 +164,48 @@ def test_an_input_bound_run_is_told_so_once(tmp_path, capsys):
         log.scalars(step, {"data/wait_pct": float(wait)})
     log.finish({})
     assert "input-bound" not in capsys.readouterr().out
+
+
+class Clock:
+    """`time.monotonic` that moves only when it is told to."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(log_module, "time", clock)
+    return clock
+
+
+def test_the_rest_takes_as_long_a_row_as_since_this_process_began(tmp_path, clock, capsys):
+    log = Log(tmp_path, planned_rows=1000, consumed_rows=400, config={"log.to": []})
+    assert log.estimate_left_s() == 0  # nothing is known yet
+    log.count(100)
+    clock.now = 30.0  # validation counts as well
+    assert log.estimate_left_s() == 150
+    log.progress(500, "epoch 1/2", important=True)
+    log.count(500)
+    log.progress(1000, "epoch 2/2", important=True)
+    assert capsys.readouterr().out == "epoch 1/2, 02:30 left\nepoch 2/2\n"
+    log.finish({})
+
+
+@pytest.mark.parametrize(("rows", "hint"), [(100, "about 18 min are left on this CPU; "), (800, "")])
+def test_a_long_run_on_a_cpu_says_so_once(tmp_path, clock, capsys, rows, hint):
+    log = Log(tmp_path, planned_rows=1000, config={"log.to": []})
+    log.count(1)
+    clock.now = 9.0
+    log.hint_at_slow_cpu()  # too early for an estimate
+    log.count(rows - 1)
+    clock.now = 120.0
+    log.hint_at_slow_cpu()
+    log.hint_at_slow_cpu()
+    printed = capsys.readouterr().out
+    assert printed.startswith(hint)
+    assert len(printed.splitlines()) == bool(hint)
+    log.finish({})

@@ -88,7 +88,7 @@ def test_a_short_run_from_start_to_end(tmp_path, model, capsys):
     assert points[-1]["val/score"] == 1.0
     assert (folder / "report.html").exists()
     printed = capsys.readouterr().out
-    assert "epoch 1/2 val/score 2, val/loss 0.5, " in printed
+    assert "epoch 1/2 train/loss 0.5, val/score 2, val/loss 0.5, " in printed
     assert "done: epoch 2, step 8; " in printed
 
 
@@ -196,3 +196,16 @@ def test_counters_that_the_machine_does_not_have_are_named(tmp_path, model, monk
         train_epoch(run, model)
     text = "not measured here: host/disk_reads (this system does not count them)\n"
     assert capsys.readouterr().out.count(text) == 1
+
+
+def test_the_line_of_an_epoch_has_the_mean_loss_of_its_steps(tmp_path, model, capsys):
+    with started_run(tmp_path, model) as run:
+        for n_steps, loss in ((1, 4.0), (3, 2.0)):  # two reports of unequal length
+            for _ in range(n_steps):
+                run.count(torch.tensor(loss), 8, 8)
+            run.report(8, lr=0.1)
+        run.end_epoch(model, {"val/score": 1.0})
+        run.end_epoch(model, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
+    printed = capsys.readouterr().out
+    assert "epoch 1/2 train/loss 2.5, val/score 1, " in printed
+    assert "epoch 2/2 val/score 1, no rows" in printed
