@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import project  # noqa: F401
 
+from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
 from fastgpu.rows.field import Field
 
@@ -52,7 +53,11 @@ def make(data: DataSpec) -> None:
     data.folder.mkdir(parents=True, exist_ok=True)
     fields = {"images": Field(np.dtype(np.uint8), data.shape), "labels": Field(np.dtype(np.int64), ())}
     noise = np.random.default_rng(0).integers(0, 256, (min(data.n_rows, 1000), *data.shape), np.uint8)
-    with Writer(data.h5, data.n_rows, fields, {"source": "bench/data.py"}) as writer:
+    attributes = {"source": "bench/data.py"}
+    with (
+        complete_or_absent(data.h5) as folder,
+        Writer(folder / data.h5.name, data.n_rows, fields, attributes) as writer,
+    ):
         for start in range(0, data.n_rows, len(noise)):
             labels = np.arange(start, min(start + len(noise), data.n_rows))
             images = noise[: len(labels)]

@@ -25,6 +25,7 @@ from peers import Batch
 from processes import kept_warm, make_cold
 from worker import endless, run
 
+from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
 from fastgpu.feed.sizes import choose_pool_batches, choose_readers
 from fastgpu.feed.tiers import Placement, make_feed
@@ -87,7 +88,7 @@ def write(path: Path, images: np.ndarray, options: dict[str, Any]) -> None:
     labels = np.arange(len(images))
     if not options:
         fields = {"images": Field(images.dtype, images.shape[1:]), "labels": Field(labels.dtype, ())}
-        with Writer(path, len(images), fields) as writer:
+        with complete_or_absent(path) as folder, Writer(folder / path.name, len(images), fields) as writer:
             writer.append({"images": images, "labels": labels})
         return
     partial = path.with_suffix(".partial")

@@ -46,7 +46,17 @@ from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import make_seed, reseed, share_gradients, unused_gpus_hint
-from fastgpu.training.step import MixedPrecision, OptimizerState, lr_factor, micro_batches, mixed_precision, to_device
+from fastgpu.training.step import (
+    MixedPrecision,
+    OptimizerState,
+    find_skipped,
+    lr_factor,
+    micro_batches,
+    mixed_precision,
+    prepare_to_skip,
+    to_device,
+    undo_skipped,
+)
 from workloads import Workload
 
 
@@ -69,7 +79,7 @@ class Parts(NamedTuple):
     @property
     def model_to_use(self) -> nn.Module:
         """The model that is validated and saved for use: the averaged one, if there is one."""
-        return self.ema.module if self.ema and self.ema.n_averaged else self.model
+        return self.ema.module if self.ema and self.ema.has_average else self.model
 
     @property
     def state(self) -> dict[str, Stateful]:
@@ -97,8 +107,10 @@ def build(cfg: Config, world: World) -> Parts:
     torch.manual_seed(cfg.run.seed)
     model = to_device(workload.model(), world.device, cfg.train.channels_last)
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
-    optimizer = make_optimizer(model, cfg.optim, choose_kernels(cfg.optim, world), workload.parameter_groups(model))
-    precision = mixed_precision(cfg.train.precision, world.device)
+    kernels = choose_kernels(cfg.optim, world)
+    optimizer = make_optimizer(model, cfg.optim, kernels, workload.parameter_groups(model))
+    precision = mixed_precision(cfg.train.precision, world.device, cfg.train.on_nan)
+    prepare_to_skip(optimizer, precision, kernels)
     has_ragged = any(field.is_ragged for field in source.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
     if cfg.train.compile:
@@ -120,6 +132,7 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     scaler = parts.precision.scaler
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+    buffers = [buffer.clone() for buffer in parts.model.buffers()] if parts.precision.undoes_skipped else []
     losses = []
     for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
@@ -131,11 +144,15 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
     scaler.step(optimizer)
+    is_skipped = find_skipped(optimizer, scaler)  # on the device, or None
     scaler.update()
+    loss = torch.stack(losses).sum()
+    if parts.precision.undoes_skipped:
+        loss = undo_skipped(parts.model, buffers, is_skipped, loss)
     if parts.ema:
-        parts.ema.update_parameters(parts.model)
+        parts.ema.update_parameters(parts.model, is_skipped)
     optimizer.zero_grad()
-    return torch.stack(losses).sum()
+    return loss
 
 
 def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, float]:

@@ -9,6 +9,7 @@ import numpy as np
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError
+from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
 
@@ -54,14 +55,17 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
         if has_own_names == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
         if is_matrix:
-            n_items[name] = int(content["shape"][1])
-            columns |= _ragged_columns(name, path, content)
+            with explain_errors(path, "a whole sparse matrix"):
+                columns |= _ragged_columns(name, path, content)
+                n_items[name] = int(content["shape"][1])
         elif is_mapping:
             columns |= dict(content)
         else:
             columns[name] = content
     for name, column in columns.items():
-        if not isinstance(column, RaggedArray) and (column.ndim == 0 or column.dtype.kind not in "buif"):
+        if isinstance(column, RaggedArray):
+            continue
+        if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
     labels = columns.get("labels")
     if labels is not None and not isinstance(labels, RaggedArray) and labels.dtype.kind == "f":
@@ -117,7 +121,8 @@ def _load(path: str) -> Any:
     file, is_h5, name = path.partition("::")
     with explain_errors(path, "a file of NumPy arrays of numbers"):
         if not is_h5:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            content = np.load(path, mmap_mode="r", allow_pickle=False)
+            return content if isinstance(content, np.ndarray) else _read_members(path, content)
         item = h5py.File(file)[name]
         if isinstance(item, h5py.Dataset):
             return item
@@ -127,26 +132,45 @@ def _load(path: str) -> Any:
         return matrix
 
 
+def _read_members(path: str, archive: Any) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file. Raises UserError if they do not fit into memory, as of a decompression bomb."""
+    n_bytes = sum(member.file_size for member in archive.zip.infolist())  # zipfile reads no more than these
+    n_free = free_host_bytes()
+    if n_bytes > n_free:
+        raise UserError(
+            f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free; save its arrays as .npy "
+            "files, which are not read at once"
+        )
+    return {name: np.asarray(content) for name, content in archive.items()}
+
+
 def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:
     """The rows of a sparse matrix: for each row the columns whose value is not 0, ascending; and the values."""
-    height, width = (int(length) for length in matrix["shape"])
+    height, width = (int(length) for length in np.ravel(matrix["shape"]))
+    row_bytes = 32  # while its borders are computed
+    if not (0 < height * row_bytes < free_host_bytes() and 0 < width <= np.iinfo(np.int32).max):
+        raise UserError(f"{path} is a matrix of {height:,} x {width:,}, which does not fit into memory")
+    data = _member(matrix, "data", "buif")
     kind = str(matrix["format"].astype(str))
     if kind == "coo":
-        rows = matrix["row"]
-        columns = matrix["col"]
+        rows = _member(matrix, "row")
+        columns = _member(matrix, "col")
     elif kind in ("csr", "csc"):
-        columns = matrix["indices"]
-        rows = np.repeat(np.arange(len(matrix["indptr"]) - 1), np.diff(matrix["indptr"]))
+        columns = _member(matrix, "indices")
+        indptr = _member(matrix, "indptr").astype(np.int64)
+        if len(indptr) != (height if kind == "csr" else width) + 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+            raise ValueError("its indptr does not say where rows begin")
+        rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
         if kind == "csc":
             rows, columns = columns, rows
     else:
         raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    is_whole = len(rows) == len(matrix["data"]) and len(rows) and rows.max() < height and columns.max() < width
-    if not is_whole:
+    is_whole = len(rows) == len(columns) == len(data) and len(rows)
+    if not is_whole or rows.max() >= height or columns.max() >= width:
         raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
     keys, entry_of = np.unique(rows.astype(np.int64) * width + columns, return_inverse=True)
-    values = np.zeros(len(keys), matrix["data"].dtype)
-    np.add.at(values, entry_of, matrix["data"])  # entries at the same place are summed, as scipy does
+    values = np.zeros(len(keys), data.dtype)
+    np.add.at(values, entry_of, data)  # entries at the same place are summed, as scipy does
     keys = keys[values != 0]
     values = values[values != 0]
     offsets = np.searchsorted(keys, np.arange(height + 1) * width)
@@ -154,3 +178,13 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
     if not (values == 1).all():
         ragged[f"{name}_values"] = RaggedArray(values, offsets)
     return ragged
+
+
+def _member(matrix: Mapping[str, np.ndarray], name: str, kinds: str = "ui") -> np.ndarray:
+    """A member of a sparse matrix, (N,). kinds: of its type. Raises ValueError for others, and for negative indices."""
+    values = matrix[name]
+    if values.ndim != 1 or values.dtype.kind not in kinds or (kinds == "ui" and values.min(initial=0) < 0):
+        raise ValueError(
+            f"its {name}, {values.dtype} {values.shape}, should be a row of numbers; indices are whole, from 0 on"
+        )
+    return values

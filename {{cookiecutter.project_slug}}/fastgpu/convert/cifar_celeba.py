@@ -4,6 +4,7 @@ CIFAR-10   https://www.cs.toronto.edu/~kriz/cifar.html, the python or the binary
 CelebA     https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html: img_align_celeba, a folder or .zip, and its two lists
 """
 
+import gzip
 import io
 import pickle
 import tarfile
@@ -15,13 +16,15 @@ from typing import IO, Any
 import numpy as np
 
 from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, open_images
-from fastgpu.convert.reading import OnError, explain_errors
+from fastgpu.convert.reading import MAX_ERROR_CHARS, OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
-"""No file of either data set is larger. An archive with a larger one is another archive, or a decompression bomb."""
+"""No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is none, or a decompression bomb."""
+MAX_CELEBA_BYTES = 8 << 30
+"""Maximum size of all unpacked images. They have 1.4 GB."""
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR_TEST = "test_batch"
@@ -49,7 +52,9 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
             elif name == "batches.meta.txt":
                 class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
-            raise UserError(f"{source}: {name} is not a batch of CIFAR-10: {error}; fetch it again") from None
+            raise UserError(
+                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
+            ) from None
     missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
     if missing:
         raise UserError(
@@ -70,15 +75,31 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of the files of a folder or a tar archive that have "batch" in their name, one at a time."""
     if source.is_dir():
         for path in sorted(source.glob("*batch*")):
-            yield path.name, path.read_bytes()
+            with explain_errors(path, "a batch of CIFAR-10"):
+                _check_member(source, path.name, path.stat().st_size)
+                batch = path.read_bytes()
+            yield path.name, batch
         return
-    with explain_errors(source, "a whole tar archive"), tarfile.open(source) as archive:
+    with (
+        explain_errors(source, "a whole tar archive"),
+        _LimitedGzip(source) as file,
+        tarfile.open(fileobj=file, mode="r:") as archive,
+    ):
         for member in archive:
             name = _check_member(source, member.name, member.size)
             if member.isfile() and "batch" in name and (content := archive.extractfile(member)):
                 yield name, content.read()
-        while archive.fileobj and archive.fileobj.read(1 << 20):  # gzip's checksum comes last
+        while file.read(1 << 20):  # gzip's checksum comes last
             pass
+
+
+class _LimitedGzip(gzip.GzipFile):
+    """A gzip file of which at most MAX_MEMBER_BYTES are read. What its headers claim does not matter."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell() + (size or 0) > MAX_MEMBER_BYTES:
+            raise UserError(f"{self.name} unpacks to more than {MAX_MEMBER_BYTES:,} bytes: this is another archive")
+        return super().read(size)
 
 
 def _check_member(archive: Path, member: str, size: int) -> str:
@@ -180,16 +201,22 @@ def _image_opener(folder: Path) -> OpenFile:
     images = folder / "img_align_celeba"
     packed = folder / "img_align_celeba.zip"
     if images.is_dir():
-        return lambda name: (images / name).open("rb")
+        return lambda name: open_file(images / name)
     if not packed.exists():
         raise UserError(f"{folder} has neither img_align_celeba nor img_align_celeba.zip")
     with explain_errors(packed, "a whole zip archive"):
         archive = zipfile.ZipFile(packed)
     members = {_check_member(packed, info.filename, info.file_size): info for info in archive.infolist()}
+    if sum(info.file_size for info in members.values()) > MAX_CELEBA_BYTES:
+        raise UserError(f"{packed} unpacks to more than {MAX_CELEBA_BYTES:,} bytes: this is another archive")
 
     def open_member(name: str) -> IO[bytes]:
         if name not in members:
             raise FileNotFoundError(name)
-        return io.BytesIO(archive.read(members[name]))
+        info = members[name]
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others cannot be unpacked in parts
+            raise ValueError(f"it is compressed by method {info.compress_type} of zip, not by deflate")
+        with archive.open(info) as member:  # read() alone would unpack more than the size, to check it afterwards
+            return io.BytesIO(member.read(info.file_size))
 
     return open_member

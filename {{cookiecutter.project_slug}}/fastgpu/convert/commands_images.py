@@ -35,7 +35,7 @@ from fastgpu.convert.synthetic_images import SyntheticImages
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
-from fastgpu.storage.images import Preprocessing, Resize
+from fastgpu.storage.images import Preprocessing, Resize, looks_like_nhwc, open_file
 
 SYNTHETIC_ROWS = 50_000
 
@@ -71,6 +71,8 @@ def add_commands(command_line: CommandLine) -> None:
     parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
 
+    command_line.commands.choices["repack"].set_defaults(check=report_nhwc)
+
     add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
 
     parser = command_line.add(celeba, "folder with the images and the two lists")
@@ -99,7 +101,7 @@ def images(args: Namespace) -> None:
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
     parts = listing.parts(args.split, args.seed)
-    sources = open_images(parts, lambda name: (root / name).open("rb"), _read_preprocessing(args), args.on_error)
+    sources = open_images(parts, lambda name: open_file(root / name), _read_preprocessing(args), args.on_error)
     write_files(sources, read_target(args))
 
 
@@ -131,6 +133,16 @@ def prepare_arrays(columns: Columns, args: Namespace) -> Columns:
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
+
+
+def report_nhwc(source: Source) -> None:
+    """Print which fields look like images whose channels are last. The command `repack` writes rows as they are."""
+    for name, field in source.fields.items():
+        if looks_like_nhwc(field.shape) and source.attributes.get("layout") != "nchw":
+            print(
+                f"{name}, {field}, looks like (N, H, W, C) and is written so; (N, C, H, W) is written by "
+                f"`python convert.py arrays {name}=FILE.h5::/DATASET TARGET --layout nhwc`"
+            )
 
 
 def make_images(args: Namespace) -> Mapping[str, Source]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
 from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
@@ -23,7 +23,10 @@ from fastgpu.storage.images import (
     decode,
     decode_pair,
     describe_change,
+    find_images,
     format_size,
+    is_image,
+    open_file,
     read_mask,
 )
 
@@ -91,8 +94,9 @@ def list_folder(folder: Path) -> Listing:
         folders = [f"{split}/{name}" for split in folders for name in _list_sub_folders(folder / split)]
     names: list[str] = []
     class_of_file: list[str] = []
+    linked: set[str] = set()
     for name in folders:
-        images = list_images(folder, name)
+        images = list_images(folder, name, linked)
         if not images:
             print(f"{folder / name} has no images and is not a class")
         names += images
@@ -112,28 +116,15 @@ def _list_sub_folders(folder: Path) -> list[str]:
             f"{folder} has no sub-folders, one for each class; if the files lie elsewhere, list them in a CSV of "
             "path,label"
         )
-    loose = sorted(path.name for path in folder.iterdir() if path.is_file() and _is_image(path.name))
+    loose = sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name))
     if loose:
         print(f"images beside the class folders of {folder}, which are left out: {len(loose):,} ({list_first(loose)})")
     return folders
 
 
-def list_images(root: Path, folder: str = "") -> list[str]:
-    """Paths, relative to `root`, of the images at any depth in root/folder. Prints how many other files there are."""
-    names = []
-    n_ignored = 0
-    for parent, folders, files in os.walk(root / folder, followlinks=True):
-        folders.sort()
-        images = sorted(file for file in files if _is_image(file))
-        names += [os.path.relpath(Path(parent) / file, root) for file in images]
-        n_ignored += len(files) - len(images)
-    if n_ignored:
-        print(f"files of {root / folder} that are left out, because by their names they are not images: {n_ignored:,}")
-    return names
-
-
-def _is_image(name: str) -> bool:
-    return not name.startswith(".") and Path(name).suffix.lower() in Image.registered_extensions()
+def list_images(root: Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
+    """Paths, relative to `root`, of the images that `find_images` finds."""
+    return [os.path.relpath(path, root) for path in find_images(root, folder, linked)]
 
 
 def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
@@ -169,7 +160,7 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     paths = [mask_folder / name for name in used_masks]
     values: set[int] = set()
     for path in paths[:PROBED_FILES]:
-        with suppress(Exception), path.open("rb") as file:  # what is wrong with it is reported when it is its turn
+        with suppress(Exception), open_file(path) as file:  # what is wrong with it is reported when it is its turn
             values |= set(np.unique(read_mask(file)).tolist())
     is_binary = 255 in values and values <= {0, 255}
     if is_binary:
@@ -190,7 +181,11 @@ def list_csv(
     words, lines = read_table(path, [*columns, *filter(None, [split_by])], delimiter)
     labels, attributes = parse_labels(path, {name: words[name] for name in columns[1:]}, lines, n_classes)
     splits = group_splits(path, words[split_by], lines) if split_by else {}
-    return Listing(str(path), words[columns[0]], labels, attributes, lines, splits=splits)
+    names = words[columns[0]]
+    n_outside = sum(os.path.normpath(name).startswith(("/", "../")) for name in names)
+    if n_outside:
+        print(f"paths of {path} that are absolute or begin with ../, which are read as they are: {n_outside:,}")
+    return Listing(str(path), names, labels, attributes, lines, splits=splits)
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -276,7 +271,7 @@ class ImageFiles(DecodedRows):
                 file.seek(0)
                 if not self._listing.masks:
                     return {"images": decode(file, self._preprocessing)}
-                with self._listing.masks[row].open("rb") as mask_file:
+                with open_file(self._listing.masks[row]) as mask_file:
                     image_CHW, mask_HW = decode_pair(
                         file, mask_file, self._preprocessing, is_binary=self._listing.is_binary
                     )

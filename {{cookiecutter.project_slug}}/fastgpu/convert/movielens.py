@@ -23,6 +23,7 @@ PARSED_ROWS = 1_000_000
 """Lines that are parsed at a time."""
 COLUMNS = ("userId", "movieId", "rating")
 RATING = np.dtype([("user", np.int32), ("item", np.int32), ("rating", np.float32)])
+MAX_HEADER_CHARS = 1 << 16
 MAX_EXPANSION = 100
 """Maximum ratio of the size of a file to its size in the zip file. Ratings reach 4 to 5; more is a decompression bomb.
 """
@@ -57,7 +58,7 @@ def read_ratings(
     skipped: list[str] = []
     n_lines = 1
     with _open_text(source) as (file, n_bytes):
-        places = _find_columns(source, file.readline(), columns)
+        places = _find_columns(source, file.readline(MAX_HEADER_CHARS), columns)
         is_rating = _line_pattern(places).fullmatch
         while lines := list(islice(file, PARSED_ROWS)):
             block = _parse(lines, places)
@@ -137,9 +138,10 @@ def _open_text(source: Path) -> Iterator[tuple[io.TextIOWrapper, int]]:
                     f"{source} has {len(members)} files ratings.csv; give a zip file of MovieLens, or the CSV itself"
                 )
             (info,) = members
-            if info.file_size > MAX_EXPANSION * info.compress_size:
+            n_packed_bytes = min(info.compress_size, source.stat().st_size)
+            if info.file_size > MAX_EXPANSION * n_packed_bytes:  # zipfile unpacks no more than the size it claims
                 raise UserError(
-                    f"{source}: its ratings.csv grows from {info.compress_size:,} to {info.file_size:,} bytes: this is "
+                    f"{source}: its ratings.csv grows from {n_packed_bytes:,} to {info.file_size:,} bytes: this is "
                     "not MovieLens"
                 )
             with archive.open(info) as member, io.TextIOWrapper(member, encoding="utf-8") as text:

@@ -6,7 +6,9 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from tarfile import TarError
+from tokenize import TokenError
 from typing import Literal
 
 import numpy as np
@@ -23,6 +25,12 @@ MAX_LISTED = 20
 """Broken rows that an error lists."""
 MAX_COUNTED = 1000
 """Broken rows after which a conversion that would fail at its end stops at once."""
+MAX_ERROR_CHARS = 200
+DAMAGE = (
+    *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, RuntimeError),
+    *(csv.Error, TarError, TokenError, zipfile.BadZipFile, zlib.error),
+)
+"""What parsers raise for damaged bytes. NotImplementedError, for a compression that is not known, is a RuntimeError."""
 
 
 class BrokenRowError(UserError):
@@ -98,8 +106,14 @@ def describe_broken(reasons: Sequence[str], n_rows: int, cure: str) -> UserError
 
 @contextmanager
 def explain_errors(path: object, expected: str) -> Iterator[None]:
-    """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
+    """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be.
+
+    A fifo, a socket or a device is refused, since it might be waited for without end.
+    """
+    file = Path(str(path).partition("::")[0])
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise UserError(f"{file} is a fifo, a socket or a device; give a regular file")
         yield
     except UserError:  # which is a ValueError, too
         raise
@@ -107,5 +121,6 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
         raise not_found(path) from None
     except (PermissionError, IsADirectoryError) as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (OSError, ValueError, KeyError, EOFError, csv.Error, TarError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is not {expected}: {error}; fetch it again") from None
+    except DAMAGE as error:
+        text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        raise UserError(f"{path} is not {expected}: {text}; fetch it again") from None

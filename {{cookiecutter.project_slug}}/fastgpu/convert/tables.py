@@ -14,6 +14,11 @@ from fastgpu.process.launch import UserError
 DELIMITERS = (",", ";", "\t")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+MAX_WHOLE = 1e18
+"""Larger whole numbers may not fit into 64 bits."""
+MAX_DECIMAL = float(np.finfo(np.float32).max)
+MAX_CLASSES = 1 << 20
+"""Each class has a name in the file."""
 MAX_UNUSED_CLASSES = 1000
 """Class numbers without a row. If there are more, the labels are likely not class numbers."""
 
@@ -110,6 +115,10 @@ def parse_labels(
 def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]) -> str:
     """`whole`, `decimal` or `name`. Raises UserError if numbers and names are mixed."""
     is_number = [NUMBER.fullmatch(word) is not None for word in words]
+    for line, word in zip(lines, words, strict=True):
+        limit = MAX_WHOLE if WHOLE_NUMBER.fullmatch(word) else MAX_DECIMAL
+        if NUMBER.fullmatch(word) and abs(float(word)) > limit:
+            raise UserError(f"{path}:{line}: {name} is {word[:40]}; allowed are numbers up to {limit:.1g}, or names")
     if all(is_number):
         return "whole" if all(WHOLE_NUMBER.fullmatch(word) for word in words) else "decimal"
     odd = is_number.index(False)
@@ -146,6 +155,8 @@ def _parse_classes(
                 f"{path}:{lines[numbers.index(n_classes - 1)]}: label {n_classes - 1} makes {n_classes:,} classes of "
                 f"{len(numbers):,} rows; for targets, write decimals such as 2.0; otherwise give --classes"
             )
+    if n_classes > MAX_CLASSES:
+        raise UserError(f"{path} has {n_classes:,} classes; allowed are {MAX_CLASSES:,}: are the labels ids?")
     for line, number in zip(lines, numbers, strict=True):
         if not 0 <= number < n_classes:
             raise UserError(f"{path}:{line}: label {number} is out of range; allowed are 0 to {n_classes - 1}")

@@ -1,4 +1,4 @@
-"""Rows -> HDF5 files that are read fastest: blocks of whole rows, aligned, with checksums; complete or absent.
+"""Rows -> HDF5 files that are read fastest: blocks of whole rows, aligned, with checksums.
 
     images (N, C, H, W), labels (N,)      datasets of equal length; a block is an HDF5 chunk of whole rows, about 2 MiB
     fastgpu_sha256/images (blocks, 32)    SHA-256 of the rows of each block, before compression
@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 import h5py
 import numpy as np
 
-from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
@@ -61,15 +60,15 @@ class WriteOptions(NamedTuple):
 
 
 class Writer:
-    """Takes rows in their final order. A context manager that leaves all files complete, or none.
+    """Takes rows in their final order. A context manager that leaves complete files, unless it is left by an exception.
 
-        with Writer(Path("train.h5"), 1000, fields) as writer:
+        with complete_or_absent(Path("train.h5")) as folder, Writer(folder / "train.h5", 1000, fields) as writer:
             writer.append({"images": images, "labels": labels})
 
     n_rows: number of rows that will come; another number raises ValueError at the end. may_be_fewer: fewer rows are
     allowed, and the last file is then shorter. attributes: facts about the rows (class_names, mean, std, source); for
-    uint8 images without `mean`, the mean and standard deviation of each channel are added. Raises UserError if the
-    target exists, a codec is not installed, or the disk is too small.
+    uint8 images without `mean`, the mean and standard deviation of each channel are added. Raises UserError if a codec
+    is not installed.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class Writer:
         options: WriteOptions = WriteOptions(),  # noqa: B008 (an immutable tuple)
         may_be_fewer: bool = False,
     ):
-        _check_target(target, options, n_rows, n_rows * sum(field.row_bytes for field in fields.values()))
-        self.paths = _shard_paths(target, options.shards)
+        self.paths = shard_paths(target, options.shards)
         self.options = options
         self.n_rows = 0
         """Rows written so far."""
@@ -128,20 +126,17 @@ class Writer:
     ) -> None:
         try:
             if kind is None:
-                self._publish()
+                self._finish()
         finally:
             self._threads.shutdown(cancel_futures=True)
             if self._file:
                 with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
                     self._file.close()
-            for path in self.paths:
-                _partial(path).unlink(missing_ok=True)
 
     def _open_shard(self) -> None:
-        path = _partial(self.paths[self._n_shards])
+        path = self.paths[self._n_shards]
         n_rows = self._borders[self._n_shards + 1] - self._borders[self._n_shards]
         self._n_shards += 1
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = h5py.File(path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
         block_rows = choose_block_rows(n_rows, self._fields)
         for name, field in self._fields.items():
@@ -158,8 +153,8 @@ class Writer:
             column.finish()
         self._file.close()
 
-    def _publish(self) -> None:
-        """Give all files their names."""
+    def _finish(self) -> None:
+        """Write what waits, and the attributes."""
         if self.n_rows != self._n_announced_rows:
             if not self._may_be_fewer:
                 raise ValueError(f"{self.n_rows} rows came, but {self._n_announced_rows} were announced")
@@ -170,23 +165,19 @@ class Writer:
             self.attributes |= self._statistics.attributes()
         self.attributes["fastgpu_format"] = FORMAT
         for path in self.paths:
-            with h5py.File(_partial(path), "r+", libver="latest") as file:
+            with h5py.File(path, "r+", libver="latest") as file:
                 file.attrs.update(self.attributes)
-            atomic_replace(_partial(path), path)
 
 
-def _partial(target: Path) -> Path:
-    """The name of a file that is not complete."""
-    return target.with_name(f".{target.name}.partial")
-
-
-def _shard_paths(target: Path, n_shards: int) -> list[Path]:
+def shard_paths(target: Path, n_shards: int) -> list[Path]:
+    """The files that `target` becomes."""
     if n_shards == 1:
         return [target]
     return [target.with_name(f"{target.stem}-{i:05d}-of-{n_shards:05d}{target.suffix}") for i in range(n_shards)]
 
 
-def _check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int) -> None:
+def check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int) -> None:
+    """Raise UserError if files are in the way, or the disk is too small."""
     if not 1 <= options.shards <= n_rows:
         raise UserError(f"--shards is {options.shards}, for {n_rows:,} rows; use 1 to {n_rows}")
     folder = target.parent
@@ -194,7 +185,7 @@ def _check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int
         folder = folder.parent
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; write to another")
-    paths = _shard_paths(target, options.shards)
+    paths = shard_paths(target, options.shards)
     existing = [path for path in paths if path.exists()]
     if existing and not options.replace:
         raise UserError(f"{existing[0]} exists; choose another name, or --force")

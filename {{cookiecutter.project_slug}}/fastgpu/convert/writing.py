@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from fastgpu.convert.partial import complete_or_absent, partial_folder, remove_unfinished
 from fastgpu.convert.reading import MAX_SKIPPED_SHARE, DecodedRows, describe_broken
 from fastgpu.convert.summary import describe_rows, describe_statistics
-from fastgpu.convert.writer import WriteOptions, Writer
+from fastgpu.convert.writer import WriteOptions, Writer, check_target
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import free_host_bytes
@@ -62,6 +63,9 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
 
     orders = {name: _choose_order(source, target.seed) for name, source in parts.items()}
     texts = {name: _describe_order(source, orders[name]) for name, source in parts.items()}
+    if not target.is_dry_run:
+        remove_unfinished(target.path.parent)
+    folder = partial_folder(target.path)
     writers = {}
     for name, source in parts.items():
         path = target.path
@@ -70,16 +74,19 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
         attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
         may_skip = isinstance(source, DecodedRows)
         options = target.options
-        writers[name] = Writer(path, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
+        check_target(path, options, len(source), len(source) * source.row_bytes)
+        file = folder / path.name
+        writers[name] = Writer(file, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
     first = next(iter(parts.values()))
     print(first.name, *describe_rows(parts, next(iter(texts.values()))), sep="\n", flush=True)
     if target.is_dry_run:
         print(
-            "--dry-run: nothing is written; it would be", ", ".join(_join_paths(writer) for writer in writers.values())
+            "--dry-run: nothing is written; it would be",
+            ", ".join(_join_paths(target, writer) for writer in writers.values()),
         )
         return
     report(target.path, skipped_lines, "lines")
-    with ExitStack() as stack:
+    with complete_or_absent(target.path), ExitStack() as stack:
         for name, source in parts.items():
             stack.enter_context(writers[name])
             failed = source.failed if isinstance(source, DecodedRows) else {}
@@ -89,18 +96,18 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
             writers[name].attributes |= {**source.attributes, "row_order": texts[name]}  # some are known only now
     for name, source in parts.items():
         writer = writers[name]
-        messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(writer)}")
+        messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(target, writer)}")
         messages += describe_statistics(writer.attributes)
         if isinstance(source, DecodedRows):
             messages += [f"  changed  {change}" for change in source.changes]
-            report(writer.paths[0], source.reasons, "images")
+            report(target.path.with_name(writer.paths[0].name), source.reasons, "images")
     for path, lines in reports.items():
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(*messages, sep="\n")
 
 
-def _join_paths(writer: Writer) -> str:
-    text = ", ".join(str(path) for path in writer.paths[:2])
+def _join_paths(target: Target, writer: Writer) -> str:
+    text = ", ".join(str(target.path.with_name(path.name)) for path in writer.paths[:2])
     if len(writer.paths) > 2:
         text += f" and {len(writer.paths) - 2} more"
     return text

@@ -1,7 +1,6 @@
 """Image files as rows, decoded in the reader threads by the code that decoded the training images."""
 
 import glob
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from PIL import Image, UnidentifiedImageError
 from fastgpu.process.launch import RankError, UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.images import Preprocessing, decode, format_size
+from fastgpu.storage.images import Preprocessing, decode, find_images, format_size, open_file
 
 REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",
@@ -41,8 +40,6 @@ def open_images(
 
 
 def _list_files(paths: Sequence[str]) -> Iterator[str]:
-    suffixes = set(Image.registered_extensions())
-    n_ignored = 0
     for path in paths:
         is_glob = glob.has_magic(path) and not Path(path).exists()
         found = sorted(glob.glob(path, recursive=True)) if is_glob else [path]  # noqa: PTH207 (absolute patterns)
@@ -50,15 +47,7 @@ def _list_files(paths: Sequence[str]) -> Iterator[str]:
             if not Path(each).is_dir():
                 yield each
                 continue
-            for parent, folders, names in os.walk(each, followlinks=True):
-                folders.sort()
-                for name in sorted(names):
-                    if Path(name).suffix.lower() in suffixes and not name.startswith("."):
-                        yield str(Path(parent) / name)
-                    else:
-                        n_ignored += 1
-    if n_ignored:
-        warn(f"files that are left out, because by their names they are not images: {n_ignored:,}")
+            yield from (str(Path(image)) for image in find_images(each))
 
 
 class ImageFiles(Source):
@@ -100,7 +89,7 @@ class ImageFiles(Source):
                 self.failed[row] = reason
 
     def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             image_CHW = decode(file, self._preprocessing or Preprocessing())
         if image_CHW.shape[1:] != shape[-2:]:
             raise ValueError(

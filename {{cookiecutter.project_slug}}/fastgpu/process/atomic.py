@@ -12,15 +12,15 @@ def atomic_replace(partial: Path, target: Path) -> None:
     """
     if partial.is_dir():
         for path in partial.iterdir():
-            _flush(path)
-    _flush(partial)
+            flush(path)
+    flush(partial)
     if target.is_dir():
         shutil.rmtree(target)
     partial.replace(target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Write a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

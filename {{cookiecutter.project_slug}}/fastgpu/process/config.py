@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
+OnNan = Literal["stop", "skip_step", "rewind"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 Kernels = Literal["torch", "apex", "none"]
 Count = Annotated[int, Field(ge=1)]
@@ -50,6 +51,8 @@ class Run(Section):
     """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
+    save_in_background: bool = False
+    """Write checkpoints in a thread while training goes on, from a copy of the state in host memory."""
     keep_best: Count = 1
     """Checkpoints `best-<step>` to keep: those of the epochs with the best values of the metric."""
     best_metric: str = ""
@@ -159,6 +162,9 @@ class Train(Section):
     """Stop early when the metric run.best_metric has not become better for this many epochs. 0: never."""
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
+    on_nan: OnNan = "stop"
+    """What to do about NaN and infinity. stop: end the run. skip_step: skip each step whose gradients are not finite.
+    rewind: go back to the weights of the last checkpoint and continue with the next rows, at most 3 times in a row."""
     channels_last: bool = True
     """Use the NHWC memory format, which tensor cores prefer for convolutions."""
     compile: bool = False

@@ -1,4 +1,4 @@
-"""One writer for each run: a lock on a file in its folder, held as long as the process lives.
+"""One writer for each folder: a lock on a file in it, held as long as the process lives.
 
 The kernel releases the lock, whatever ends the process. Some network file systems do not pass locks on to other
 machines. So the holder also changes the file every few seconds, and a process on another machine waits to see that.
@@ -40,13 +40,23 @@ class Holder(NamedTuple):
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
-class RunLock:
-    """The lock of a run's folder. Raises UserError if another process holds it, and OSError if the disk refuses.
+class InUseError(UserError):
+    """Another process holds the lock of a folder."""
+
+    def __init__(self, folder: Path, holder: Holder | None):
+        self.holder = str(holder or "another process")
+        super().__init__(f"{folder} is in use by {self.holder}; stop it, or use another run.name")
+
+
+class FolderLock:
+    """The lock of a folder. Raises InUseError if another process holds it, and OSError if the disk refuses.
 
     It is a POSIX record lock. Worker processes, which are forks, would inherit one of `flock` and keep it alive.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, patience_s: float | None = None):
+        """patience_s: how long to wait for another process; None: PATIENCE_S."""
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._acquire(folder)
@@ -68,10 +78,10 @@ class RunLock:
             os.close(self._descriptor)
 
     def _acquire(self, folder: Path) -> None:
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + self._patience_s
         while not self._try():
             if time.monotonic() > until:
-                raise _in_use(folder, self._read())
+                raise InUseError(folder, self._read())
             time.sleep(POLL_S)
         last = self._read()
         if last is None or last.host == socket.gethostname():
@@ -80,14 +90,14 @@ class RunLock:
         while time.monotonic() < until:
             time.sleep(POLL_S)
             if self._read() != last:
-                raise _in_use(folder, last)
+                raise InUseError(folder, last)
 
     def _try(self) -> bool:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        return os.fstat(self._descriptor).st_nlink > 0  # its holder may have removed it meanwhile, with the folder
 
     def _read(self) -> Holder | None:
         try:
@@ -103,7 +113,3 @@ class RunLock:
         while not self._is_closed.wait(BEAT_S):
             with suppress(OSError):  # a disk that is full or away for a moment
                 self._beat()
-
-
-def _in_use(folder: Path, holder: Holder | None) -> UserError:
-    return UserError(f"{folder} is in use by {holder or 'another process'}; stop it, or use another run.name")

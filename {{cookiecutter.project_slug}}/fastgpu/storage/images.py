@@ -1,20 +1,32 @@
-"""One image file -> one row: decoded by Pillow, resized by torch. All scripts prepare images by this code.
+"""One image file -> one row: decoded by Pillow, resized by torch. All scripts find and prepare images by this code.
 
-Whatever Pillow opens becomes RGB and upright, as its EXIF orientation says: grey, palette, CMYK and 16-bit images, too.
+Every image becomes RGB and upright, as its EXIF orientation says: grey, palette, CMYK and 16-bit images, too.
 An alpha channel is dropped.
 
 Shapes: C channels, H and W pixels.
 """
 
 import json
+import os
+import stat
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
+
+from fastgpu.process.launch import UserError, warn
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
+"""Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
+MAX_PIXELS = 89_478_485
+"""An image with more pixels is likely made to fill the memory. Pillow only warns, without the name of the file."""
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 Resize = Literal["shorter", "exact", "pad"]
 EXIF_ORIENTATION = 0x0112
@@ -44,9 +56,79 @@ class Preprocessing(NamedTuple):
         return cls(size, values["resize"], crop)
 
 
+def find_images(root: str | Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
+    """Image files at any depth in root/folder, in the order of their names. Each folder is visited once.
+
+    root: the folder that is read as a whole, perhaps by several calls. linked: where links have led so far; the call
+    adds to it. Warns of what is left out. Raises UserError if a folder cannot be read.
+    """
+    top = os.path.realpath(root)
+    linked = set() if linked is None else linked
+    images: list[str] = []
+    left_out: list[str] = []
+    n_others = n_repeated = 0
+
+    def is_read_without(link: str) -> bool:
+        target = os.path.realpath(link)
+        is_repeated = target in linked or os.path.commonpath([top, target]) == target
+        linked.add(target)
+        return is_repeated or not os.path.relpath(target, top).startswith(".")  # outside of it, or hidden in it
+
+    start = str(Path(root, folder))
+    folders = [start]
+    if os.path.realpath(start) != os.path.normpath(Path(top, folder)) and is_read_without(start):
+        left_out.append(folders.pop())
+    while folders:
+        inner_folders: list[str] = []
+        try:
+            for entry in sorted(os.scandir(folders.pop()), key=lambda entry: entry.name):
+                is_repeated = entry.is_symlink() and is_read_without(entry.path)
+                if entry.is_dir():
+                    (left_out if is_repeated else inner_folders).append(entry.path)
+                elif is_image(entry.name):
+                    images.append(entry.path)
+                    n_repeated += is_repeated
+                else:
+                    n_others += 1
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+        folders += reversed(inner_folders)
+    if n_others:
+        warn(f"files of {start} that are left out, because by their names they are not images: {n_others:,}")
+    if left_out:
+        warn(f"links to folders that are read without them, which are left out: {', '.join(left_out)}")
+    if n_repeated:
+        warn(f"images of {start} that are links to an image that is read, too: {n_repeated:,}")
+    return images
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is an image by its name."""
+    kind = Image.registered_extensions().get(Path(name).suffix.lower())
+    return kind in (*FORMATS, "MPO") and not name.startswith(".")
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Open an image file. Raises OSError for a fifo, a socket or a device, which might be waited for without end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is a fifo, a socket or a device; give a regular file")
+    return file
+
+
+def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
+    """Read the header of an image. Raises ValueError if it has too many pixels."""
+    image = Image.open(file, formats=FORMATS)
+    n_pixels = image.width * image.height
+    if n_pixels > MAX_PIXELS:
+        raise ValueError(f"it has {n_pixels:,} pixels, more than {MAX_PIXELS:,}; cut it into parts, or make it smaller")
+    return image
+
+
 def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     """An image file -> uint8 (3, H, W)."""
-    with Image.open(file) as opened:
+    with open_image(file) as opened:
         image: Image.Image = opened
         if (
             preprocessing.size and not preprocessing.crop
@@ -69,7 +151,7 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
 
 def describe_change(file: IO[bytes]) -> str:
     """What `decode` does to the colors of an image file; empty if nothing. Reads the header alone."""
-    with Image.open(file) as image:
+    with open_image(file) as image:
         layout = str(image.tile)  # of the pixels in the file: Pillow itself reads 16 bits a color as mode RGB
         if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
             return "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
@@ -86,7 +168,7 @@ def decode_pair(
     The classes are the indices of a palette image, or the values of a grey one. is_binary: the values are 0 and 255,
     which is class 1. Raises ValueError if the mask has another mode, another size than the image, or other values.
     """
-    with Image.open(image_file) as header:
+    with open_image(image_file) as header:
         image_size = (header.height, header.width)
         if header.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
             image_size = (header.width, header.height)
@@ -105,7 +187,7 @@ def decode_pair(
 
 def read_mask(file: IO[bytes]) -> np.ndarray:
     """The values of a grey image, or the indices of a palette image, uint8 (H, W). Raises ValueError for others."""
-    with Image.open(file) as mask:
+    with open_image(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
         mode = mask.mode

@@ -6,6 +6,7 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 """
 
 import glob
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.storage.csr import FieldData, open_field
@@ -102,6 +103,7 @@ def open_store(
         paths = [paths]
     options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
     names = [name for path in paths for name in expand(key, path)]
+    _warn_of_missing_shards(key, [path for path, _ in names])
     elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
     if len(names) > 1 and elsewhere:
         raise UserError(
@@ -119,6 +121,16 @@ def open_store(
                     f"{key}: {file.name} holds {name} as {field}, {files[0].name} as {expected}; shards must agree"
                 )
     return Store(files)
+
+
+def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
+    """Say that files of a set are missing, as after a conversion or a copy that was cut short."""
+    matches = [re.fullmatch(r"(.+)-\d{5}-of-(\d{5})(\.\w+)", path) for path in paths]  # names of `convert.py --shards`
+    for stem, count, suffix in sorted({match.groups() for match in matches if match}):
+        shards = [f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count))]
+        missing = [path for path in shards if not Path(path).exists()]
+        if missing:
+            warn(f"{key}: {len(missing):,} of {len(shards):,} shards are missing, the first is {missing[0]}")
 
 
 def check_classes(key: str, source: "Source | _File", other: "Source | _File") -> None:

@@ -6,8 +6,9 @@
                                         model.json  model.safetensors: the model to use (model_files.py)
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a crash at any point leaves the previous
-one intact. torch.load does not notice a flipped bit, hence the checksums. No random state is stored: `reseed` derives
-it from the seed and the position.
+one intact. One that is saved again at the same step is called `.last-000000240.replaced` until the new one is in its
+place, and is read under that name after a crash in between. torch.load does not notice a flipped bit, hence the
+checksums. No random state is stored: `reseed` derives it from the seed and the position.
 """
 
 import hashlib
@@ -18,9 +19,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
@@ -28,6 +30,9 @@ from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, writ
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+REPLACED = ".replaced"
+"""End of the name of a checkpoint, which is hidden, while another one of the same step takes its place."""
 KEEP_LAST = 2
 """How many checkpoints of kind "last" are kept: two, in case the newest turns out to be damaged."""
 ORDER_KEYS = {
@@ -42,25 +47,38 @@ ORDER_KEYS = {
 """{name in state.json: what a person calls it}"""
 
 
-class Stateful(Protocol):
-    """A module, or an `OptimizerState`."""
+class HasState(Protocol):
+    """What can be saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
+
+
+class Stateful(HasState, Protocol):
+    """A module, or an `OptimizerState`."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 @dataclass
 class Progress:
-    """The position of a run."""
+    """The position of a run, as state.json keeps it."""
 
-    epoch: int = 0
-    consumed: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    epoch: Count = 0
+    consumed: Count = 0
     """Fresh rows that all ranks together have taken from this epoch."""
-    pool_steps: int = 0
+    pool_steps: Count = 0
     """Steps on the pool that begins there: of a run that was stopped inside a pool."""
-    step: int = 0
-    """Optimizer steps so far."""
-    echo: float = 1.0
+    step: Count = 0
+    """Optimizer steps so far, with those that were skipped."""
+    skipped_steps: Count = 0
+    """Steps that were left out because their gradients were not finite (train.on_nan=skip_step)."""
+    rewinds: Count = 0
+    """How often the run went back to the weights of its last checkpoint (train.on_nan=rewind)."""
+    saved_at: float = 0.0
+    """Time in s, as `time.time`, but later than that of any run that was there before, whatever the clock shows."""
+    echo: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """Echo factor of this epoch."""
     best: float | None = None
     """Best value so far of `metric`. None: no value yet, or none that is a number."""
@@ -70,7 +88,7 @@ class Progress:
     """Which values of `metric` are better."""
     score: float | None = None
     """Value of `metric` at the end of the last epoch. None: no value yet, or not a number."""
-    epochs_without_gain: int = 0
+    epochs_without_gain: Count = 0
     """Epochs since `best`."""
 
     def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
@@ -105,7 +123,7 @@ def save(
     run: Path,
     kind: Kind,
     progress: Progress,
-    state: Mapping[str, Stateful],
+    state: Mapping[str, HasState],
     *,
     order: Mapping[str, int],
     to_use: ModelToUse | None = None,
@@ -132,7 +150,12 @@ def save(
         state_json: dict[str, Any] = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
         state_json["digest"] = digest_of(state_json)
         (partial / "state.json").write_text(json.dumps(state_json, indent=2))
-        atomic_replace(partial, target)  # it exists if a resumed run comes to the same step again
+        replaced = target.with_name(f".{target.name}{REPLACED}")
+        if target.exists():  # a run may save a step twice
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        atomic_replace(partial, target)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         warn(f"{target} was not written: {error}. Training goes on")
@@ -143,7 +166,7 @@ def save(
 def prune(run: Path, kind: Kind, keep: int) -> None:
     """Remove all but `keep` checkpoints of a kind: the newest stay, or the best."""
     saved = _saved(run / "checkpoints", kind) if kind == "last" else best_first(run)
-    for old in saved[keep:]:
+    for old in {*_numbers(run / "checkpoints", kind)} - {*saved[:keep]}:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -189,7 +212,7 @@ def resume(
             for name in names:
                 if _sha256(path / f"{name}.pt") != description["sha256"][name]:
                     raise ValueError(f"{name}.pt does not match its checksum")
-            progress = Progress(**description["progress"])
+            progress = _checked(description["progress"])
             saved_order = description["order"]
             loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in names}
         except Exception as error:  # a damaged file can raise anything
@@ -218,9 +241,18 @@ def resume(
     return Progress()
 
 
+def _checked(values: Mapping[str, Any]) -> Progress:
+    """Raises ValueError if a value has another type, or is out of its range."""
+    try:
+        return TypeAdapter(Progress).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{' '.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}") from None
+
+
 def _read_progress(path: Path) -> Progress:
     try:
-        return Progress(**_read_state(path)["progress"])
+        return _checked(_read_state(path)["progress"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged: it counts as the worst
         return Progress()
 
@@ -243,13 +275,20 @@ def digest_of(description: Mapping[str, Any]) -> str:
 
 
 def _saved(folder: Path, kind: str) -> list[Path]:
-    """Checkpoints, newest first, by number: names sort wrongly once a number outgrows its zeros.
+    """Checkpoints, newest first, by number: names sort wrongly once a number outgrows its zeros."""
+    numbers = _numbers(folder, kind)
+    superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
+    return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
+
+
+def _numbers(folder: Path, kind: str) -> dict[Path, int]:
+    """{checkpoint: its step}, with those that are being replaced.
 
     Folders with other names, such as copies that a person made, are left alone.
     """
-    numbers = {path: re.fullmatch(rf"{kind}-(\d+)", path.name) for path in folder.glob(f"{kind}-*")}
-    saved = {path: int(match[1]) for path, match in numbers.items() if match}
-    return sorted(saved, key=lambda path: saved[path], reverse=True)
+    pattern = rf"{kind}-(\d+)|\.{kind}-(\d+){re.escape(REPLACED)}"
+    matches = {path: re.fullmatch(pattern, path.name) for path in folder.glob(f"*{kind}-*")}
+    return {path: int(match[1] or match[2]) for path, match in matches.items() if match}
 
 
 def _sha256(path: Path) -> str:

@@ -36,10 +36,8 @@ def find_folder(settings: Run) -> Path:
     runs = Path(settings.folder)
     if settings.name != "auto":
         return runs / settings.name
-    saved = runs.glob("*/checkpoints/last-*") if settings.resume == "auto" else ()
-    newest = max(saved, key=lambda path: path.stat().st_mtime_ns, default=None)
-    if newest:
-        return newest.parents[1]
+    if settings.resume == "auto" and (times := save_times(runs)):
+        return next(iter(times))
     now = time.strftime("%Y%m%d-%H%M%S")
     folder = runs / now
     number = 1
@@ -47,6 +45,35 @@ def find_folder(settings: Run) -> Path:
         number += 1
         folder = runs / f"{now}-{number}"
     return folder
+
+
+def save_times(runs: Path) -> dict[Path, float]:
+    """{run with checkpoints: when it saved last}, the newest run first, by the times in their own state.json.
+
+    Times of files, which a copy changes, count for checkpoints that have none there.
+    """
+    times: dict[Path, float] = {}
+    for path in runs.glob("*/checkpoints/*last-*"):
+        try:
+            time_s = float(json.loads((path / "state.json").read_text())["progress"]["saved_at"])
+        except (OSError, ValueError, KeyError, TypeError):
+            if not path.exists():
+                continue  # its run has just removed it
+            time_s = path.stat().st_mtime
+        run = path.parents[1]
+        times[run] = max(time_s, times.get(run, 0.0))
+    return dict(sorted(times.items(), key=lambda item: item[1], reverse=True))
+
+
+def describe_choice(folder: Path, settings: Run) -> str:
+    """Which run run.name=auto resumes, and which others there are; empty if nothing had to be chosen."""
+    if settings.name != "auto" or settings.resume != "auto" or not folder.exists():
+        return ""
+    times = save_times(folder.parent)
+    texts = [f"{run} (saved {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(times[run]))})" for run in times]
+    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
+    others = f"; older: {', '.join(texts[1:4])}{more}" if texts[1:] else ""
+    return f"run.name=auto resumes {texts[0]}{others}"
 
 
 def create_folder(folder: Path) -> None:
@@ -70,7 +97,7 @@ def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
 
     config: {dotted key: value}, without `auto`. Without checkpoints in the folder there is nothing to compare.
     """
-    saved = read_config(folder) if any(folder.glob("checkpoints/last-*")) else {}
+    saved = read_config(folder) if any(folder.glob("checkpoints/*last-*")) else {}
     changes = {}
     for key, value in config.items():
         is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED and (key, value) not in NO_CHANGE

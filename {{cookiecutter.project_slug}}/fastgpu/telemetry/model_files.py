@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import save_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
@@ -96,7 +96,8 @@ def _to_python(value: Any) -> Any:
 class ModelToUse(NamedTuple):
     """What is written to the two files."""
 
-    model: nn.Module
+    model: Any
+    """A module, or another object with its state_dict."""
     description: Mapping[str, Any]
     """The content of model.json."""
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.lock import RunLock
+from fastgpu.process.lock import FolderLock
 from fastgpu.process.signals import Requests
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
@@ -30,8 +32,9 @@ from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.model_files import ModelToUse
+from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
+from fastgpu.telemetry.snapshot import copy_to_host
 from fastgpu.telemetry.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.training.parallel import average_buffers
 
@@ -41,6 +44,10 @@ AGREE_S = 1.0
 """About how often the ranks ask each other whether a signal came."""
 FIRST_AGREEMENTS = 10
 """Steps between these questions until the first report tells how long a step takes."""
+MAX_REWINDS = 3
+"""Rewinds without a checkpoint of trained weights in between, after which the run ends."""
+MAX_SKIPPED = 20
+"""Steps that may be skipped in a row. In fp16 the search for the loss scale skips up to about as many."""
 
 
 class Run:
@@ -68,6 +75,7 @@ class Run:
         self._world = world
         self._config = dict(config)
         self._directions = directions
+        self._on_nan = config["train.on_nan"]
         self._epochs = config["train.epochs"]
         metric = settings.best_metric or next(iter(directions))
         if metric not in directions:
@@ -75,7 +83,7 @@ class Run:
         self._metric = f"val/{metric}"
         self._direction = directions[metric]
         is_resumed = settings.resume == "auto"
-        self._lock: RunLock | None = None
+        self._lock: FolderLock | None = None
         self._requests = Requests()
         found = None
         with world.raise_on_every_rank():
@@ -89,6 +97,7 @@ class Run:
                 found = path, changes
         self.folder: Path
         self.folder, changes = world.broadcast(found)
+        world.print_once(folder.describe_choice(self.folder, settings))
         self.progress = checkpoint.Progress()
         with world.raise_on_every_rank():
             if is_resumed:
@@ -100,10 +109,16 @@ class Run:
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
-        self._epoch_loss = 0.0
+        self._epoch_losses = (0.0, 0)  # their mean, and the number of steps that were not skipped
         self._metrics: dict[str, float] = {}
         self._is_saved = True
         self._saved_step = self.progress.step
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[bool] | None = None
+        self._reported_skips = self.progress.skipped_steps
+        self._skipped_in_a_row = 0
+        self._rewound_step = 0
+        self._rewinds_in_a_row = 0
         self._next_agreement = 0
         self._steps_between_agreements = FIRST_AGREEMENTS
         self._stop_signal = 0
@@ -122,6 +137,7 @@ class Run:
                 self._lock = self._lock or lock(self.folder)
                 (self.folder / STOPPED).unlink(missing_ok=True)
                 note_start(self.folder)
+                self.progress.saved_at = max(folder.save_times(self.folder.parent).values(), default=0.0)
         self._requests.listen()
         if self._world.is_main:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
@@ -145,7 +161,7 @@ class Run:
         self.clock.restart()
 
     def count(self, loss: Tensor, fresh_rows: float, trained_rows: int) -> None:
-        """Count one optimizer step. loss: a scalar on the device, which is not read here."""
+        """Count one optimizer step. loss: a scalar on the device, not read here. NaN stands for a skipped step."""
         self._losses.append(loss)
         self.progress.step += 1
         self.progress.pool_steps += 1
@@ -155,24 +171,44 @@ class Run:
     def report(self, fresh_rows: float, lr: float) -> None:
         """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
 
-        fresh_rows: rows read since the beginning of the run. Raises UserError if the loss is not finite.
+        fresh_rows: rows read since the beginning of the run. If the loss is not finite, the run goes back to its last
+        checkpoint where train.on_nan says so; otherwise this raises UserError.
         """
-        loss = self._world.all_reduce_sum(torch.stack(self._losses).mean()).item() / self._world.world_size
+        n_skipped = self._count_skipped()
+        self._reported_skips = self.progress.skipped_steps
+        losses = torch.stack(self._losses)
+        mean = losses.nanmean() if n_skipped else losses.mean()
+        loss = self._world.all_reduce_sum(mean).item() / self._world.world_size
         self._losses.clear()
         step = self.progress.step
-        if not isfinite(loss):
-            peak_lr = self._config["optim.lr"]
-            raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({peak_lr}) or optim.clip_grad_norm")
+        is_skipped = n_skipped == len(losses)
+        self._skipped_in_a_row = self._skipped_in_a_row + n_skipped if is_skipped else 0
+        cure = f"lower optim.lr ({self._config['optim.lr']}) or optim.clip_grad_norm"
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            raise UserError(f"the last {self._skipped_in_a_row} steps until step {step} were skipped; {cure}")
+        if not is_skipped and not isfinite(loss):
+            self._rewind(f"the loss is {loss} at step {step}", cure)
+            return
         throughput = self.clock.take(self._world.all_reduce_max)
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
-        self._epoch_loss += (loss - self._epoch_loss) * throughput.steps / self.epoch_throughput.steps
         self._steps_between_agreements = max(1, int(AGREE_S * throughput.steps / seconds))
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
-        scalars = {"train/loss": loss, "train/lr": lr} | throughput.scalars() | counters
+        scalars = {"train/lr": lr} | throughput.scalars() | counters
+        shown_loss = "no loss" if is_skipped else f"loss {loss:.4f}"
+        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: {shown_loss}, {throughput}"
+        if not is_skipped:
+            scalars["train/loss"] = loss
+            mean_loss, n_steps = self._epoch_losses
+            n_made = len(losses) - n_skipped
+            self._epoch_losses = (mean_loss + (loss - mean_loss) * n_made / (n_steps + n_made), n_steps + n_made)
+        if self._on_nan == "skip_step":
+            scalars["train/skipped_steps"] = self.progress.skipped_steps
+            text += f", {self.progress.skipped_steps} steps skipped"
+        if self._on_nan == "rewind":
+            scalars["train/rewinds"] = self.progress.rewinds
         self._log.scalars(step, scalars, throughput)
-        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"
         self._log.progress(fresh_rows, text)
         if self._world.device.type == "cpu":
             self._log.hint_at_slow_cpu()
@@ -221,6 +257,9 @@ class Run:
         self.close()
         if self._world.is_main:
             _write(self.folder / STOPPED, json.dumps({"step": self.progress.step, "time": time.time()}))
+        self._world.check_everywhere(
+            self._is_saved, f"asked to stop at step {self.progress.step}, which could not be saved in {self.folder}"
+        )
         self._world.print_once(
             f"asked to stop at step {self.progress.step}, which is saved; run.resume=auto continues from there"
         )
@@ -234,16 +273,15 @@ class Run:
         self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
         self._prepare_to_save()
-        keep = self._settings.keep_best
-        if self._world.is_main and checkpoint.is_among_best(self.folder, self.progress, keep):
-            self._write("best", model, keep)
-        self._save(model)  # at the end: a run that is killed before it repeats the epoch, so no best one is missed
+        self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        shown = {"train/loss": self._epoch_loss, **metrics} if self.epoch_throughput.steps else metrics
+        mean_loss, n_steps = self._epoch_losses
+        shown = {"train/loss": mean_loss, **metrics} if n_steps else metrics
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
+        self._epoch_losses = (0.0, 0)
         self.clock.restart()
 
     def set_echo(self, factor: float) -> None:
@@ -276,11 +314,14 @@ class Run:
         )
 
     def close(self) -> None:
+        """Wait for the checkpoint that is being written, end the threads, and unlock the folder."""
+        self._writer.shutdown()
         self._monitor.close()
         self._requests.close()
         if self._lock:
             self._lock.close()
             self._lock = None
+        self._wait_for_writer()
 
     def _tell_missing(self) -> None:
         missing = self._monitor.take_missing()
@@ -288,43 +329,118 @@ class Run:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
     def _prepare_to_save(self) -> None:
-        """Make the buffers of all ranks equal. Raises UserError on every rank if there is nothing worth saving."""
+        """Make the buffers of all ranks equal. Raises UserError on every rank if there is nothing worth saving.
+
+        If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
+        """
+        self._count_skipped()
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
         if not _is_finite(self._state):
-            raise UserError(
-                f"weights or the state of the optimizer are not finite at step {self.progress.step}: nothing is saved; "
-                "run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last checkpoint"
+            self._rewind(
+                f"weights or the state of the optimizer are not finite at step {self.progress.step}",
+                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
+                "last checkpoint",
             )
 
-    def _save(self, model: nn.Module) -> None:
-        if self._world.is_main:
-            self._is_saved = self._write("last", model, checkpoint.KEEP_LAST)
-        self._saved_step = self.progress.step
+    def _count_skipped(self) -> int:
+        """Number of steps that were skipped since the last report. The host waits for the device."""
+        n_skipped = 0
+        if self._on_nan == "skip_step" and self._losses:
+            n_skipped = int(torch.stack(self._losses).isnan().sum())
+        self.progress.skipped_steps = self._reported_skips + n_skipped
+        return n_skipped
 
-    def _write(self, kind: checkpoint.Kind, model: nn.Module, keep: int) -> bool:
-        """Write a checkpoint, on rank 0, and remove older or worse ones. model: the model to use."""
+    def _rewind(self, what: str, cure: str) -> None:
+        """Load the last checkpoint on every rank, if train.on_nan is rewind. The position in the rows stays.
+
+        what: what is not finite, on all ranks alike. Raises UserError for another policy, without an intact
+        checkpoint, or after too many rewinds.
+        """
+        if self._on_nan != "rewind":
+            raise UserError(f"{what}; {cure}")
+        if self._rewinds_in_a_row == MAX_REWINDS:
+            raise UserError(f"{what}, after {MAX_REWINDS} rewinds without a new checkpoint; {cure}")
+        self._wait_for_writer()
+        self._world.check_everywhere(True, "")  # no rank reads before rank 0 has written
+        with self._world.raise_on_every_rank():
+            saved = checkpoint.resume(self.folder, self._state, self._order.identity, self._world.device)
+        self._world.check_equal(saved.step, f"put {self.folder} on a file system that all nodes share")
+        if not saved.step or not _is_finite(self._state):
+            raise UserError(f"{what}, and there is no checkpoint to go back to; {cure}")
+        progress = self.progress
+        n_steps = progress.step - max(saved.step, self._rewound_step)
+        n_rows = n_steps * self._config["data.batch_size"]
+        warn(f"{what}: back to the weights of step {saved.step}, without the last {n_steps} steps ({n_rows:,} rows)")
+        progress.rewinds += 1
+        self._rewinds_in_a_row += 1
+        self._rewound_step = progress.step
+        self._losses.clear()
+        self.clock.restart()
+
+    def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
+        """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use."""
+        if self.progress.step > self._rewound_step:
+            self._rewinds_in_a_row = 0
+        self._saved_step = self.progress.step
+        if not self._world.is_main:
+            return
+        self._wait_for_writer()
         at = self.progress
+        at.saved_at = max(time.time(), at.saved_at + 0.001)
+        kinds: dict[checkpoint.Kind, int] = {}
+        if may_be_best and checkpoint.is_among_best(self.folder, at, self._settings.keep_best):
+            kinds["best"] = self._settings.keep_best
+        kinds["last"] = checkpoint.KEEP_LAST  # a run that is killed before it repeats the epoch: no best one is missed
         metrics = (
             {}
             if at.consumed or at.pool_steps
             else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
         )
-        description = {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics}
-        order = self._order.identity
-        to_use = ModelToUse(model, description)
-        is_saved = checkpoint.save(self.folder, kind, at, self._state, order=order, to_use=to_use)
-        if is_saved:
-            checkpoint.prune(self.folder, kind, keep)
-            forget_starts(self.folder)
+        to_use = ModelToUse(model, {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics})
+        if not self._settings.save_in_background:
+            self._is_saved = self._write(kinds, at, self._state, to_use)
+            return
+        try:
+            copies = copy_to_host({**self._state, WEIGHTS: model})
+        except RuntimeError as error:
+            warn(f"step {at.step} was not saved: {error}. Training goes on")
+            self._is_saved = False
+            return
+        to_use = to_use._replace(model=copies.pop(WEIGHTS))
+        self._writing = self._writer.submit(self._write, kinds, replace(at), copies, to_use)
+
+    def _write(
+        self,
+        kinds: Mapping[checkpoint.Kind, int],
+        progress: checkpoint.Progress,
+        state: Mapping[str, checkpoint.HasState],
+        to_use: ModelToUse,
+    ) -> bool:
+        """Write a checkpoint of each kind, and remove older or worse ones. kinds: {kind: how many to keep}.
+
+        Returns whether the last one is on disk.
+        """
+        is_saved = False
+        for kind, keep in kinds.items():
+            is_saved = checkpoint.save(self.folder, kind, progress, state, order=self._order.identity, to_use=to_use)
+            if is_saved:
+                checkpoint.prune(self.folder, kind, keep)
+                forget_starts(self.folder)
         return is_saved
 
+    def _wait_for_writer(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self._writing:
+            writing, self._writing = self._writing, None
+            self._is_saved = writing.result()
 
-def lock(path: Path) -> RunLock:
+
+def lock(path: Path) -> FolderLock:
     """The lock of the folder. Raises UserError if another process has it, or the folder cannot be written."""
     try:
-        return RunLock(path)
+        return FolderLock(path)
     except OSError as error:
         raise UserError(f"cannot lock {path} ({error.strerror}); make it writable, or use another run.folder") from None
 

@@ -1,8 +1,9 @@
 """An exponential moving average of the weights (Polyak averaging): often better than the weights of the last step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ class AveragedModel(nn.Module):
     """
 
     n_averaged: Tensor
+    has_average: bool
+    """Whether `module` is an average, and not the copy that it was made as. The host knows it without waiting."""
 
     def __init__(self, model: nn.Module, decay: float):
         """decay: between 0 and 1; an average over about 1 / (1 - decay) steps. `model` is copied with its layout."""
@@ -26,11 +29,22 @@ class AveragedModel(nn.Module):
         self.module = deepcopy(model).requires_grad_(False)
         self.register_buffer("n_averaged", torch.tensor(0))  # on the CPU, where the host reads it at once
         self._decay = decay
+        self.has_average = False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module does."""
+        keys = super().load_state_dict(state_dict, strict, assign)
+        self.has_average = bool(self.n_averaged)
+        return keys
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Include the weights of `model`, in one fused kernel for each kind of tensor."""
-        n_averaged = int(self.n_averaged)
+    def update_parameters(self, model: nn.Module, is_skipped: Tensor | None = None) -> None:
+        """Include the weights of `model`, in one fused kernel for each kind of tensor.
+
+        is_skipped: a bool on the device. If it is true, the average stays as it is and the update does not count. The
+        update then needs a kernel for each tensor.
+        """
+        self.has_average = True
         averages = []
         weights = []
         for average, weight in zip(_tensors(self.module), _tensors(model), strict=True):
@@ -39,9 +53,19 @@ class AveragedModel(nn.Module):
                 weights.append(weight)
             else:
                 average.copy_(weight)
-        update = get_ema_multi_avg_fn(min(self._decay, n_averaged / (n_averaged + 9)))
-        update(averages, weights, n_averaged)
-        self.n_averaged += 1
+        if is_skipped is None:
+            n_averaged = int(self.n_averaged)
+            update = get_ema_multi_avg_fn(min(self._decay, n_averaged / (n_averaged + 9)))
+            update(averages, weights, n_averaged)
+            self.n_averaged += 1
+            return
+        self.n_averaged = self.n_averaged.to(is_skipped.device)  # in the first update only
+        n = self.n_averaged.double()
+        share = 1 - (n / (n + 9)).clamp(max=self._decay)
+        share = torch.where(is_skipped & (n > 0), 0.0, share)  # the first one only copies the weights, skipped or not
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight, share.to(average.dtype))
+        self.n_averaged += ~is_skipped
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

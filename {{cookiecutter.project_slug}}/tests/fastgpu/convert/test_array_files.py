@@ -1,3 +1,4 @@
+import zipfile
 from pathlib import Path
 
 import h5py
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 from harness import numbered, numbers_of, read_rows
 
+from fastgpu.convert import array_files
 from fastgpu.convert.array_files import open_arrays
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
@@ -136,3 +138,56 @@ def test_a_sparse_matrix_goes_through_the_command(tmp_path, convert):
     fields = {"items": "items", "items_values": "items_values"}
     store = open_store("data.train", [f"{tmp_path}/y-0000{n}-of-00002.h5" for n in range(2)], fields)
     np.testing.assert_array_equal(as_dense(read_rows(store)), matrix())
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("csr", {"indptr": np.array([0, 9, 2, *range(3, 30), 30])}, "indptr does not say where rows begin"),
+        ("csr", {"indptr": np.arange(5)}, "indptr does not say where rows begin"),
+        ("csr", {"indptr": None}, "indptr"),
+        ("csr", {"indices": None}, "indices"),
+        ("csr", {"shape": np.array(30)}, "not enough values to unpack"),
+        ("csr", {"shape": np.array([10**12, 12])}, "1,000,000,000,000 x 12, which does not fit into memory"),
+        ("coo", {"shape": np.array([30, 10**12])}, "30 x 1,000,000,000,000, which does not fit into memory"),
+        ("csr", {"format": np.array(b"\xff\xfe")}, "can't decode"),
+        ("csr", {"data": np.array({}, dtype=object)}, "Object arrays cannot be loaded"),
+        ("coo", {"row": np.full(3, 0.5)}, "its row, float64"),
+        ("coo", {"col": np.full(3, np.nan)}, "its col, float64"),
+        ("coo", {"col": np.full(3, -1)}, "its col, int64"),
+    ],
+)
+def test_a_damaged_sparse_matrix_is_one_line(tmp_path, kind, change, message):
+    save_npz(tmp_path / "whole.npz", matrix(), kind)
+    members = {
+        name: value for name, value in {**np.load(tmp_path / "whole.npz"), **change}.items() if value is not None
+    }
+    np.savez(tmp_path / "x.npz", **members)
+    with pytest.raises(UserError, match=message) as error:
+        open_arrays([f"items={tmp_path}/x.npz"])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def npy_of(shape: str) -> bytes:
+    """A file .npy whose header claims a shape, with 8 bytes of data."""
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}"
+    header += " " * (117 - len(header)) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(8)
+
+
+@pytest.mark.parametrize("shape", ["(10**15,)", "(1000000000000000,)", "(-1,)", f"({'9' * 60},)", "[1]", "(1, 0)"])
+def test_a_shape_that_the_bytes_do_not_fill_is_one_line(tmp_path, shape):
+    (tmp_path / "x.npy").write_bytes(npy_of(shape))
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("a.npy", npy_of(shape))
+    for source in (f"a={tmp_path}/x.npy", f"{tmp_path}/x.npz"):
+        with pytest.raises(UserError) as error:
+            open_arrays([source])
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_arrays_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(1 << 20), b=np.zeros(1 << 20))
+    monkeypatch.setattr(array_files, "free_host_bytes", lambda: 1 << 20)
+    with pytest.raises(UserError, match=r"x.npz takes 16.0 MiB of memory, 1.0 MiB are free; save its arrays as .npy"):
+        open_arrays([f"{tmp_path}/x.npz"])

@@ -1,3 +1,4 @@
+import gzip
 import io
 import os
 import pickle
@@ -125,6 +126,23 @@ def test_an_archive_that_would_explode_is_refused(tmp_path, monkeypatch):
         open_cifar10(source)
 
 
+@pytest.mark.parametrize("kind", ["zeros", "members", "header"])
+def test_an_archive_is_not_unpacked_beyond_its_limit(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(cifar_celeba, "MAX_MEMBER_BYTES", 1 << 20)
+    source = tar_of(tmp_path / "x.tar.gz", {f"other{n}": bytes((1 << 19) * (kind == "members")) for n in range(4)})
+    with gzip.open(source) as file:
+        content = file.read()
+    if kind == "zeros":
+        content += bytes(4 << 20)
+    if kind == "header":  # a header of the format pax, which tarfile reads as a whole
+        member = tarfile.TarInfo("x")
+        member.type, member.size = tarfile.XHDTYPE, 4 << 20
+        content = member.tobuf() + bytes(4 << 20)
+    source.write_bytes(gzip.compress(content))
+    with pytest.raises(UserError, match="x.tar.gz unpacks to more than 1,048,576 bytes"):
+        open_cifar10(source)
+
+
 def test_a_cut_archive_is_refused(tmp_path):
     source = tar_of(tmp_path / "x.tar.gz", cifar_files("python"))
     whole = source.read_bytes()
@@ -214,3 +232,17 @@ def test_an_image_that_is_missing_from_the_zip_is_named(tmp_path, convert):
     assert result.returncode == 2
     assert "000003.jpg does not exist" in result.stderr
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_zip_that_would_explode_is_refused(tmp_path, monkeypatch, convert):
+    celeba_in(tmp_path / "celeba", packed=True)
+    path = tmp_path / "celeba/img_align_celeba.zip"
+    with zipfile.ZipFile(path) as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    assert "it is compressed by method 12 of zip, not by deflate" in convert("celeba", "celeba", "out.h5").stderr
+    monkeypatch.setattr(cifar_celeba, "MAX_CELEBA_BYTES", 1000)
+    result = convert("celeba", "celeba", "out.h5")
+    assert "img_align_celeba.zip unpacks to more than 1,000 bytes: this is another archive" in result.stderr

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import h5py
@@ -287,6 +288,64 @@ def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], file["images"][:, 0] % 2)
         assert file.attrs["n_classes"] == 2
+
+
+# ---------------------------------------------------------------------------------------------- hostile folders
+
+
+def test_folders_that_links_lead_to_are_read_once(tmp_path, capsys):
+    photos = folder_of(tmp_path / "photos", {"cat": 2, "dog": 3, "dog/old": 1})
+    elsewhere = folder_of(tmp_path, {"elsewhere": 4})
+    (photos / "cat/loop").symlink_to("..")
+    (photos / "cat/other").symlink_to("../dog/old")
+    (photos / "kitty").symlink_to("cat")
+    (photos / "owl").symlink_to(elsewhere / "elsewhere")
+    (photos / "owls").symlink_to(elsewhere / "elsewhere")
+    (photos / ".hidden").mkdir()
+    (photos / "dog/again.png").symlink_to("photo 002 é.png")
+    listing = list_folder(photos)
+    shown = capsys.readouterr().out
+    assert listing.attributes["class_names"] == ["cat", "dog", "owl"]
+    assert np.bincount(listing.labels).tolist() == [2, 3 + 1 + 1, 4]
+    for link in ("cat/loop", "cat/other", "kitty", "owls"):
+        assert f"which are left out: {photos / link}" in shown or f", {photos / link}\n" in shown
+    assert f"images of {photos / 'dog'} that are links to an image that is read, too: 1" in shown
+
+
+def test_only_images_of_pixels_are_opened(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"a": 2})
+    (tmp_path / "photos/a/x.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
+    (tmp_path / "photos/a/x.pdf").write_bytes(b"%PDF-1.4")
+    result = convert("images", "photos", "out.h5", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "files of photos/a that are left out, because by their names they are not images: 2" in result.stdout
+    (tmp_path / "photos/a/x.eps").rename(tmp_path / "photos/a/x.png")
+    assert "x.png is not an image that Pillow knows" in convert("images", "photos", "out.h5").stderr
+
+
+def test_what_cannot_be_read_is_listed_and_never_waited_for(tmp_path, monkeypatch, convert):
+    folder_of(tmp_path / "photos", {"a": 4})
+    os.mkfifo(tmp_path / "photos/a/fifo.png")
+    Image.new("1", (9000, 10_000)).save(tmp_path / "photos/a/huge.png")
+    (tmp_path / "photos/a/zero.png").symlink_to("/dev/zero")
+    result = convert("images", "photos", "out.h5")
+    assert result.returncode == 2
+    assert "3 of 7 rows are broken" in result.stderr
+    assert "fifo.png cannot be decoded: it is a fifo, a socket or a device" in result.stderr
+    assert "zero.png cannot be decoded: it is a fifo, a socket or a device" in result.stderr
+    assert "huge.png cannot be decoded: it has 90,000,000 pixels, more than 89,478,485" in result.stderr
+    os.mkfifo(tmp_path / "x.csv")
+    assert "x.csv is a fifo, a socket or a device; give a regular file" in convert("images", "x.csv", "x.h5").stderr
+
+
+def test_a_csv_whose_paths_lead_elsewhere_says_so(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"a": 3})
+    lines = [f"{prefix}/photos/a/photo 00{n} é.png,{n}" for n, prefix in enumerate(("..", tmp_path, "../lists/.."))]
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists/x.csv").write_text("\n".join(["path,label", *lines]), encoding="utf-8")
+    result = convert("images", "lists/x.csv", "out.h5")
+    assert result.returncode == 0, result.stderr
+    assert "paths of lists/x.csv that are absolute or begin with ../, which are read as they are: 3" in result.stdout
 
 
 def test_images_that_lose_something_are_counted(tmp_path, convert):

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-from fastgpu.convert.writer import WriteOptions, Writer, choose_block_rows
+from fastgpu.convert.partial import complete_or_absent
+from fastgpu.convert.writer import WriteOptions, Writer, check_target, choose_block_rows
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
@@ -71,7 +72,8 @@ def test_a_shard_without_rows_is_refused(tmp_path, came):
     refused = pytest.raises(UserError, match=f"{came} rows do not fill 3 shards; use fewer")
     with (
         refused,
-        Writer(tmp_path / "rows.h5", 100, IMAGES, options=WriteOptions(shards=3), may_be_fewer=True) as writer,
+        complete_or_absent(tmp_path / "rows.h5") as folder,
+        Writer(folder / "rows.h5", 100, IMAGES, options=WriteOptions(shards=3), may_be_fewer=True) as writer,
     ):
         fill(writer, came)
     assert not list(tmp_path.iterdir())
@@ -142,7 +144,7 @@ def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
 
 
 def write(target: Path, rows: int, error: type[BaseException] | None = None) -> None:
-    with Writer(target, 40, IMAGES, options=WriteOptions(replace=True)) as writer:
+    with complete_or_absent(target) as folder, Writer(folder / target.name, 40, IMAGES) as writer:
         fill(writer, rows)
         if error:
             raise error
@@ -166,16 +168,16 @@ def test_a_failure_leaves_nothing_and_what_was_there_before(tmp_path):
 def test_a_target_in_the_way_is_refused(tmp_path):
     (tmp_path / "train.h5").touch()
     with pytest.raises(UserError, match="train.h5 exists; choose another name, or --force"):
-        Writer(tmp_path / "train.h5", 10, IMAGES)
+        check_target(tmp_path / "train.h5", WriteOptions(), 10, 160)
     (tmp_path / "train-00003-of-00004.h5").touch()
     with pytest.raises(UserError, match="train-00003-of-00004.h5 is a shard of another file"):
-        Writer(tmp_path / "train.h5", 10, IMAGES, options=WriteOptions(shards=2, replace=True))
+        check_target(tmp_path / "train.h5", WriteOptions(shards=2, replace=True), 10, 160)
     with pytest.raises(UserError, match="--shards is 11, for 10 rows; use 1 to 10"):
-        Writer(tmp_path / "x.h5", 10, IMAGES, options=WriteOptions(shards=11))
+        check_target(tmp_path / "x.h5", WriteOptions(shards=11), 10, 160)
     with pytest.raises(UserError, match="train.h5 is not a folder; write to another"):
-        Writer(tmp_path / "train.h5" / "x.h5", 10, IMAGES)
+        check_target(tmp_path / "train.h5" / "x.h5", WriteOptions(), 10, 160)
     with pytest.raises(UserError, match="needs 16000000000000.00 GB, .* make room, or write it elsewhere"):
-        Writer(tmp_path / "x.h5", 10**21, IMAGES)
+        check_target(tmp_path / "x.h5", WriteOptions(), 10**21, 16 * 10**21)
 
 
 @pytest.mark.slow
@@ -185,10 +187,12 @@ import resource, signal, sys
 from pathlib import Path
 import numpy as np
 from fastgpu.rows.field import Field
+from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-with Writer(Path(sys.argv[1]), 100, {"x": Field(np.dtype("u1"), (1 << 16,))}) as writer:
+fields = {"x": Field(np.dtype("u1"), (1 << 16,))}
+with complete_or_absent(Path(sys.argv[1])) as folder, Writer(folder / "rows.h5", 100, fields) as writer:
     for _ in range(100):
         writer.append({"x": np.ones((1, 1 << 16), np.uint8)})
 """

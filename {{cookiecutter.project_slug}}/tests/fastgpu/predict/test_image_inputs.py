@@ -57,6 +57,9 @@ def test_files_folders_and_globs_in_their_order(tmp_path, monkeypatch, capsys):
     assert "by their names they are not images: 2" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"none/\*.png: no image files"):
         open_images(["none/*.png"], None, color(), "stop")
+    (tmp_path / "deep/a/loop").symlink_to("..")
+    assert len(open_images(["deep"], None, color(), "stop").files) == 2
+    assert "which are left out: deep/a/loop" in capsys.readouterr().out
 
 
 def test_rows_are_the_pixels_of_the_files(tmp_path):

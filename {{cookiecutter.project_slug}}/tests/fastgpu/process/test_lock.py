@@ -14,14 +14,14 @@ import pytest
 
 from fastgpu.process import lock
 from fastgpu.process.launch import UserError
-from fastgpu.process.lock import FILE_BYTES, NAME, RunLock
+from fastgpu.process.lock import FILE_BYTES, NAME, FolderLock
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from fastgpu.process.lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from fastgpu.process.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
 if sys.argv[2] == "fork" and os.fork():
     os._exit(0)
 print(os.getpid(), flush=True)
@@ -50,32 +50,32 @@ def held_elsewhere(folder: Path, beat: int = 1) -> None:
 def test_a_second_process_is_refused_and_told_whom_to_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     with hold(tmp_path) as pid, pytest.raises(UserError) as error:
-        RunLock(tmp_path)
+        FolderLock(tmp_path)
     assert f"{tmp_path} is in use by process {pid} on {socket.gethostname()} since 2" in str(error.value)
-    RunLock(tmp_path).close()  # the kernel released the lock
+    FolderLock(tmp_path).close()  # the kernel released the lock
 
 
 def test_a_lock_is_waited_for_a_little(tmp_path):
     with hold(tmp_path) as pid:
         Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-        RunLock(tmp_path).close()
+        FolderLock(tmp_path).close()
 
 
 def test_a_child_does_not_keep_the_lock_of_a_dead_process(tmp_path):
     with hold(tmp_path, "fork"):
-        RunLock(tmp_path).close()
+        FolderLock(tmp_path).close()
 
 
 def test_a_closed_lock_can_be_taken_at_once(tmp_path):
-    RunLock(tmp_path).close()
+    FolderLock(tmp_path).close()
     assert (tmp_path / NAME).read_bytes() == b""
-    RunLock(tmp_path).close()
+    FolderLock(tmp_path).close()
 
 
 def test_a_silent_holder_on_another_machine_is_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "SILENT_S", 0.5)
     held_elsewhere(tmp_path)
-    RunLock(tmp_path).close()
+    FolderLock(tmp_path).close()
 
 
 def test_a_holder_on_another_machine_that_goes_on_is_alive(tmp_path, monkeypatch):
@@ -88,13 +88,13 @@ def test_a_holder_on_another_machine_that_goes_on_is_alive(tmp_path, monkeypatch
     monkeypatch.setattr(time, "sleep", sleep)
     held_elsewhere(tmp_path)
     with pytest.raises(UserError, match="process 7 on another-machine"):
-        RunLock(tmp_path)
+        FolderLock(tmp_path)
     assert waits
 
 
 def test_the_holder_changes_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    held = RunLock(tmp_path)
+    held = FolderLock(tmp_path)
     first = (tmp_path / NAME).read_bytes()
     deadline = time.monotonic() + 60
     while (tmp_path / NAME).read_bytes() == first:

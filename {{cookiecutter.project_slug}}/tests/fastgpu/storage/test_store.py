@@ -109,3 +109,15 @@ def test_works_in_child_processes(write, method, compression):
     read_scattered(store)
     with multiprocessing.get_context(method).Pool(2) as pool:
         assert pool.map(read_in_child, [store, store]) == [list(range(20))] * 2
+
+
+def test_missing_shards_are_warned_of(write, tmp_path, capsys):
+    for number in (0, 2):
+        write(20, name=f"x-0000{number}-of-00003.h5", start=20 * number)
+    fields = {"images": "images", "labels": "labels"}
+    assert len(open_store("data.train", f"{tmp_path}/x-*.h5", fields)) == 40
+    expected = f"warning: data.train: 1 of 3 shards are missing, the first is {tmp_path}/x-00001-of-00003.h5\n"
+    assert capsys.readouterr().out == expected
+    write(20, name="x-00001-of-00003.h5", start=20)
+    open_store("data.train", f"{tmp_path}/x-00000-of-00003.h5", fields)
+    assert capsys.readouterr().out == ""

@@ -1,8 +1,8 @@
 import json
 import os
-import shutil
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from math import inf, nan
 from pathlib import Path
 
@@ -154,35 +154,76 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler catches it."""
 
 
-@pytest.mark.parametrize("at", range(12))
-def test_killed_at_any_point_of_saving_the_one_before_is_there(tmp_path, monkeypatch, at):
-    save(tmp_path, "last", Progress(step=1), parts(1.0), order=ORDER)
-    calls = 0
+CALLS = ((torch, "save"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (os, "fsync"), (os, "rmdir"))
 
-    def deadly(function):
-        def call(*arguments, **options):
-            nonlocal calls
-            calls += 1
-            if calls - 1 == at:
-                raise Killed
-            return function(*arguments, **options)
 
-        return call
+@pytest.mark.parametrize("kind", ["last", "best"])
+@pytest.mark.parametrize("step", [1, 2])  # the same step again, or another one
+def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, monkeypatch, kind, step):
+    """Every call is once the last one. A checkpoint that is replaced is the only one here."""
+    for at in count():
+        run = tmp_path / str(at)
+        save(run, kind, Progress(step=1, best=1.0, score=1.0), parts(1.0), order=ORDER)
+        n_calls = 0
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", deadly(torch.save))
-        patch.setattr(Path, "write_text", deadly(Path.write_text))
-        patch.setattr(Path, "rename", deadly(Path.rename))
-        patch.setattr(os, "fsync", deadly(os.fsync))
-        patch.setattr(shutil, "rmtree", deadly(shutil.rmtree))
-        with suppress(Killed):
-            save(tmp_path, "last", Progress(step=2), parts(2.0), order=ORDER)
-    fresh = parts()
-    progress = resume(tmp_path, fresh, ORDER, CPU)
-    assert (progress.step, value_of(fresh)) in ((1, 1.0), (2, 2.0))
-    assert save(tmp_path, "last", Progress(step=3), parts(3.0), order=ORDER)  # and the next save works
-    assert names(tmp_path)[-1] == "last-000000003"
-    assert len(names(tmp_path)) <= 2
+        def deadly(function, at=at):
+            def call(*arguments, **options):
+                nonlocal n_calls
+                n_calls += 1
+                if n_calls - 1 == at:
+                    raise Killed
+                return function(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for owner, name in CALLS:
+                patch.setattr(owner, name, deadly(getattr(owner, name)))
+            with suppress(Killed):
+                save(run, kind, Progress(step=step, best=2.0, score=2.0), parts(2.0), order=ORDER)
+        if kind == "best":
+            assert checkpoint._read_progress(best_first(run)[0]).score in (1.0, 2.0)
+        else:
+            fresh = parts()
+            progress = resume(run, fresh, ORDER, CPU)
+            assert (progress.step, value_of(fresh)) in ((1, 1.0), (step, 2.0))
+        for later in (2, 3):  # the next saves work, and nothing is left over
+            assert save(run, kind, Progress(step=later, best=9.0 + later), parts(later), order=ORDER)
+        assert names(run) == [f"{kind}-000000002", f"{kind}-000000003"]
+        if n_calls <= at:
+            assert at > 8
+            return
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epoch", "1"),
+        ("epoch", None),
+        ("epoch", True),
+        ("step", -1),
+        ("step", 1 << 70),
+        ("step", 1.5),
+        ("consumed", -64),
+        ("pool_steps", -1),
+        ("echo", "nan"),
+        ("echo", nan),
+        ("echo", inf),
+        ("echo", 0.5),
+        ("direction", "up"),
+        ("rewinds", -1),
+        ("made_up", 1),
+    ],
+)
+def test_a_value_out_of_its_range_is_damage_even_with_a_right_digest(tmp_path, capsys, name, value):
+    for step in (1, 2):
+        save(tmp_path, "last", Progress(step=step), parts(step), order=ORDER)
+    path = tmp_path / "checkpoints" / "last-000000002" / "state.json"
+    state = json.loads(path.read_text())
+    state["progress"][name] = value
+    write_state(path, state)
+    assert resume(tmp_path, parts(), ORDER, CPU).step == 1
+    assert f"is damaged ({name} is {value!r}: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 704 vs 598")])

@@ -1,4 +1,6 @@
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,14 @@ import yaml
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry import folder as folder_module
-from fastgpu.telemetry.folder import create_folder, describe_changes, find_changes, find_folder, refuse_another
+from fastgpu.telemetry.folder import (
+    create_folder,
+    describe_changes,
+    describe_choice,
+    find_changes,
+    find_folder,
+    refuse_another,
+)
 
 CONFIG: dict[str, Any] = {
     "workload": "images",
@@ -63,6 +72,19 @@ def test_resuming_takes_the_run_that_saved_last(tmp_path):
         os.utime(tmp_path / name / "checkpoints" / "last-000000001", (number, number))
     (tmp_path / "empty").mkdir()
     assert find_folder(settings(tmp_path, resume="auto")).name == "a"
+
+
+def test_what_a_run_recorded_counts_more_than_the_times_of_its_files(tmp_path):
+    """A copy of a folder has new times, and a clock may be wrong."""
+    for number, name in enumerate(("new", "middle", "old")):  # the old one has the newest files
+        state = make_run(tmp_path / name) / "checkpoints" / "last-000000001" / "state.json"
+        state.write_text(json.dumps({"progress": {"saved_at": 86_400.0 * (9 - number)}}))
+    chosen = find_folder(settings(tmp_path, resume="auto"))
+    assert chosen.name == "new"
+    text = describe_choice(chosen, settings(tmp_path, resume="auto"))
+    dates = r"\(saved 1970-01-\d+ \d\d:\d\d:00\)"
+    assert re.fullmatch(rf"run.name=auto resumes \S+/new {dates}; older: \S+/middle {dates}, \S+/old {dates}", text)
+    assert describe_choice(chosen, settings(tmp_path, "new", "auto")) == ""
 
 
 def test_resuming_without_a_run_starts_one(tmp_path):

@@ -1,5 +1,7 @@
 import json
 import re
+import threading
+from contextlib import suppress
 from math import nan
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry import checkpoint
+from fastgpu.telemetry import run as run_module
 from fastgpu.telemetry.checkpoint import best_first
+from fastgpu.telemetry.folder import save_times
 from fastgpu.telemetry.report import read_metrics
 
 
@@ -99,6 +103,84 @@ def test_checkpoints_inside_an_epoch(tmp_path, model):
             run.save_if_due(model)
             assert (tmp_path / "a" / "checkpoints").exists() == (step >= 3)
     assert checkpoints(tmp_path / "a") == ["last-000000003"]
+
+
+def test_no_run_saves_earlier_than_one_before_whatever_the_clock_shows(tmp_path, model, monkeypatch):
+    """So run.name=auto resumes the run that saved last, although its clock was an hour slow."""
+    for name, clock_s in (("first", 10_000.0), ("second", 6_400.0)):
+        with monkeypatch.context() as patch, started_run(tmp_path, model, name=name) as run:
+            patch.setattr(run_module.time, "time", lambda clock_s=clock_s: clock_s)
+            train_epoch(run, model)
+    assert [path.name for path in save_times(tmp_path)] == ["second", "first"]
+
+
+@pytest.fixture
+def held_writer(monkeypatch) -> threading.Event:
+    """Checkpoints in the background are written once this event is set."""
+    event = threading.Event()
+    save = checkpoint.save
+
+    def save_later(*arguments, **options):
+        assert threading.current_thread() is not threading.main_thread()
+        event.wait(60)
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save_later)
+    return event
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_that_moment(tmp_path, model, held_writer, monkeypatch):
+    """Best and last, byte by byte, although the loop changes the weights in place meanwhile."""
+    monkeypatch.setattr(run_module.time, "time", lambda: 1.0)
+    weights = model.weight.detach().clone()
+    with started_run(tmp_path / "background", model, save_in_background=True) as run:
+        train_epoch(run, model)
+        with torch.no_grad():
+            model.weight.zero_()
+        run.progress.step = 99
+        assert not (tmp_path / "background/a/checkpoints").exists()
+        held_writer.set()
+    monkeypatch.undo()
+    monkeypatch.setattr(run_module.time, "time", lambda: 1.0)
+    model.load_state_dict({"weight": weights, "bias": model.bias})
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model)
+    assert len(checkpoints(tmp_path / "a")) == 2
+    assert files(tmp_path / "background/a/checkpoints") == files(tmp_path / "a" / "checkpoints")
+
+
+def test_one_checkpoint_is_written_at_a_time_and_the_end_waits_for_it(tmp_path, model, held_writer, capsys):
+    with started_run(tmp_path, model, save_in_background=True) as run:
+        train_epoch(run, model)
+        threading.Timer(0.2, held_writer.set).start()
+        train_epoch(run, model)  # waits for the first one
+        assert "last-000000004" in checkpoints(tmp_path / "a")
+        run.finish()
+        assert checkpoints(tmp_path / "a", "last") == ["last-000000004", "last-000000008"]
+    assert "done: epoch 2" in capsys.readouterr().out
+
+
+def test_an_exception_in_the_loop_waits_for_the_checkpoint(tmp_path, model, held_writer):
+    with suppress(KeyError), started_run(tmp_path, model, save_in_background=True) as run:
+        train_epoch(run, model)
+        threading.Timer(0.2, held_writer.set).start()
+        raise KeyError
+    assert checkpoints(tmp_path / "a", "last") == ["last-000000004"]
+
+
+def test_a_failure_in_the_background_is_reported_and_training_goes_on(tmp_path, model, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints").touch()
+    with started_run(tmp_path, model, save_in_background=True) as run:
+        train_epoch(run, model)
+        train_epoch(run, model)
+        with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
+            run.finish()
+    assert re.search(r"last-000000004 was not written: .*[.] Training goes on", capsys.readouterr().out)
 
 
 def test_a_resumed_run_continues_where_it_was(tmp_path, model):
