@@ -25,7 +25,7 @@ KUBERNETES = "1.31"
 """The oldest version in which podFailurePolicy is stable."""
 SET_BY_TRAINER = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 SKYPILOT_KEYS = {"name", "num_nodes", "resources", "workdir", "file_mounts", "volumes", "setup", "run"}
-"""Those of https://docs.skypilot.co/en/latest/reference/yaml-spec.html that we use: there is no package with a schema."""
+"""Keys in use of https://docs.skypilot.co/en/latest/reference/yaml-spec.html, for which no package has a schema."""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def test_the_job_fails_at_once_for_a_mistake_and_ignores_evictions():
     rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
     assert rules["FailJob"]["onExitCodes"]["values"] == [2]
     assert rules["FailJob"]["onExitCodes"]["containerName"] == CONTAINER["name"]
-    assert rules["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget"}]
+    assert rules["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy allows no other
     env = {each["name"]: each["value"] for each in CONTAINER["env"]}
     assert spec["completions"] == spec["parallelism"] == int(env["PET_NNODES"])
@@ -86,7 +86,6 @@ def test_the_image_is_pinned_and_runs_without_root():
     assert ("USER", ["1000"]) in commands
     copied = next(rest for first, rest in commands if first == "COPY")
     assert all((PROJECT / name).is_file() for name in copied[:-1])
-    assert commands[3][1][:2] == ["pip", "install"]
     assert {rest[0] for first, rest in commands if first == "RUN"} == {"useradd", "pip"}  # nothing else is downloaded
 
 

@@ -26,8 +26,9 @@ if kill -0 $! 2>/dev/null; then    # the signal interrupted the wait; the ranks 
   code=0
   wait $! || code=$?
 fi
-# Ranks that were asked to stop end with 0, and so does torchrun: the file in the folder of the run tells the difference.
-if [ "$code" = 0 ] && [ -e "$run/stopped.json" ]; then
+# If one node is asked to stop, all ranks save and end with 0, and so does torchrun on the other nodes: a job would take
+# them for finished and go on without them. The file in the folder of the run tells the difference.
+if [ -e "$run/stopped.json" ]; then
   code=143
 fi
 exit "$code"

@@ -238,7 +238,7 @@ def run_train(
 
 def run_ranks(*arguments: str, ranks: int, cwd: Path = ROOT) -> list[subprocess.CompletedProcess[str]]:
     """Run train.py as `ranks` processes without torchrun, so that the exit code of each can be seen."""
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in range(ranks):
         launch = {
@@ -269,7 +269,8 @@ def run_ranks(*arguments: str, ranks: int, cwd: Path = ROOT) -> list[subprocess.
     return results
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -280,7 +281,7 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
     Fails with the traceback of the first rank that raises. The function must be importable.
     """
-    port = _free_port()
+    port = free_port()
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = []
