@@ -8,7 +8,8 @@
 # make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
 # make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
-# make soak     200 training runs that are killed and signalled at random moments, about an hour
+# make soak     200 training runs that meet faults at random moments, about an hour: bench/results/soak_*.md
+# make fuzz     10,000 damaged files for everything that reads files: bench/results/fuzz_*.md
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 
@@ -22,7 +23,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test test-project test-template slow check fix lines gpu soak bench bench-peers clean
+.PHONY: demo test test-project test-template slow check fix lines gpu soak fuzz bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -74,7 +75,11 @@ gpu: .venv/installed
 	$(IN_PLACE) pytest -p no:cacheprovider -m gpu
 
 soak: .venv/installed
-	"$(BIN)/python" tests/faults/soak.py
+	"$(BIN)/python" tests/faults/soak.py --publish
+
+fuzz: export OMP_NUM_THREADS := 1
+fuzz: .venv/installed
+	"$(BIN)/python" tests/faults/fuzz.py --publish
 
 bench: .venv/installed
 	"$(BIN)/python" bench/run.py

@@ -17,7 +17,7 @@ import layouts
 import numpy as np
 import project  # noqa: F401
 import psutil
-import report
+import publish
 import torch
 from PIL import Image
 from torch import Tensor
@@ -201,7 +201,7 @@ def wait_pct(prefetch_factor: int) -> float:
     return 100 * waited / (time.perf_counter() - begin)
 
 
-def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[report.Table, dict[str, list[Speed]]]:
+def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[publish.Table, dict[str, list[Speed]]]:
     """A table of rounds in which the ways take turns; the ratios are to the first way, within a round."""
     measured: dict[str, list[Speed]] = {name: [] for name in ways}
     for number in range(ROUNDS):
@@ -216,7 +216,7 @@ def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[report.
         cpu = spread([value.cpu_us_per_row for value in values], ",.3g")
         rows.append([name, speed, f"{spread(ratios, '.3g')}", cpu])
     note = f"Batches of {BATCH_SIZE}. Median of {ROUNDS} rounds in which they take turns, minimum and maximum."
-    return report.Table(title, ["way", "rows/s", "x the first", "CPU us a row"], rows, note), measured
+    return publish.Table(title, ["way", "rows/s", "x the first", "CPU us a row"], rows, note), measured
 
 
 def spread(values: list[float], form: str) -> str:
@@ -257,8 +257,8 @@ def main() -> None:
         "A device that needs 20 ms a batch; two workers need 0.9 of that, but every 21st batch takes ten times as long."
     )
     rows = [[str(factor), spread(values, ".0f") + " %"] for factor, values in waits.items()]
-    tables.append(report.Table("prefetch factor", ["prefetch_factor", "time waiting for data"], rows, note))
-    report.write("idle", tables, data | {"prefetch factor": waits}, "python bench/idle.py")
+    tables.append(publish.Table("prefetch factor", ["prefetch_factor", "time waiting for data"], rows, note))
+    publish.write("idle", tables, data | {"prefetch factor": waits}, "python bench/idle.py")
 
 
 if __name__ == "__main__":

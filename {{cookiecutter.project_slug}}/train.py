@@ -33,6 +33,7 @@ from fastgpu.feed.echo import echo, echo_passes, free_echo
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
+from fastgpu.process.identity import identify_code, identify_job
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.rows import Rows
@@ -89,6 +90,8 @@ class Parts(NamedTuple):
 
 
 def build(cfg: Config, world: World) -> Parts:
+    world.check_same(identify_job(cfg.flat()))  # ranks that differ would wait for each other for ever
+
     # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
     options = read_options(cfg, workloads.load(cfg.workload).Options)
     sources = open_sources(cfg.data, cfg.loader, cfg.hdf5, world)
@@ -100,6 +103,8 @@ def build(cfg: Config, world: World) -> Parts:
     source, val_source = sources
     order = make_order(source, sizes, world, seed=cfg.run.seed)
     val_order = make_order(val_source, sizes, world, seed=None)
+    precision = mixed_precision(cfg.train.precision, world.device, cfg.train.on_nan)
+    world.check_same({"the order of rows": order.identity, "train.precision": precision.name, **identify_code()})
     feed = open_feed(source, order, sizes, world, loader=cfg.loader)
     val_feed = open_feed(val_source, val_order, sizes, world, loader=cfg.loader)
 
@@ -109,7 +114,6 @@ def build(cfg: Config, world: World) -> Parts:
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
     kernels = choose_kernels(cfg.optim, world)
     optimizer = make_optimizer(model, cfg.optim, kernels, workload.parameter_groups(model))
-    precision = mixed_precision(cfg.train.precision, world.device, cfg.train.on_nan)
     prepare_to_skip(optimizer, precision, kernels)
     has_ragged = any(field.is_ragged for field in source.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)

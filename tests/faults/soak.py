@@ -1,32 +1,40 @@
-"""Kill training runs at random moments, start them again, and compare their ends with a run that nobody touched.
+"""Let faults meet training runs, start them again, and compare their ends with a run that nobody touched.
 
-    make soak                              200 runs, about an hour
+    make soak                              200 runs, about an hour, and a page in bench/results
     python tests/faults/soak.py --runs 8   a short form
 
-Each run is `torchrun --max-restarts` with two CPU ranks. One or two faults meet it, at moments drawn from its whole
-duration: while it starts, trains, validates, saves, or ends. Whenever it ends without being done, it is started again.
+Each run is `torchrun --max-restarts` with two CPU ranks; every fourth reads a Dataset through a worker process. One or
+two faults meet it while it starts, trains, validates or saves. Whenever it ends without being done, it is started
+again.
 """
 
 import argparse
 import hashlib
-import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import psutil
 
-PROJECT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "fastgpu")]
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1] / "{{cookiecutter.project_slug}}"
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "fastgpu"), str(HERE.parents[1] / "bench")]
 
-from harness import write_minimal  # noqa: E402 (found by the line above)
+import publish
+from harness import copy_project, write_minimal
 
 RANKS = 2
 MAX_STARTS = 8
@@ -34,7 +42,13 @@ MAX_STARTS = 8
 END_S = 120
 """A process that has been told to end, and does not, has failed."""
 ORPHAN_S = 10
-SETTINGS = ["run.resume=auto", "run.checkpoint_every_steps=7", "train.epochs=6", "data.echo=2.5", "log.every_steps=10"]
+PHASES = ("starting", "training", "validating", "saving", "ending")
+SETTINGS = [
+    *("workload=planted", "run.resume=auto", "run.checkpoint_every_steps=7", "train.epochs=6", "data.echo=2.5"),
+    *("log.every_steps=10", "dist.timeout_s=20", "loader.timeout_s=10"),
+]
+DATASET = ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"]
+STOPPED = "asked to stop at step"
 
 
 @dataclass
@@ -42,146 +56,338 @@ class Outcome:
     """What became of one run."""
 
     faults: list[str] = field(default_factory=list)
+    """`fault while phase`"""
     starts: int = 0
     done: bool = False
     equal: bool = False
     orphans: int = 0
     leftovers: list[str] = field(default_factory=list)
-    last_words: str = ""
+    first_step_s: list[float] = field(default_factory=list)
+    """Seconds from each kill or later start to the first step after it."""
+    problems: list[str] = field(default_factory=list)
 
 
-def processes_of(run: str) -> list[psutil.Process]:
-    """All processes with the name of the run on their command line: torchrun and its ranks."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        is_alive = process.info["status"] != psutil.STATUS_ZOMBIE
-        if is_alive and f"run.name={run}" in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
+class Untouched(NamedTuple):
+    """A run without faults."""
+
+    result: str
+    start_s: float
+    """Seconds to its first step."""
+    train_s: float
+    """Seconds from there to its last checkpoint."""
+
+    def __str__(self) -> str:
+        return f"{self.start_s:.1f} s to its first step and {self.train_s:.1f} s from there to its last checkpoint"
 
 
-def ranks_of(run: str) -> list[psutil.Process]:
-    return [process for process in processes_of(run) if "torch.distributed.run" not in process.cmdline()]
+class Run:
+    """A run in a folder of its own, whose name is that of the run."""
 
+    def __init__(self, folder: Path, *, uses_dataset: bool):
+        self.folder = folder
+        self.rng = random.Random(folder.name)
+        self.words = [f"run.name={folder.name}", *SETTINGS, *(DATASET if uses_dataset else [])]
+        self.uses_dataset = uses_dataset
+        self.outcome = Outcome()
+        folder.mkdir()
+        write_minimal(folder, n_val_rows=2000)
 
-def to_launcher(number: signal.Signals) -> Callable[[str, subprocess.Popen[str], random.Random], None]:
-    return lambda run, launcher, rng: launcher.send_signal(number)
+    def start(self) -> None:
+        (self.folder / "phase").write_text("starting")
+        self.outcome.starts += 1
+        self.interrupted_at = time.time()
+        self.launcher = self.launch("--max-restarts=1", "log")
 
+    def launch(self, flag: str, log: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", flag]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with (self.folder / log).open("a") as file:
+            return subprocess.Popen(
+                [*command, "../train.py", *self.words],
+                cwd=self.folder,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                text=True,
+            )
 
-def to_a_rank(number: signal.Signals) -> Callable[[str, subprocess.Popen[str], random.Random], None]:
-    def send(run: str, launcher: subprocess.Popen[str], rng: random.Random) -> None:
-        ranks = ranks_of(run)
-        if ranks:
-            rng.choice(ranks).send_signal(number)
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
 
-    return send
+    @property
+    def phase(self) -> str:
+        if is_done(self):
+            return "ending"
+        is_saving = any(self.folder.glob("runs/*/checkpoints/.*partial*"))
+        return "saving" if is_saving else (self.folder / "phase").read_text()
 
-
-def to_all(run: str, launcher: subprocess.Popen[str], rng: random.Random) -> None:
-    for process in processes_of(run):
-        process.kill()
-
-
-FAULTS = {
-    "kill a rank": to_a_rank(signal.SIGKILL),
-    "kill torchrun": to_launcher(signal.SIGKILL),
-    "kill all": to_all,
-    "SIGTERM to torchrun": to_launcher(signal.SIGTERM),
-    "SIGINT to torchrun": to_launcher(signal.SIGINT),
-    "SIGUSR1 to torchrun": to_launcher(signal.SIGUSR1),
-    "SIGTERM to a rank": to_a_rank(signal.SIGTERM),
-    "SIGUSR1 to a rank": to_a_rank(signal.SIGUSR1),
-}
-
-
-def start(folder: Path, run: str) -> subprocess.Popen[str]:
-    """torchrun in `folder`, with its output in <run>.log."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=3"]
-    command = [sys.executable, *launcher, str(PROJECT / "train.py"), f"run.name={run}", *SETTINGS]
-    with (folder / f"{run}.log").open("a") as log:
-        return subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True
-        )
-
-
-def result_of(folder: Path, run: str) -> str:
-    """SHA-256 over the weights and the optimizer of the last checkpoint; "" if there is none."""
-    saved = sorted(folder.glob(f"runs/{run}/checkpoints/last-*"))
-    if not saved:
-        return ""
-    return hashlib.sha256((saved[-1] / "model.pt").read_bytes() + (saved[-1] / "step.pt").read_bytes()).hexdigest()
-
-
-def is_done(folder: Path, run: str) -> bool:
-    return "\ndone: epoch" in (folder / f"{run}.log").read_text()
-
-
-def soak(folder: Path, run: str, duration_s: float, expected: str) -> Outcome:
-    """One run with one or two faults, drawn by its name."""
-    rng = random.Random(run)
-    outcome = Outcome()
-    n_faults = rng.choice((1, 1, 2))
-    while outcome.starts < MAX_STARTS and not outcome.done:
-        launcher = start(folder, run)
-        outcome.starts += 1
-        if len(outcome.faults) < n_faults:
-            try:
-                launcher.wait(rng.uniform(0, duration_s))
-            except subprocess.TimeoutExpired:
-                name = rng.choice(list(FAULTS))
-                FAULTS[name](run, launcher, rng)
-                outcome.faults.append(name)
+    @property
+    def ranks(self) -> list[psutil.Process]:
         try:
-            launcher.wait(END_S + duration_s)
-        except subprocess.TimeoutExpired:
-            outcome.last_words = "did not end"
-            to_all(run, launcher, rng)
-            launcher.wait()
-            break
-        outcome.done = is_done(folder, run)
+            return psutil.Process(self.launcher.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes with the name of the run on their command line: torchrun, its ranks, and their workers."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            is_alive = process.info["status"] != psutil.STATUS_ZOMBIE
+            if is_alive and self.words[0] in (process.info["cmdline"] or []):
+                found.append(process)
+        return found
+
+    def wait_for(self, phase: str, seconds: float) -> bool:
+        """Wait for this phase, but not after the end of the run. Returns whether it was met."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.launcher.poll() is None:
+            if self.phase == phase:
+                return True
+            time.sleep(0.001)
+        return False
+
+    def result(self) -> str:
+        """SHA-256 over the weights and the optimizer of the last checkpoint; "" if there is none."""
+        saved = sorted(self.folder.glob("runs/*/checkpoints/last-*"))
+        names = ("model.pt", "step.pt") if saved else ()
+        return hashlib.sha256(b"".join((saved[-1] / name).read_bytes() for name in names)).hexdigest() if saved else ""
+
+    def first_step_s(self) -> float | None:
+        """Seconds from the last start, or kill, to the first step after it. None: there was none."""
+        path = self.folder / "steps"
+        times = [float(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return min((each - self.interrupted_at for each in times if each > self.interrupted_at), default=None)
+
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+def send(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def to_launcher(number: signal.Signals) -> Callable[[Run], None]:
+    return lambda run: run.launcher.send_signal(number)
+
+
+def to_a_rank(number: signal.Signals) -> Callable[[Run], None]:
+    return lambda run: send(run.rng.sample(run.ranks, min(1, len(run.ranks))), number)
+
+
+def kill_all(run: Run) -> None:
+    send(run.processes(), signal.SIGKILL)
+
+
+def stop_a_worker(run: Run) -> None:
+    workers = [child for rank in run.ranks for child in rank.children() if run.words[0] in child.cmdline()]
+    send(run.rng.sample(workers, min(1, len(workers))), signal.SIGSTOP)
+
+
+def plant_nan(run: Run) -> None:
+    """The loss is NaN until the run ends."""
+    (run.folder / "nan").touch()
+
+
+def fill_disk(run: Run) -> None:
+    """For three seconds, no byte fits on the file system of the run."""
+    with (run.folder / "runs" / "ballast").open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            time.sleep(3)
+    (run.folder / "runs" / "ballast").unlink()
+
+
+def start_another(run: Run) -> None:
+    """A second process for the same run must be refused as long as the first one lives."""
+    other = run.launch("--max-restarts=0", "other.log")
+    other.wait(END_S)
+    said = (run.folder / "other.log").read_text()
+    if run.launcher.poll() is None and "is in use by" not in said:
+        run.outcome.problems.append(f"a second writer was let in: {said[-300:]}")
+
+
+def set_clock(run: Run) -> None:
+    """Everything that the run wrote has the time of another clock."""
+    kill_all(run)
+    offset_s = run.rng.choice((-400, 400)) * 86400
+    for path in run.folder.rglob("*"):
+        os.utime(path, (time.time() + offset_s,) * 2)
+
+
+FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
+    "SIGKILL to a rank": (5, to_a_rank(signal.SIGKILL)),
+    "SIGKILL to torchrun": (4, to_launcher(signal.SIGKILL)),
+    "SIGKILL to all": (4, kill_all),
+    "SIGTERM to torchrun": (2, to_launcher(signal.SIGTERM)),
+    "SIGINT to torchrun": (2, to_launcher(signal.SIGINT)),
+    "SIGUSR1 to torchrun": (2, to_launcher(signal.SIGUSR1)),
+    "SIGTERM to a rank": (2, to_a_rank(signal.SIGTERM)),
+    "SIGUSR1 to a rank": (1, to_a_rank(signal.SIGUSR1)),
+    "SIGUSR2 to a rank": (1, to_a_rank(signal.SIGUSR2)),
+    "SIGSTOP to a rank": (1, to_a_rank(signal.SIGSTOP)),
+    "SIGSTOP to a worker": (1, stop_a_worker),
+    "NaN": (1, plant_nan),
+    "disk full": (1, fill_disk),
+    "second writer": (1, start_another),
+    "wrong clock": (1, set_clock),
+}
+"""{fault: (weight, what does it)}"""
+STOPS = ("SIGTERM", "SIGINT", "SIGUSR2")
+
+
+def meet(run: Run, name: str, usual: Untouched) -> None:
+    """Let a fault meet the run at a moment of a phase, both drawn."""
+    phase = run.rng.choice(PHASES[1:4] if "worker" in name else PHASES[:4])
+    if phase == "starting":
+        while not run.ranks and run.launcher.poll() is None:
+            time.sleep(0.01)
+        time.sleep(run.rng.uniform(0, usual.start_s))
+    else:
+        run.wait_for("training", END_S)
+        time.sleep(run.rng.uniform(0, usual.train_s))
+        run.wait_for(phase, usual.train_s)
+    if run.launcher.poll() is None:
+        n_stops = run.log.count(STOPPED)
+        phase = run.phase
+        run.outcome.faults.append(f"{name} while {phase}")
+        run.interrupted_at = time.time()
+        FAULTS[name][1](run)
+        if name.startswith(STOPS) and phase != "starting":
+            run.launcher.wait(END_S)
+            if run.log.count(STOPPED) == n_stops and not is_done(run):
+                run.outcome.problems.append(f"{run.outcome.faults[-1]}: the step was not saved: {run.log[-300:]}")
+
+
+def is_done(run: Run) -> bool:
+    return "\ndone: epoch" in run.log
+
+
+def soak(run: Run, usual: Untouched) -> Outcome:
+    """A run with one or two faults, drawn by its name."""
+    outcome = run.outcome
+    names = [name for name in FAULTS if run.uses_dataset or "worker" not in name]
+    has_disk = mount(run.folder / "runs")
+    if not has_disk:
+        names.remove("disk full")
+    faults = run.rng.choices(names, [FAULTS[name][0] for name in names], k=run.rng.choice((1, 1, 2)))
+    try:
+        while outcome.starts < MAX_STARTS and not outcome.done:
+            run.start()
+            if faults:
+                meet(run, faults.pop(), usual)
+            run.launcher.wait(END_S + usual.start_s + usual.train_s)
+            (run.folder / "nan").unlink(missing_ok=True)
+            outcome.done = is_done(run)
+            if outcome.faults and (seconds := run.first_step_s()) is not None:
+                outcome.first_step_s.append(round(seconds, 2))
+    except subprocess.TimeoutExpired:
+        outcome.problems.append("did not end")
+        kill_all(run)
+        run.launcher.wait()
     until = time.monotonic() + ORPHAN_S
-    while processes_of(run) and time.monotonic() < until:
+    while run.processes() and time.monotonic() < until:
         time.sleep(0.2)
-    outcome.orphans = len(processes_of(run))
-    outcome.leftovers = [path.name for path in folder.glob(f"runs/{run}/**/*partial*")]
-    outcome.equal = outcome.done and result_of(folder, run) == expected
-    if not outcome.equal and not outcome.last_words:
-        outcome.last_words = (folder / f"{run}.log").read_text()[-400:]
+    outcome.orphans = len(run.processes())
+    kill_all(run)
+    outcome.leftovers = [path.name for path in run.folder.glob("runs/**/*partial*")]
+    outcome.equal = outcome.done and run.result() == usual.result
+    if not outcome.equal:
+        outcome.problems.append(run.log[-600:])
+    if has_disk:
+        subprocess.run(["umount", run.folder / "runs"], check=True)
     return outcome
+
+
+def mount(folder: Path) -> bool:
+    """A small file system of its own, which can be filled. Only root can have one, on Linux."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder]
+    return (
+        shutil.which("mount") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
+
+
+# ---------------------------------------------------------------------------------------------- all runs
+
+
+def untouched(base: Path, *, uses_dataset: bool) -> Untouched:
+    """A run without faults."""
+    run = Run(base / f"untouched-{uses_dataset}", uses_dataset=uses_dataset)
+    run.start()
+    run.launcher.wait()
+    if not is_done(run):
+        sys.exit(f"error: a run without faults fails: {run.log}")
+    start_s = run.first_step_s() or 0.0
+    saved_at = max(path.stat().st_mtime for path in run.folder.glob("runs/*/checkpoints/*"))
+    return Untouched(run.result(), start_s, saved_at - run.interrupted_at - start_s)
+
+
+def describe(outcomes: list[Outcome], usual: Untouched) -> list[publish.Table]:
+    """Two tables: the whole, and how often each fault met each phase."""
+    met = Counter(tuple(fault.split(" while ")) for each in outcomes for fault in each.faults)
+    seconds = [second for each in outcomes for second in each.first_step_s] or [float("nan")]
+    rows = [
+        ["runs", f"{len(outcomes)}"],
+        ["faults that met them", f"{met.total()}"],
+        ["starts", f"{sum(each.starts for each in outcomes)}"],
+        ["runs that came to their end", f"{sum(each.done for each in outcomes)}"],
+        ["of these, equal bit for bit to a run without faults", f"{sum(each.equal for each in outcomes)}"],
+        [f"processes left after {ORPHAN_S} s", f"{sum(each.orphans for each in outcomes)}"],
+        ["partial files left", f"{sum(len(each.leftovers) for each in outcomes)}"],
+        ["other problems", f"{sum(len(each.problems) for each in outcomes)}"],
+        ["seconds from a new start to the first step, median", f"{median(seconds):.1f}"],
+        ["the same, maximum", f"{max(seconds):.1f}"],
+    ]
+    note = f"{RANKS} gloo ranks on the CPUs; a run without faults takes {usual}."
+    phases = [[name, *(f"{met[name, phase]}" for phase in PHASES)] for name in FAULTS]
+    totals = [f"{sum(count for key, count in met.items() if key[1] == phase)}" for phase in PHASES]
+    return [
+        publish.Table("outcomes", ["what", "number"], rows, note),
+        publish.Table("faults, by the phase that they met", ["fault", *PHASES], [*phases, ["all", *totals]]),
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this time")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write every outcome here")
+    parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
     args = parser.parse_args()
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
-        folder = Path(name)
-        write_minimal(folder)
-        before = time.monotonic()
-        start(folder, "untouched").wait()
-        duration_s = time.monotonic() - before
-        expected = result_of(folder, "untouched")
-        if not is_done(folder, "untouched"):
-            print((folder / "untouched.log").read_text())
-            return 1
-        print(f"a run that nobody touches takes {duration_s:.1f} s")
-        outcomes = []
-        for number in range(args.runs):
-            outcome = soak(folder, f"soak{args.seed}-{number}", duration_s, expected)
+        base = copy_project(Path(name))
+        shutil.copyfile(HERE / "planted.py", base / "workloads" / "planted.py")
+        until = time.monotonic() + args.seconds
+        usual = {}
+        for uses_dataset in (True, False)[args.runs < 4 :]:
+            usual[uses_dataset] = untouched(base, uses_dataset=uses_dataset)
+        print(f"a run without faults takes {usual[False]}", flush=True)
+
+        def try_run(number: int) -> None:
+            if time.monotonic() > until:
+                return
+            run = Run(base / f"soak{args.seed}-{number}", uses_dataset=number % 4 == 3)
+            outcome = soak(run, usual[run.uses_dataset])
             outcomes.append(outcome)
-            print(f"{number}: {asdict(outcome)}" if not outcome.equal else f"{number}: {outcome.faults}", flush=True)
-    good = [each for each in outcomes if each.equal and not each.orphans and not each.leftovers]
-    starts = sum(each.starts for each in outcomes)
-    print(
-        f"{len(outcomes)} runs, {sum(len(each.faults) for each in outcomes)} faults, {starts} starts: "
-        f"{sum(each.done for each in outcomes)} done, {sum(each.equal for each in outcomes)} bitwise equal, "
-        f"{sum(each.orphans for each in outcomes)} orphans, {sum(len(each.leftovers) for each in outcomes)} leftovers"
-    )
-    if args.json:
-        args.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
-    return int(len(good) < len(outcomes))
+            print(f"{number}: {asdict(outcome)}", flush=True)
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(try_run, range(args.runs)))
+    tables = describe(outcomes, usual[False])
+    for table in tables:
+        print(f"\n{table.title}\n\n{table.markdown()}")
+    if args.publish:
+        data = {"seed": args.seed, "runs": [asdict(each) for each in outcomes]}
+        publish.write("soak", tables, data, f"python tests/faults/soak.py --runs {args.runs} --jobs {args.jobs}")
+    are_good = [each.equal and not (each.orphans or each.leftovers or each.problems) for each in outcomes]
+    return int(not all(are_good))
 
 
 if __name__ == "__main__":

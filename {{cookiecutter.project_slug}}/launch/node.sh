@@ -11,6 +11,7 @@ export PET_RDZV_BACKEND=c10d       # the default, static, does not bring nodes t
 export PET_RDZV_ENDPOINT=${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:?name of the first node}:${PET_MASTER_PORT:-29500}}
 export PET_RDZV_ID=${PET_RDZV_ID:-$RUN_NAME}
 export PET_MAX_RESTARTS=${PET_MAX_RESTARTS:-3}
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR2      # to be passed on: the ranks save and stop
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # nodes may count restarts differently, so every restart needs a new store
 run=${RUN_FOLDER:-runs}/$RUN_NAME
 set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume=auto "$@"

@@ -12,6 +12,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.hdf5 import attributes_of
 
 Columns = dict[str, Any]
 """{field: an array, an HDF5 dataset, a LazyColumn or a RaggedArray}"""
@@ -127,8 +128,9 @@ def _load(path: str) -> Any:
         if isinstance(item, h5py.Dataset):
             return item
         matrix = {member: data[:] for member, data in item.items()}
-        matrix["shape"] = item.attrs["shape"]
-        matrix["format"] = np.array(str(item.attrs["encoding-type"]).removesuffix("_matrix"))
+        attributes = attributes_of(item, path)
+        matrix["shape"] = attributes["shape"]
+        matrix["format"] = np.array(attributes["encoding-type"].removesuffix("_matrix"))
         return matrix
 
 

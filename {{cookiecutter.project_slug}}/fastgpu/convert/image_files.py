@@ -260,6 +260,10 @@ class ImageFiles(DecodedRows):
                 self.attributes["n_classes"] = n_classes
         return decoded
 
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
+        return self._where(variables["row"]) if "row" in variables else self.name
+
     def _where(self, row: int) -> str:
         line = f":{self._listing.lines[row]}" if self._listing.lines else ""
         return f"{self.name}{line}: {self._listing.names[row]}"

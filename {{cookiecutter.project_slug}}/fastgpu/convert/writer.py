@@ -166,7 +166,17 @@ class Writer:
         self.attributes["fastgpu_format"] = FORMAT
         for path in self.paths:
             with h5py.File(path, "r+", libver="latest") as file:
-                file.attrs.update(self.attributes)
+                _write_attributes(file, self.attributes)
+
+
+def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
+    """Write attributes. Text has a fixed length: HDF5 keeps that of any length in a heap, where damage goes unseen."""
+    for name, value in attributes.items():
+        array = np.asarray(value)
+        if array.dtype.kind in "UO":
+            text = np.char.encode(array.astype(str), "utf-8", "surrogateescape")
+            array = text.astype(h5py.string_dtype("utf-8", max(1, text.itemsize)))
+        group.attrs[name] = array
 
 
 def shard_paths(target: Path, n_shards: int) -> list[Path]:
@@ -382,8 +392,8 @@ class RaggedColumn:
             shape = (self._n_values,)
             self._group.create_dataset("data", shape, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
             matrix_shape = (len(self._group["indptr"]) - 1, self._n_items)
-            self._group.attrs.update(
-                {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix_shape}
+            _write_attributes(
+                self._group, {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix_shape}
             )
 
 

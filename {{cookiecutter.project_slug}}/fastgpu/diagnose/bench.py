@@ -66,7 +66,7 @@ class Bench:
         parts.val_feed.close()
         self.parts = parts._replace(feed=None, val_feed=None)  # type: ignore[arg-type]  # measurements open feeds of their own
         self.sizes = parts.sizes
-        world.check_equal(self.sizes.tier, "set data.tier: free memory differs")
+        world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
         with world.raise_on_every_rank():

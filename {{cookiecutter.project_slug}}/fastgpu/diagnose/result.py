@@ -10,6 +10,7 @@ from typing import Any
 
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import MEANING, Measured, Rounds, Verdict
+from fastgpu.process.atomic import write_own
 from fastgpu.process.launch import UserError, warn
 from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 
@@ -144,7 +145,7 @@ def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings:
 def keep(folder: Path, numbers: Mapping[str, Any]) -> None:
     """Write diagnosis.json for later runs. It is no error if that fails."""
     try:
-        save(folder / FILE, lambda path: path.write_text(json.dumps(numbers, indent=2)))
+        save(folder / FILE, lambda path: write_own(path, json.dumps(numbers, indent=2)))
     except UserError as error:
         warn(f"later runs will not know this diagnosis: {error}")
 

@@ -11,13 +11,14 @@ The memory of the pools is allocated once. Nothing in the steady loop allocates 
 the device, or calls `record_stream`. On a CPU, host and device memory are the same and there are no events.
 """
 
+import atexit
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fastgpu.process.config import Loader
+from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import BlockRead, PoolPlan, PoolReader, Source
 from fastgpu.rows.rows import Rows
 
@@ -34,6 +37,8 @@ JOBS_PER_READER = 8
 """... or this fraction of its part of a pool, whichever is more."""
 READERS_NICE = 5
 """How much lower the priority of the readers is than that of the loop, in steps of nice(1)."""
+CLOSE_S = 3.0
+"""How long `close` waits for threads. Those that hang are left behind: they are daemons."""
 
 
 class Capacity(NamedTuple):
@@ -67,10 +72,21 @@ class _Slot(NamedTuple):
     used: torch.cuda.Event | None
 
 
-class Prefetcher:
-    """Pools on the device in the order of the plans; `n_slots - 1` of them are prepared ahead of the one in use.
+class _Job(Future[None]):
+    """Reads for a reader thread, and whether they are done."""
 
-    `start` may be called again at any time; `close` ends every thread.
+    def __init__(self, reads: list[BlockRead], out: Mapping[str, Any]):
+        super().__init__()
+        self.reads = reads
+        self.out = out
+        self.thread_id = 0
+
+
+class Prefetcher:
+    """Pools on the device in the order of the plans; `loader.prefetch_pools` are prepared ahead of the one in use.
+
+    `start` may be called again at any time; `close` ends every thread. If a thread reads nothing for
+    `loader.timeout_s`, HangError says what it reads.
     """
 
     def __init__(
@@ -80,9 +96,11 @@ class Prefetcher:
         capacity: Capacity,
         device: torch.device,
         *,
-        n_slots: int,
-        pin_memory: bool = True,
+        loader: Loader,
     ):
+        """loader: prefetch_pools, pin_memory and timeout_s are used."""
+        self._name = source.name
+        self._timeout_s = loader.timeout_s
         self._reader = reader
         self._device = device
         self._lengths = source.lengths
@@ -90,12 +108,14 @@ class Prefetcher:
         if source.lengths:
             self._block_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
         job_rows = JOB_BYTES // max(1, source.row_bytes)
-        self._rows_per_job = max(1, job_rows, capacity.n_rows // (JOBS_PER_READER * reader.n_threads))
+        worth_waking = max(1, job_rows, capacity.n_rows // (JOBS_PER_READER * reader.n_threads))
+        self._rows_per_job = reader.rows_per_job or worth_waking
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slots = [self._make_slot(source, capacity, pin_memory) for _ in range(n_slots)]
+        n_slots = loader.prefetch_pools + 1
+        self._slots = [self._make_slot(source, capacity, loader.pin_memory) for _ in range(n_slots)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._handed_over_t0 = 0.0
         self.read_time = ReadTime()
 
@@ -108,14 +128,21 @@ class Prefetcher:
 
     def start(self, plans: Iterator[PoolPlan]) -> None:
         """Begin to read. Pools that an earlier start has prepared are dropped."""
-        self.close()
+        self._end_threads(self._timeout_s)
+        if self._threads:  # they may yet write to the slots
+            raise self._hang_error(self._name)
         self._closing = threading.Event()
+        self._todo: SimpleQueue[_Job | None] = SimpleQueue()
         self._free: SimpleQueue[_Slot | None] = SimpleQueue()
         self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             self._release(slot)
-        self._thread = threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)]
+        for number in range(self._reader.n_threads):
+            self._threads.append(threading.Thread(target=self._run_jobs, name=f"reader_{number}", daemon=True))
+        atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
+        for thread in self._threads:
+            thread.start()
 
     def __iter__(self) -> Iterator[tuple[PoolPlan, Rows]]:
         """(plan, its rows on the device). The rows are valid until the next pool is asked for.
@@ -126,7 +153,7 @@ class Prefetcher:
             item = self._ready.get()
             if not isinstance(item, tuple):
                 self._ready.put(item)  # for a caller that asks again
-                self.close()
+                self._end_threads(0 if isinstance(item, HangError) else CLOSE_S)
                 if item:
                     raise item
                 return
@@ -138,23 +165,39 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the threads. It is safe to call this twice, and while a pool is in use."""
-        if self._thread:
-            self._closing.set()
-            self._free.put(None)
-            self._thread.join()
-            self._thread = None
+        self._end_threads(CLOSE_S)
+
+    def _end_threads(self, timeout_s: float) -> None:
+        """End the threads, and keep in `_threads` those that have not ended in that time."""
+        if not self._threads:
+            return
+        atexit.unregister(self.close)
+        self._closing.set()
+        self._free.put(None)
+        for _ in self._threads:
+            self._todo.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if self._stream:  # copies may be under way to memory that is now free for others
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _release(self, slot: _Slot) -> None:
         if slot.used:
             slot.used.record(torch.cuda.current_stream(self._device))
         self._free.put(slot)
 
+    def _hang_error(self, place: str) -> HangError:
+        return HangError(
+            f"no rows have come from {place}: it hangs, or is slower than loader.timeout_s ({self._timeout_s}) allows"
+        )
+
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand over the filled ones in order."""
-        filling: deque[tuple[PoolPlan, _Slot, float, list[Future[None]]]] = deque()
-        threads = ThreadPoolExecutor(self._reader.n_threads, "reader", initializer=_lower_priority)
+        filling: deque[tuple[PoolPlan, _Slot, float, list[_Job]]] = deque()
         end: BaseException | None = None
         try:
             has_more = True
@@ -179,11 +222,12 @@ class Prefetcher:
                 out = slot.host.numpy()
                 t0 = time.perf_counter()
                 self._write_offsets(plan, out)
-                jobs = [threads.submit(self._read, job, out) for job in self._jobs(plan.reads)]
+                jobs = [_Job(reads, out) for reads in self._jobs(plan.reads)]
+                for job in jobs:
+                    self._todo.put(job)
                 filling.append((plan, slot, t0, jobs))
         except BaseException as error:
             end = error  # the loop raises it, with the traceback of this thread
-        threads.shutdown(cancel_futures=True)
         self._ready.put(end)
 
     def _write_offsets(self, plan: PoolPlan, out: Mapping[str, Any]) -> None:
@@ -206,12 +250,34 @@ class Prefetcher:
                 start = stop
                 n_rows = 0
 
-    def _read(self, reads: list[BlockRead], out: Mapping[str, Any]) -> None:
-        self._reader.read(takewhile(lambda _: not self._closing.is_set(), reads), out)
+    def _run_jobs(self) -> None:
+        """Read one job after the other, in a reader thread."""
+        _lower_priority()
+        while job := self._todo.get():
+            job.thread_id = threading.get_ident()
+            try:
+                self._reader.read(takewhile(lambda _: not self._closing.is_set(), job.reads), job.out)
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)
 
-    def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, jobs: list[Future[None]]) -> None:
+    def _wait_for(self, job: _Job) -> None:
+        """Wait until a job is done, while no earlier one is under way: a reader has it, or is about to take it."""
+        try:
+            job.result(self._timeout_s)
+        except TimeoutError:
+            if job.done():  # it is an error of the reader
+                raise
+            raise self._hang_error(_describe_read(job.thread_id)) from None
+
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads, if no object further up its stack knows better (see `_describe_read`)."""
+        return f"{self._name}, block {variables['job'].reads[0].block}"
+
+    def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, jobs: list[_Job]) -> None:
         for job in jobs:
-            job.result()
+            self._wait_for(job)
         now = time.perf_counter()
         seconds = now - max(t0, self._handed_over_t0)
         self.read_time = ReadTime(self.read_time.seconds + seconds, self.read_time.n_rows + plan.n_rows)
@@ -222,6 +288,20 @@ class Prefetcher:
                 slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
                 slot.copied.record(self._stream)
         self._ready.put((plan, slot))
+
+
+def _describe_read(thread_id: int) -> str:
+    """What a thread reads, from its stack, so that no read has to take notes.
+
+    The innermost object with a method `describe_read` is asked, and given the local variables of its running method.
+    """
+    frame = sys._current_frames().get(thread_id)
+    while frame:
+        describe = getattr(frame.f_locals.get("self"), "describe_read", None)
+        if describe:
+            return describe(frame.f_locals)
+        frame = frame.f_back
+    return "the readers"
 
 
 def _lower_priority() -> None:

@@ -1,6 +1,7 @@
 """Pools of an epoch from the device, the host or the disk: all three tiers give the same batches, bit for bit."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -68,17 +69,17 @@ def open_feed(source: Source, order: BlockSampler, sizes: Sizes, world: World, *
 def make_feed(source: Source, order: BlockSampler, placement: Placement, loader: Loader | None = None) -> Feed:
     """The rows of `source` in the given order, kept on a tier, as pools on a device.
 
-    loader: pin_memory and prefetch_pools are used; the numbers of readers come from `placement`.
+    loader: pin_memory, prefetch_pools and timeout_s are used; the numbers of readers come from `placement`.
     """
     loader = loader or Loader()
     tier, device, n_readers = placement
     if tier == "device":
-        resident = _read_all(source, device, n_readers, loader.pin_memory)
+        resident = _read_all(source, placement, loader)
         capacity = pool_capacity(source, order)
         pool = Rows.empty(source.fields, capacity.n_rows, device, n_values=capacity.values)
         return ResidentFeed(resident, order, pool)
     if tier == "host":
-        columns = _read_all(source, torch.device("cpu"), n_readers, pin_memory=False).numpy()
+        columns = _read_all(source, placement._replace(device=torch.device("cpu")), loader).numpy()
         n_items = {name: field.n_items for name, field in source.fields.items()}
         source = Arrays(source.name, columns, source.attributes, block_rows=source.block_rows, n_items=n_items)
         n_readers = max(1, n_readers)
@@ -111,11 +112,8 @@ class StreamedFeed:
     def __init__(self, source: Source, order: BlockSampler, placement: Placement, loader: Loader):
         self.order = order
         self._reader: PoolReader = source.open_reader(order, placement.n_readers)
-        n_slots = loader.prefetch_pools + 1
         capacity = pool_capacity(source, order)
-        self._prefetcher = Prefetcher(
-            source, self._reader, capacity, placement.device, n_slots=n_slots, pin_memory=loader.pin_memory
-        )
+        self._prefetcher = Prefetcher(source, self._reader, capacity, placement.device, loader=loader)
         self._next: tuple[int, int] | None = None  # (epoch, consumed) of the pools that are being read now
         self._pools: Iterator[tuple[PoolPlan, Rows]] = iter(())
 
@@ -158,7 +156,7 @@ def pool_capacity(source: Source, order: BlockSampler) -> Capacity:
     return Capacity(order.max_pool_rows, values)
 
 
-def _read_all(source: Source, device: torch.device, n_readers: int, pin_memory: bool) -> Rows:
+def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
     """Every row in the order of the file, through the same readers and copy stream: at most 128 MiB of host memory."""
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
     most = max(n_values.values(), default=0)
@@ -169,15 +167,13 @@ def _read_all(source: Source, device: torch.device, n_readers: int, pin_memory: 
         )
     batch_size = min(len(source), max(1, LOAD_BYTES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, seed=None, drop_last=False)
-    loader = Loader(prefetch_pools=1, pin_memory=pin_memory)
-    feed = StreamedFeed(source, order, Placement("disk", device, n_readers), loader)
-    rows = Rows.empty(source.fields, len(source), device, n_values=n_values)
+    rows = Rows.empty(source.fields, len(source), placement.device, n_values=n_values)
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
     start = 0
-    for plan, part in feed.pools(0):
-        rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
-        start += plan.n_real_rows
-    feed.close()
+    with closing(StreamedFeed(source, order, placement, loader.model_copy(update={"prefetch_pools": 1}))) as feed:
+        for plan, part in feed.pools(0):
+            rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
+            start += plan.n_real_rows
     return rows

@@ -11,6 +11,7 @@ import numpy as np
 from fastgpu.feed.prefetch import Prefetcher
 from fastgpu.feed.sizes import choose_readers
 from fastgpu.feed.tiers import pool_capacity
+from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, Source
@@ -18,7 +19,7 @@ from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
-from fastgpu.storage.hdf5 import open_file, open_group
+from fastgpu.storage.hdf5 import list_contents, open_file, open_group
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.unconverted import refuse_unconverted
 
@@ -95,8 +96,9 @@ def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
         found = {name: dataset if dataset in root else name for name, dataset in datasets.items()}
         for name, dataset in found.items():
             if dataset not in root:
-                contents = ", ".join(sorted(root)) or "nothing"
-                raise UserError(f"{path}: {name} is missing; there is {contents} (name a group as file.h5::/group)")
+                raise UserError(
+                    f"{path}: {name} is missing; there is {list_contents(root)} (name a group as file.h5::/group)"
+                )
     return found
 
 
@@ -107,16 +109,18 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
         )
     try:
         content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            content = {names[0]: content}
+        missing = [name for name in names if name not in content]
+        if missing:
+            raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
+        columns = {name: content[name] for name in names}
+    except UserError:
+        raise
     except FileNotFoundError:
         raise not_found(paths[0]) from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{paths[0]} is not a file of NumPy arrays of numbers: {error}") from None
-    if isinstance(content, np.ndarray):
-        content = {names[0]: content}
-    missing = [name for name in names if name not in content]
-    if missing:
-        raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
-    columns = {name: content[name] for name in names}
     lengths = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise UserError(f"{paths[0]} has {lengths} rows; each field should have as many, and at least one")
@@ -139,7 +143,7 @@ def make_order(source: Source, batch_size: int, world: World) -> BlockSampler:
 def open_pools(source: Source, order: BlockSampler, world: World) -> Iterator[Iterator[Pool]]:
     """All rows once, read ahead by threads, as pools on the device."""
     reader = source.open_reader(order, choose_readers("auto", world.local_world_size))
-    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), world.device, n_slots=3)
+    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), world.device, loader=Loader())
     try:
         prefetcher.start(reader.pools(0))
         yield (Pool(plan, rows) for plan, rows in prefetcher)

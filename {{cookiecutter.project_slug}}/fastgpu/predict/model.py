@@ -45,8 +45,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / DESCRIPTION).exists() or (path / "model.pt").exists():
         return path
-    last = sorted(path.glob("checkpoints/last-*"), key=lambda folder: int(folder.name.removeprefix("last-")))
-    saved = [*best_first(path), *reversed(last)]
+    numbers = {folder: folder.name.removeprefix("last-") for folder in path.glob("checkpoints/last-*")}
+    last = [folder for folder, number in numbers.items() if number.isdecimal()]  # others are copies that a person made
+    saved = [*best_first(path), *sorted(last, key=lambda folder: int(numbers[folder]), reverse=True)]
     if not saved:
         raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
     chosen = next((folder for folder in saved if (folder / DESCRIPTION).exists()), saved[0])

@@ -1,8 +1,9 @@
-"""Files and folders that are either complete or absent, whatever ends the process or the machine."""
+"""Files and folders that are complete or absent, whatever ends the process; and files that are no links to others."""
 
 import os
 import shutil
 from pathlib import Path
+from typing import Literal, TextIO
 
 
 def atomic_replace(partial: Path, target: Path) -> None:
@@ -18,6 +19,24 @@ def atomic_replace(partial: Path, target: Path) -> None:
         shutil.rmtree(target)
     partial.replace(target)
     flush(target.parent)
+
+
+def open_own(path: Path, mode: Literal["a", "w"]) -> TextIO:
+    """Open a text file in the folder of a run to write to it.
+
+    Raises OSError for a symbolic link: whoever may write to the folder could lead the run to any file of its user.
+    """
+
+    def open_no_link(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, mode, encoding="utf-8", opener=open_no_link)
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a text file as a whole, as `open_own` does."""
+    with open_own(path, "w") as file:
+        file.write(text)
 
 
 def flush(path: Path) -> None:

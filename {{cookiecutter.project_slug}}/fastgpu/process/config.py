@@ -19,8 +19,11 @@ Precision = Literal["bf16", "fp16", "fp32"]
 OnNan = Literal["stop", "skip_step", "rewind"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 Kernels = Literal["torch", "apex", "none"]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+MAX_COUNT = 2**31 - 1
+"""No number of rows of a batch, of steps, threads or seconds is larger."""
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+LargeCount = Annotated[int, Field(ge=0, le=2**53)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(gt=0)]
 
@@ -45,7 +48,7 @@ class Run(Section):
     """Folder of this run below `run.folder`. auto: date and time, or with `resume: auto` the newest run."""
     folder: str = "runs"
     """Folder that holds all runs."""
-    seed: CountOrZero = 0
+    seed: LargeCount = 0
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
     """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
@@ -94,6 +97,9 @@ class Data(Section):
     """Check the SHA-256 of each block whenever it is read (only files written by convert.py have checksums)."""
     trust_links: bool = False
     """Follow external datasets, virtual datasets and links into other files. Only for files that you trust."""
+    trusted: bool = True
+    """false: first open HDF5 files in a helper process with limits of time and memory, so that a file that makes the
+    HDF5 library crash, hang or take all memory is refused in one line. For files from strangers."""
 
     @property
     def val_share(self) -> float | None:
@@ -118,13 +124,14 @@ class Loader(Section):
     persistent_workers: bool = True
     """Keep the worker processes from epoch to epoch. false: start new ones for each epoch."""
     timeout_s: Count = 300
-    """Stop the run when no worker process has delivered a batch for this many seconds."""
+    """Stop the run when a reader thread has read nothing, or no worker process has sent a batch, for this many seconds:
+    a network file system is gone, or a Dataset hangs."""
 
 
 class Hdf5(Section):
     """Chunk cache of the HDF5 library, for files that only the library can read."""
 
-    rdcc_nbytes: CountOrZero = 8 << 20
+    rdcc_nbytes: LargeCount = 8 << 20
     """Size of the cache in bytes (see h5py.File)."""
     rdcc_nslots: Count = 8191
     """Slots of the cache: a prime number, about 100 times the number of chunks that fit."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from fastgpu.process.config import SECTIONS, Config, Section
+from fastgpu.process.config import MAX_COUNT, SECTIONS, Config, Section
 from fastgpu.process.launch import UserError
 
 OptionsT = TypeVar("OptionsT", bound=Section)
@@ -18,6 +18,15 @@ FindOptions = Callable[[str], type[Section]]
 """Name of a workload -> the class of its settings."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
 """{word of JSON schema: what --help says}"""
+MAX_CHARACTERS = 1 << 20
+"""Length of a config, with every alias written out."""
+MAX_NODES = 20_000
+"""Number of values and keys; PyYAML reads so many in about 2 s."""
+MAX_DEPTH = 20
+MAX_DIGITS = 100
+"""Length of a number."""
+MAX_SHOWN = 200
+"""Length of a value in a message."""
 TORCHRUN_FLAGS = ("nproc-per-node", "nnodes", "node-rank", "standalone", "rdzv-", "max-restarts", "master-")
 
 
@@ -74,7 +83,11 @@ def _describe_allowed(field: dict[str, Any]) -> str:
     kind = field.get("type", "any value")
     if kind == "array":
         return f"list of {_describe_allowed(field.get('items', {}))}"
-    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if name in field]
+
+    def is_told(bound: str) -> bool:
+        return bound in field and not (kind == "integer" and bound == "maximum" and field[bound] >= MAX_COUNT)
+
+    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if is_told(name)]
     return " ".join(["mapping" if kind == "object" else kind, *bounds])
 
 
@@ -124,7 +137,44 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2."""
+    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. Every error is a YAMLError with its line."""
+
+    _depth = 0
+    _n_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse deep nesting before Python's stack ends, and endless lists before they take minutes."""
+        self._depth += 1
+        self._n_nodes += 1
+        if self._depth > MAX_DEPTH:
+            raise _refuse(self.peek_event(), f"is nested deeper than {MAX_DEPTH} levels")
+        if self._n_nodes > MAX_NODES:
+            raise _refuse(self.peek_event(), f"has more than {MAX_NODES:,} values; name many files by a pattern")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Refuse what looks like a number or a date, and is none."""
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
+            raise _refuse(node, f"a number of {len(node.value):,} characters; allowed are {MAX_DIGITS}")
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            raise _refuse(node, f"{_shorten(str(node.value))} is no {kind}") from None
+
+
+class _RefusedError(yaml.MarkedYAMLError):
+    """What is YAML, but no sane config."""
+
+
+def _refuse(place: Any, problem: str) -> _RefusedError:
+    return _RefusedError(problem=problem, problem_mark=place.start_mark)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 _YamlLoader.add_implicit_resolver(
@@ -134,7 +184,10 @@ _YamlLoader.add_implicit_resolver(
 
 def _read_yaml(path: str, origins: dict[str, str]) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        if Path(path).exists() and not Path(path).is_file():  # a device or a pipe may never end
+            raise UserError(f"{path}: is not a file; name a YAML file")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}; start in the project's folder or name the file with --config"
@@ -145,35 +198,57 @@ def _read_yaml(path: str, origins: dict[str, str]) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: holds {tree!r}; allowed are sections such as `data:` with keys below them")
+        raise UserError(
+            f"{path}: holds {_shorten(repr(tree))}; allowed are sections such as `data:` with keys below them"
+        )
     return tree
 
 
 def _parse(text: str, origin: str, prefix: str, origins: dict[str, str]) -> Any:
     """The value of a YAML text. Refuses a key that occurs twice; records the line of each key in `origins`."""
+    n_characters = 0
 
-    def walk(node: yaml.Node, path: str) -> None:
+    def walk(node: yaml.Node, path: str, depth: int = 0) -> None:
+        """Visit every node, an alias as if it were written out."""
+        nonlocal n_characters
+        n_characters += len(node.value) + 1
+        if n_characters > MAX_CHARACTERS:
+            raise _refuse(node, f"is longer than {MAX_CHARACTERS:,} characters with its aliases written out")
+        if depth > MAX_DEPTH:
+            raise _refuse(node, "an alias stands for a value that holds the alias itself")
+        if isinstance(node, yaml.SequenceNode):
+            for element in node.value:
+                walk(element, path, depth + 1)
         if not isinstance(node, yaml.MappingNode):
             return
         seen: dict[str, int] = {}
         for key, value in node.value:
-            dotted = f"{path}.{key.value}".lstrip(".")
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refuse(key, "a key should be a single word")
+            walk(key, path)
+            dotted = f"{path}.{key.value}".lstrip(".")
             if key.value in seen:
                 raise UserError(f"{origin}:{line}: {dotted} stands twice, first in line {seen[key.value]}: keep one")
             seen[key.value] = line
             origins[dotted] = f"{origin}:{line}"
-            walk(value, dotted)
+            walk(value, dotted, depth + 1)
 
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{origin}: is longer than {MAX_CHARACTERS:,} characters; name a YAML file with settings only")
     try:
-        node = yaml.compose(text, _YamlLoader)
-        if node is not None:
-            walk(node, prefix)
-        return yaml.load(text, _YamlLoader)
+        loader = _YamlLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        walk(node, prefix)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{origin}{line}: is not YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        what = "" if isinstance(error, _RefusedError) else "is not YAML: "
+        raise UserError(f"{origin}{line}: {what}{problem}") from None
 
 
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -217,7 +292,7 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
         elif key in ("data.fields", "data.val_fields") and value is None:
             hint = " (a name without a value: put a space after the colon, as in {images: images})"
         should = "hold keys of its own" if key in SECTIONS else " or ".join(dict.fromkeys(allowed))
-        lines.append(f"{origin}: {key} is {json.dumps(value, default=str)}; it should {should}{hint}")
+        lines.append(f"{origin}: {key} is {_shorten(json.dumps(value, default=str))}; it should {should}{hint}")
     return lines
 
 

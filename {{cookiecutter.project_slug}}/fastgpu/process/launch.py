@@ -4,12 +4,20 @@ The only module that reads environment variables. It does not import torch, so a
 once.
 """
 
+import atexit
 import faulthandler
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+EXIT_S = 2.0
+"""Time for what is registered with `atexit` if Python's own exit would hang."""
+
+MAX_LINE = 1000
+"""Characters of a line of a message. It may quote what a damaged file holds, whatever its length."""
 
 
 class UserError(ValueError):
@@ -18,6 +26,10 @@ class UserError(ValueError):
 
 class RankError(UserError):
     """A UserError that one rank alone meets during training. That rank prints it, whichever it is."""
+
+
+class HangError(RankError):
+    """A thread hangs, and so may Python's own exit: it waits for the locks of that thread."""
 
 
 class Launch(NamedTuple):
@@ -66,9 +78,23 @@ def exit_with_message(
         yield
     except UserError as error:
         if launch.is_local_main or isinstance(error, RankError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            lines = f"error: {error}".splitlines()
+            lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in lines]
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+        if isinstance(error, HangError):
+            _exit_by_force(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if launch.is_local_main:
             print(f"\n{interrupted}", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+
+
+def _exit_by_force(code: int) -> NoReturn:
+    """End the process, whatever hangs in it. Functions registered with `atexit` are called if they are quick."""
+    timer = threading.Timer(EXIT_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)

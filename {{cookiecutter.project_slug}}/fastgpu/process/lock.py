@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -32,6 +33,8 @@ class Holder(NamedTuple):
 
     pid: int
     host: str
+    kernel: str
+    """Which running system. Hosts may have the same name, and containers of one host different names."""
     since: str
     beat: int
     """How often the holder has changed the file."""
@@ -56,11 +59,14 @@ class FolderLock:
 
     def __init__(self, folder: Path, patience_s: float | None = None):
         """patience_s: how long to wait for another process; None: PATIENCE_S."""
+        self._folder = folder
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
-        self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        silent = _wait_for_silence(folder)
+        self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            self._acquire(folder)
-            self._holder = Holder(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), 0)
+            self._acquire(silent)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._holder = Holder(os.getpid(), socket.gethostname(), _kernel(), since, 0)
             self._beat()
         except BaseException:
             os.close(self._descriptor)
@@ -77,20 +83,15 @@ class FolderLock:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
 
-    def _acquire(self, folder: Path) -> None:
+    def _acquire(self, silent: Holder | None) -> None:
         until = time.monotonic() + self._patience_s
         while not self._try():
             if time.monotonic() > until:
-                raise InUseError(folder, self._read())
+                raise InUseError(self._folder, self._read())
             time.sleep(POLL_S)
-        last = self._read()
-        if last is None or last.host == socket.gethostname():
-            return  # on this machine, the kernel is the one to ask
-        until = time.monotonic() + SILENT_S
-        while time.monotonic() < until:
-            time.sleep(POLL_S)
-            if self._read() != last:
-                raise InUseError(folder, last)
+        holder = self._read()
+        if holder and holder != silent and holder.kernel != _kernel():  # it came while this process waited
+            raise InUseError(self._folder, holder)
 
     def _try(self) -> bool:
         try:
@@ -100,16 +101,54 @@ class FolderLock:
         return os.fstat(self._descriptor).st_nlink > 0  # its holder may have removed it meanwhile, with the folder
 
     def _read(self) -> Holder | None:
-        try:
-            return Holder(*json.loads(os.pread(self._descriptor, FILE_BYTES, 0)))
-        except (ValueError, TypeError):  # empty: released in order
-            return None
+        return _parse(os.pread(self._descriptor, FILE_BYTES, 0))
 
     def _beat(self) -> None:
         self._holder = self._holder._replace(beat=self._holder.beat + 1)
         os.pwrite(self._descriptor, json.dumps(self._holder).encode().ljust(FILE_BYTES), 0)
+        os.fsync(self._descriptor)  # NFS may keep what is written to itself for half a minute
 
     def _keep_beating(self) -> None:
         while not self._is_closed.wait(BEAT_S):
             with suppress(OSError):  # a disk that is full or away for a moment
+                holder = self._read()
+                if holder and holder != self._holder:  # this process stood still, and was taken for dead
+                    print(f"error: {InUseError(self._folder, holder)}", file=sys.stderr, flush=True)
+                    os._exit(2)  # not one byte more into the run of another process
                 self._beat()
+
+
+def _wait_for_silence(folder: Path) -> Holder | None:
+    """The process on another machine that held the lock last and is dead. Raises UserError if it is alive.
+
+    On this machine, the kernel is the one to ask. The file is opened for each look, because NFS shows changes of other
+    machines at opening only; so this comes before the lock, which closing the file would release.
+    """
+    last = _look(folder)
+    until = time.monotonic() + SILENT_S
+    while last and last.kernel != _kernel() and time.monotonic() < until:
+        time.sleep(POLL_S)
+        holder = _look(folder)
+        if holder and holder != last:
+            raise InUseError(folder, holder)
+        last = holder
+    return last
+
+
+def _look(folder: Path) -> Holder | None:
+    with suppress(FileNotFoundError):
+        return _parse((folder / NAME).read_bytes())
+    return None
+
+
+def _parse(data: bytes) -> Holder | None:
+    try:
+        return Holder(*json.loads(data))
+    except (ValueError, TypeError):  # empty: released in order
+        return None
+
+
+def _kernel() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from fastgpu.process.launch import UserError
+
 NOTE_S = 3.0
 """How long to wait for the last words of a rank: they and the end of its connection come by different ways."""
 POLL_S = 0.1
@@ -28,6 +30,20 @@ class Peers:
         self._world_size = world_size
         self._host = socket.gethostname()
         self._write(f"at{rank}", [self._host, os.getpid()])
+
+    def check_device(self, device: str) -> None:
+        """Raise UserError on every rank if a rank has another type of device than rank 0: the two could never meet."""
+        self._store.set(f"device{self._rank}", device)
+        devices = [
+            each.decode() for each in self._store.multi_get([f"device{rank}" for rank in range(self._world_size)])
+        ]
+        for rank, each in enumerate(devices):
+            if each != devices[0]:
+                host, first_host = (self._read(f"at{number}")[0] for number in (rank, 0))
+                raise UserError(
+                    f"the device is {each} on rank {rank} ({host}) and {devices[0]} on rank 0 ({first_host}); check "
+                    "nvidia-smi on both machines, or set dist.device"
+                )
 
     def tell(self, reason: str) -> None:
         """Leave the reason why this rank ends."""

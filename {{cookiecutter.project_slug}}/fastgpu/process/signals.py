@@ -21,6 +21,8 @@ SAVE = signal.SIGUSR1
 ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
 PARENT_POLL_S = 0.5
+LAST_WORDS_S = 5.0
+"""Outside of training, a rank ends this long after SIGTERM."""
 ORPHAN_S = 4.0
 """An orphan is ended this long after its parent died."""
 
@@ -58,8 +60,22 @@ class Requests:
             os.kill(os.getpid(), number)
 
 
+def end_soon(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by ending the process a little later.
+
+    torchrun sends SIGTERM as soon as one rank has ended, and the others should have the time to say what they know.
+    """
+    timer = threading.Timer(LAST_WORDS_S, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
+
+
 def end_with_launcher(launch: Launch) -> None:
-    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force."""
+    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force.
+
+    SIGUSR1 is ignored until `listen`: there is nothing to save yet.
+    """
+    signal.signal(SAVE, signal.SIG_IGN)
     if launch.is_launched:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 

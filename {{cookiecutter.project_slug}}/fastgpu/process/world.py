@@ -1,9 +1,12 @@
 """The process group, the device and the rank as one value: nccl on CUDA, gloo on a CPU."""
 
 import gc
+import hashlib
+import json
+import signal
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch, RankError, UserError
+from fastgpu.process.launch import HangError, Launch, RankError, UserError
 from fastgpu.process.peers import Peers, is_lost_peer
+from fastgpu.process.signals import end_soon
+
+SAME = "all ranks need the same settings, rows and code"
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,8 @@ class World:
         own = None
         try:
             yield
+        except HangError:
+            raise  # a process that is to end by force ends alone
         except UserError as error:
             own = str(error)
         errors = [own]
@@ -125,12 +133,26 @@ class World:
         if first:
             raise UserError(first)
 
-    def check_equal(self, value: Any, cure: str) -> None:
-        """Raise UserError on every rank if the value of a rank differs from that of rank 0."""
-        first = self.broadcast(value)
-        with self.raise_on_every_rank():
-            if value != first:
-                raise UserError(f"rank {self.rank} has {value}, rank 0 has {first}; {cure}")
+    def check_same(self, values: Mapping[str, object], cure: str = SAME) -> None:
+        """Raise UserError on every rank if a value of a rank differs from that of rank 0. It names both values.
+
+        values: {name: value}. This costs one small reduction if all are the same.
+        """
+        texts = {name: str(value) for name, value in values.items()}
+        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
+        if len(set(self.all_gather(int.from_bytes(digest[:6], "big")))) == 1:  # a float64 holds 53 bits
+            return
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, (socket.gethostname(), texts))
+        first_host, first = gathered[0]
+        for rank, (host, of_rank) in enumerate(gathered):
+            names = [name for name in first | of_rank if of_rank.get(name) != first.get(name)]
+            if names:
+                more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
+                raise UserError(
+                    f"{names[0]} is {of_rank.get(names[0], 'missing')} on rank {rank} ({host}) and "
+                    f"{first.get(names[0], 'missing')} on rank 0 ({first_host}){more}; {cure}"
+                )
 
     def check_everywhere(self, holds: bool, message: str) -> None:
         """Raise UserError(message) on every rank if the condition does not hold on one."""
@@ -159,21 +181,24 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     timeout = timedelta(seconds=settings.timeout_s)
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
     peers = Peers(dist.PrefixStore("peers", store), world.rank, world.world_size)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
     try:
+        peers.check_device(device.type)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        signal.signal(signal.SIGTERM, end_soon)
         yield world
         dist.barrier()
     except RankError as error:  # this rank alone cannot go on
         peers.tell(str(error))
         raise
     except UserError as error:  # raised on every rank, see `raise_on_every_rank`
+        peers.tell(str(error))  # unless a difference between ranks went unnoticed
         traceback.clear_frames(error.__traceback__)
         _leave()
         raise
@@ -193,9 +218,13 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
 
 
 def _flight_recorder(device: torch.device) -> str:
+    """What to do next where the others have said nothing: nccl can write down who waits for whom."""
     if device.type != "cuda":
         return ""
-    return "; TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 make nccl record who waits for whom"
+    return (
+        "; TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=/tmp/nccl_rank_ make "
+        "nccl write who waits for whom, and torchfrtrace reads it"
+    )
 
 
 def _leave() -> None:
@@ -205,7 +234,8 @@ def _leave() -> None:
     interpreter is gone (1 run in 12 did).
     """
     gc.collect()  # a DDP module still holds the group
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _choose_device(launch: Launch, device: str) -> torch.device:

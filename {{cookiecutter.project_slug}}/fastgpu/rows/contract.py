@@ -59,6 +59,8 @@ class PoolReader(Protocol):
 
     n_threads: int
     """Number of threads that may call `read` at the same time."""
+    rows_per_job: int | None
+    """Rows that a thread reads at a time. None: as many as are worth waking it."""
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with the one that `consumed` rows (of all ranks together) lead to."""
@@ -96,6 +98,11 @@ class Source(Protocol):
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """What tells these rows from others, as far as it is cheap to know. All ranks must have the same."""
+        return {"the number of rows": len(self)} | {f"field {name}": field for name, field in self.fields.items()}
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
 
@@ -120,6 +127,8 @@ class Source(Protocol):
 
 class BlockReader:
     """Reads blocks of a source by threads, in the order of a sampler."""
+
+    rows_per_job: int | None = None
 
     def __init__(self, source: Source, order: "BlockSampler", n_threads: int):
         self.n_threads = n_threads

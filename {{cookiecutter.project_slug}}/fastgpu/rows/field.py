@@ -1,6 +1,6 @@
 """The type of one field of a row: a fixed shape, or any number of values."""
 
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -42,4 +42,4 @@ class Field(NamedTuple):
         """Bytes of one row; the mean over the source if the field is ragged."""
         if self.mean_values is not None:
             return OFFSET_DTYPE.itemsize + ceil(self.mean_values * self.dtype.itemsize)
-        return self.dtype.itemsize * int(np.prod(self.shape))
+        return self.dtype.itemsize * prod(self.shape)

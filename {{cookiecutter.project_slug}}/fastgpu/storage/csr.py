@@ -26,8 +26,8 @@ class FieldData(NamedTuple):
 
     values: h5py.Dataset
     """(rows, *shape); for a ragged field (N,), the values of one row after the other."""
-    indptr: np.ndarray | None = None
-    """(rows + 1,) int64: where the values of each row begin. None: the field is not ragged."""
+    indptr: h5py.Dataset | None = None
+    """(rows + 1,): where the values of each row begin. None: the field is not ragged."""
     n_items: int | None = None
     """If the values are item numbers: the number of items."""
 
@@ -64,32 +64,34 @@ def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) ->
     else:
         values = open_dataset(root, f"{name}/indices", where, trust_links=options.trust_links)
         n_items = _read_n_items(group, values, f"{where}: {name}")
-    return FieldData(values, _read_indptr(values, f"{where}: {name}", options), n_items)
+    indptr = open_dataset(values.parent, "indptr", f"{where}: {name}", trust_links=options.trust_links)
+    return FieldData(values, indptr, n_items)
 
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
-    attributes = attributes_of(group)
+    attributes = attributes_of(group, where)
     kind = attributes.get("encoding-type", "csr_matrix")
     if kind != "csr_matrix":
         raise UserError(f"{where} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
-    shape = attributes.get("shape", (0, 0))
-    n_items = int(shape[1]) if len(shape) == 2 else 0
-    if not 0 < n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
+    shape = attributes.get("shape")
+    n_items = 0.0
+    if isinstance(shape, list) and len(shape) == 2 and isinstance(shape[1], int | float):
+        n_items = shape[1]
+    if not 1 <= n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
         raise UserError(
             f"{where} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
-            f"{tuple(shape)}, {indices.dtype}"
+            f"{shape}, {indices.dtype}"
         )
-    return n_items
+    return int(n_items)
 
 
-def _read_indptr(values: h5py.Dataset, where: str, options: ReadOptions) -> np.ndarray:
-    """(rows + 1,) int64: the `indptr` beside a dataset of values. Raises UserError if it cannot be theirs."""
-    data = open_dataset(values.parent, "indptr", where, trust_links=options.trust_links)
-    indptr = Layout(f"{where}/indptr", data, options).read_all(np.dtype(np.int64))
+def read_indptr(data: FieldData, where: str, options: ReadOptions) -> np.ndarray:
+    """(rows + 1,) int64: where the values of each row of a ragged field begin. Raises UserError if it cannot be so."""
+    indptr = Layout(f"{where}/indptr", data.indptr, options).read_all(np.dtype(np.int64))
     rises = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and (np.diff(indptr) >= 0).all()
-    if not rises or indptr[-1] != len(values):
-        raise UserError(f"{where} is damaged: its indptr should rise from 0 to the {len(values):,} values")
+    if not rises or indptr[-1] != len(data.values):
+        raise UserError(f"{where} is damaged: its indptr should rise from 0 to the {len(data.values):,} values")
     if len(indptr) > 1 and np.diff(indptr).max() > MAX_VALUES:
         raise UserError(f"{where} has a row of more than {MAX_VALUES:,} values")
     return indptr

@@ -4,16 +4,22 @@ The rows go the same way as those of a file: a batch from a worker is copied to 
 pool moves to the device as a whole. One DataLoader runs on from epoch to epoch, so no epoch begins with idle workers.
 """
 
+import multiprocessing.process
 import random
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from importlib import import_module
 from itertools import count
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -25,8 +31,19 @@ from fastgpu.rows.order import BlockSampler
 
 POLL_S = 1
 """Interval at which dead workers are looked for."""
+GRACE_S = 2.0
+"""How long workers may take to end before they are killed."""
+KILL_S = 1.0
+"""How long to wait for the end of workers that were killed. The kernel may hold them for ever."""
+MAX_NAMED = 8
+"""Maximum number of rows that a message names."""
 ALL = slice(None)
 """All rows of a Dataset."""
+
+Key = tuple[int, int]
+"""(epoch, row)"""
+Batch = dict[str, torch.Tensor]
+"""{field: (n, *shape)}"""
 
 
 class DatasetSource(Source):
@@ -40,7 +57,7 @@ class DatasetSource(Source):
     def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str], loader: Loader):
         self.name = name
         self.loader = loader
-        self.items = _SeededDataset(dataset, fields)
+        self.items = _SeededDataset(name, dataset, fields)
         try:
             n_rows = len(dataset)  # type: ignore[arg-type]
         except TypeError:
@@ -48,8 +65,14 @@ class DatasetSource(Source):
         if not n_rows:
             raise UserError(f"data.dataset: {name} has no rows")
         self.block_rows = np.ones(n_rows, np.int32)
-        sample = _collate([self.items[0, 0]])
-        self.fields = {key: Field(value.numpy().dtype, tuple(value.shape[1:])) for key, value in sample.items()}
+        self.fields = self.items.types = {}
+        for field, value in self.items[0, 0].items():
+            found = _type_of(value)
+            if isinstance(found, str):
+                raise UserError(
+                    f"data.dataset: {name} has {field} as {found}; use numbers, arrays or tensors of the CPU"
+                )
+            self.fields[field] = found
         class_names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
         self.attributes: dict[str, Any] = {"class_names": list(class_names)} if class_names else {}
 
@@ -66,21 +89,8 @@ class DatasetSource(Source):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Rows as they are in epoch 0, read in this process. Training reads through `open_reader`."""
         for row, _, places in reads:
-            batch = _collate([self.items[0, row]])
-            self.check_types(batch)
-            for name, value in batch.items():
+            for name, value in self.items.stack([(0, row)]).items():
                 out[name][places] = value.numpy()
-
-    def check_types(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Raise RankError if rows are not of the type and shape of the first row: they would be cut or wrapped."""
-        for name, field in self.fields.items():
-            value = batch[name]
-            dtype = value.numpy().dtype
-            if tuple(value.shape[1:]) != field.shape or not np.can_cast(dtype, field.dtype, "safe"):
-                raise RankError(
-                    f"{self.name}: {name} is {field} in its first row, but {Field(dtype, tuple(value.shape[1:]))} in "
-                    "others; give all rows the same type and shape"
-                )
 
     def take(self, name: str, row_ids: np.ndarray) -> "DatasetSource":
         """Some rows of this source: (n,) row ids. Each gives the same items as before."""
@@ -121,45 +131,102 @@ def open_dataset(
 class _SeededDataset(Dataset):
     """Items by (epoch, row). All randomness in an item follows from these two numbers, whichever worker draws it."""
 
-    def __init__(self, dataset: Dataset, fields: Mapping[str, str], row_ids: np.ndarray | slice = ALL):
-        """row_ids: the rows of the dataset that are used."""
+    types: Mapping[str, Field]
+    """Type and shape of each field in the first row."""
+
+    def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str]):
         self.dataset = dataset
-        self.row_ids = row_ids
+        self.row_ids: np.ndarray | slice = ALL
+        """The rows of the dataset that are used."""
+        self._name = name
         self._fields = fields
 
     def take(self, row_ids: np.ndarray) -> "_SeededDataset":
-        return _SeededDataset(self.dataset, self._fields, row_ids)
+        part = copy(self)
+        part.row_ids = row_ids
+        return part
 
-    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
-        epoch, row = key
-        if isinstance(self.row_ids, np.ndarray):
-            row = int(self.row_ids[row])
+    def row_id(self, row: int) -> int:
+        """The number of a row in the dataset."""
+        return int(self.row_ids[row]) if isinstance(self.row_ids, np.ndarray) else row
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        epoch, row = key[0], self.row_id(key[1])
         seed = (epoch * 1_000_003 + row) % (1 << 32)
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        item = self.dataset[row]
-        if isinstance(item, Mapping):
-            return {name: item[source] for name, source in self._fields.items()}
-        return dict(zip(self._fields, item, strict=True))
+        try:
+            item = self.dataset[row]
+            if isinstance(item, Mapping):
+                return {name: item[source] for name, source in self._fields.items()}
+            return dict(zip(self._fields, item, strict=True))
+        except Exception as error:
+            error.add_note(f"in row {row} of {self._name}")
+            raise
+
+    def __getitems__(self, keys: list[Key]) -> "Batch | RankError":
+        """A batch, which torch asks for by this method. An error is returned: torch would wrap it in a traceback."""
+        try:
+            return self.stack(keys)
+        except RankError as error:
+            return error
+
+    def stack(self, keys: list[Key]) -> "Batch":
+        """The rows as (n, *shape) for each field; in a worker, in shared memory.
+
+        Raises RankError if a row is not of the type and shape of the first row: it would be cut or wrapped.
+        """
+        items = [self[key] for key in keys]
+        return {name: self._stack(name, [item[name] for item in items], keys) for name in self._fields}
+
+    def _stack(self, name: str, values: list[Any], keys: list[Key]) -> torch.Tensor:
+        field = self.types[name]
+        dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
+        try:
+            rows = [torch.as_tensor(value) for value in values]
+            if {row.dtype for row in rows} == {dtype}:  # of others, default_collate would wrap numbers in a worker
+                batch = default_collate(rows)
+                if tuple(batch.shape[1:]) == field.shape:
+                    return batch
+        except (TypeError, ValueError, RuntimeError):
+            pass  # the next line says what it is, or raises it again
+        rows = [self._convert(name, value, row) for value, (_, row) in zip(values, keys, strict=True)]
+        return default_collate([row.to(dtype) for row in rows])
+
+    def _convert(self, name: str, value: object, row: int) -> torch.Tensor:
+        field = self.types[name]
+        found = _type_of(value)
+        if isinstance(found, str) or found.shape != field.shape or not np.can_cast(found.dtype, field.dtype, "safe"):
+            raise RankError(
+                f"{self._name}: row {self.row_id(row)} has {name} as {found}, row 0 as {field}; give all rows the same "
+                "type and shape"
+            )
+        return torch.as_tensor(value)
 
 
-def _collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack the fields; in a worker, directly into shared memory."""
-    return {name: default_collate([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
+def _type_of(value: object) -> Field | str:
+    """Type and shape of a value of a row; the name of its class if it is no number, array or tensor of the CPU."""
+    try:
+        array = torch.as_tensor(value).numpy()
+    except (TypeError, ValueError, RuntimeError):
+        return type(value).__name__
+    return Field(array.dtype, array.shape)
 
 
 class WorkerPool:
     """Reads the rows of one rank, epoch after epoch, from worker processes. One thread may call `read`."""
 
     n_threads = 1
+    rows_per_job: int | None = 1
+    """Each batch is a job of its own, so loader.timeout_s is for one batch."""
 
     def __init__(self, source: DatasetSource, order: BlockSampler, n_workers: int):
         self._source = source
         self._order = order
         self._n_workers = n_workers
         self._next_key: tuple[int, int] | None = None  # (epoch, row of this rank) that the running loader gives next
-        self._batches: Iterator[dict[str, torch.Tensor]] = iter(())
+        self._batches: Iterator[Batch | RankError] = iter(())
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch. Each read is a batch: the epoch, the first row of this rank, and the places."""
@@ -173,21 +240,21 @@ class WorkerPool:
             yield plan._replace(reads=reads)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        """Copy the next batches to their places. Raises RankError if a worker died or hangs."""
+        """Copy the next batches to their places. Raises RankError if a worker died, or rows differ in type or shape."""
         for epoch, row, places in reads:
             self._read_batch(epoch, row, places, out)
 
     def _read_batch(self, epoch: int, row: int, places: np.ndarray, out: Mapping[str, Any]) -> None:
         if self._next_key != (epoch, row):
+            self.close()
             self._batches = iter(self._start_loader(epoch, row))
         try:
-            batch = self._next_batch()
+            batch = self._next_batch(epoch, row)
         except BaseException:
             self.close()
             raise
-        self._source.check_types(batch)
-        for name, field in self._source.fields.items():
-            out[name][places[0] : places[-1] + 1] = batch[name].numpy().astype(field.dtype, copy=False)
+        for name, value in batch.items():
+            out[name][places[0] : places[-1] + 1] = value.numpy()
         row += len(places)
         if row < len(self._order):
             self._next_key = (epoch, row)
@@ -197,18 +264,55 @@ class WorkerPool:
             self._next_key = None
 
     def close(self) -> None:
-        """End the workers now: the garbage collector would keep them while anyone holds the traceback of an error."""
-        shut_down = getattr(self._batches, "_shutdown_workers", None)  # private, and the only way torch offers
-        if shut_down:
-            shut_down()
+        """End the workers now: the garbage collector would keep them while anyone holds the traceback of an error.
+
+        Those that hang, or were stopped, are killed. What torch does may hang with them, so a thread does it.
+        """
+        batches, self._batches = self._batches, iter(())
         self._next_key = None
-        self._batches = iter(())
+        workers = getattr(batches, "_workers", ())  # private, like `_shutdown_workers`, and the only way torch offers
+        if not workers:
+            return
+        ending = threading.Thread(target=batches._shutdown_workers, daemon=True)  # type: ignore[attr-defined]
+        ending.start()
+        ending.join(GRACE_S)
+        for worker in workers:
+            worker.kill()
+        ending.join(KILL_S)
+        multiprocessing.process._children.difference_update(workers)  # type: ignore[attr-defined]  # or exit joins them
+        for worker in workers:
+            for left in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
+                left.unlink(missing_ok=True)
+
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
+        text = self._source.name
+        if "row" in variables:
+            keys = next(self._batches_from(variables["epoch"], variables["row"]))
+            rows = [str(self._source.items.row_id(row)) for _, row in keys]
+            if len(rows) > MAX_NAMED:
+                rows[MAX_NAMED:] = [f"{len(rows) - MAX_NAMED} more"]
+            text += f", rows {', '.join(rows)}"
+        pids = [worker.pid for worker in getattr(self._batches, "_workers", ())]
+        with suppress(psutil.Error):
+            states = [f"{pid} {psutil.Process(pid).status()}" for pid in pids]
+            text += f" (worker processes: {', '.join(states) or 'none'})"
+        return text
+
+    def _explain_death(self) -> str:
+        """What a worker died of; empty if nobody knows."""
+        workers = getattr(self._batches, "_workers", None)
+        if workers:
+            wait([worker.sentinel for worker in workers], POLL_S)
+            for code in filter(None, [worker.exitcode for worker in workers]):
+                return f" ({signal.strsignal(-code) if code < 0 else f'exit code {code}'})"
+        return ""
 
     def _start_loader(self, epoch: int, row: int) -> DataLoader:
         return DataLoader(
             self._source.items,
             batch_sampler=self._batches_from(epoch, row),
-            collate_fn=_collate,
+            collate_fn=_as_it_is,
             num_workers=self._n_workers,
             prefetch_factor=self._source.loader.prefetch_factor if self._n_workers else None,
             timeout=POLL_S if self._n_workers else 0,
@@ -223,13 +327,10 @@ class WorkerPool:
                 for start in range(0, len(row_ids), self._order.batch_size):
                     yield [(later, row_id) for row_id in row_ids[start : start + self._order.batch_size]]
 
-    def _next_batch(self) -> dict[str, torch.Tensor]:
-        name = self._source.name
-        timeout_s = self._source.loader.timeout_s
-        waited_s = 0
+    def _next_batch(self, epoch: int, row: int) -> Batch:
         while True:
             try:
-                return next(self._batches)
+                batch = next(self._batches)
             except (RuntimeError, OSError, EOFError) as error:
                 text = str(error)
                 if "in DataLoader worker process" in text:  # an error of the Dataset, with the traceback of the worker
@@ -238,13 +339,17 @@ class WorkerPool:
                 if died_handing_over or "exited unexpectedly" in text:
                     raise RankError(
                         f"one of the loader.num_workers ({self._n_workers}) was killed or crashed while it read "
-                        f"{name}; if memory ran out use fewer of them; loader.num_workers=0 shows its error"
+                        f"{self._source.name}{self._explain_death()}; if memory ran out use fewer of them; "
+                        "loader.num_workers=0 shows its error"
                     ) from None
-                if "timed out" not in text:
+                if "timed out" not in text:  # the poll is over; the feed knows how long is too long
                     raise
-                waited_s += POLL_S
-            if waited_s >= timeout_s:
-                raise RankError(
-                    f"no worker has sent a batch of {name} for {waited_s} s: it hangs, or is slower than "
-                    f"loader.timeout_s ({timeout_s}) allows; try loader.num_workers=0"
-                )
+                continue
+            if isinstance(batch, RankError):
+                raise batch
+            return batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    """What __getitems__ gives is a batch already."""
+    return batch

@@ -153,10 +153,14 @@ class OpenFile:
 
     def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
         """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""
-        if self._h5 is None or self._h5_pid != os.getpid():
-            self._h5 = h5py.File(self.path, "r", **self._chunk_cache)
-            self._h5_pid = os.getpid()
-        self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
+        try:
+            if self._h5 is None or self._h5_pid != os.getpid():
+                self._h5 = h5py.File(self.path, "r", **self._chunk_cache)
+                self._h5_pid = os.getpid()
+            self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            text = " ".join(str(error).split())
+            raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
 
 def _scratch(size: int) -> np.ndarray:

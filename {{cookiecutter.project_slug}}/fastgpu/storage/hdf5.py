@@ -3,25 +3,34 @@
 `where` is the beginning of each message: the config key and the file.
 """
 
+import faulthandler
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.storage.file import not_found
 
+TIME_LIMIT_S = 20
+"""How long the HDF5 library may look for the attributes and datasets of one file."""
+PLAIN_TYPES = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM, h5py.h5t.STRING)
+"""Types of attributes that are read. h5py writes bool as an enumeration."""
 ELSEWHERE = "takes its bytes from other files; write them into one file, or set data.trust_links=true if you trust them"
 
 
 @contextmanager
 def open_file(path: str, where: str) -> Iterator[h5py.File]:
-    """Open a file for reading. Raises UserError for any OSError, also for those of the block."""
+    """Open a file for reading. Raises UserError for whatever h5py raises, also in the block."""
     if Path(path).is_dir():
         raise UserError(f"{where} is a folder; name the files in it: {path}/*.h5")
+    if Path(path).exists() and not Path(path).is_file():
+        raise UserError(f"{where} is a device or a pipe; name an HDF5 file")
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -33,19 +42,58 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
             "HDF5_USE_FILE_LOCKING=FALSE if there is none"
         ) from None
     except OSError as error:
-        reason = f"cannot be opened: {error.strerror or error}"
+        reason = f"cannot be read: {error.strerror or describe(error)}"
         if "truncated" in str(error):
             reason = "is truncated: copy or write it again"
         if "signature not found" in str(error):
             reason = "is not an HDF5 file"
         raise UserError(f"{where} {reason}") from None
+    except MemoryError:
+        raise UserError(f"{where} asks for more memory than there is: copy or write it again") from None
+    except Exception as error:
+        if not is_of_h5py(error):
+            raise
+        raise UserError(f"{where} cannot be read: {describe(error)}: copy or write it again") from None
+
+
+def describe(error: Exception) -> str:
+    """What the HDF5 library says, in one line."""
+    return " ".join(str(error).split())
+
+
+def is_of_h5py(error: Exception) -> bool:
+    """Whether h5py raised the error: a RuntimeError, KeyError, ValueError or other. The rest are bugs of our own."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("h5py")
+
+
+@contextmanager
+def time_limit(where: str) -> Iterator[None]:
+    """End this process with one line on stderr if the block takes longer than `TIME_LIMIT_S`, or crashes.
+
+    The HDF5 library may walk in circles through a damaged file. h5py holds the GIL meanwhile, so that neither a thread
+    nor a signal handler of Python runs. The timer of faulthandler does without: it ends the process. A shell, whose
+    input ends without a word then, prints the line.
+    """
+    text = f"error: {where}: finding its datasets took longer than {TIME_LIMIT_S} s or crashed: copy or write it again"
+    command = ["sh", "-c", 'read -r word || echo "$0" >&2', text]
+    stderr = None if read_launch().is_local_main else DEVNULL
+    with Path(os.devnull).open("w") as nowhere, Popen(command, stdin=PIPE, stderr=stderr) as shell:
+        faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            shell.communicate(b"done\n")
 
 
 def open_group(file: h5py.File, name: str, where: str, *, trust_links: bool) -> h5py.Group:
     """A group of a file. Raises UserError if it is missing, or lies in another file and links are not trusted."""
     group = file.get(name)
     if not isinstance(group, h5py.Group):
-        raise UserError(f"{where} has no group {name}; it has {_contents(file)}")
+        raise UserError(f"{where} has no group {name}; it has {list_contents(file)}")
     if group.file.filename != file.filename and not trust_links:
         raise UserError(f"{where}: {name} {ELSEWHERE}")
     return group
@@ -59,7 +107,7 @@ def open_dataset(root: h5py.Group, name: str, where: str, *, trust_links: bool) 
         if isinstance(link, h5py.ExternalLink):
             raise UserError(f"{where}: {name} links to {link.filename}, which is not there")
     if not isinstance(data, h5py.Dataset):
-        raise UserError(f"{where} has no dataset {name}; it has {_contents(root)} (see data.fields)")
+        raise UserError(f"{where} has no dataset {name}; it has {list_contents(root)} (see data.fields)")
     if data.is_virtual or data.external or data.file.filename != root.file.filename:
         if not trust_links:
             raise UserError(f"{where}: {name} {ELSEWHERE}")
@@ -82,20 +130,33 @@ def _check_other_files(data: h5py.Dataset, where: str) -> None:
             raise UserError(f"{where} takes its bytes from {path}, which is not there")
 
 
-def attributes_of(item: h5py.Group | h5py.Dataset) -> dict[str, Any]:
-    """The attributes as plain Python values: str, int, float, bool, and lists of them."""
-    return {name: _to_python(value) for name, value in item.attrs.items()}
+def attributes_of(item: h5py.Group, where: str) -> dict[str, Any]:
+    """The attributes as plain Python values: str, int, float, bool, and lists of them.
+
+    Others, such as references, are left out with a warning: the library would look for their bytes elsewhere.
+    """
+    attributes = {}
+    for name in item.attrs:
+        kind = item.attrs.get_id(name).get_type().get_class()
+        if kind in PLAIN_TYPES and isinstance(name, str):
+            attributes[name] = _to_python(item.attrs[name])
+        else:
+            warn(f"{where}: the attribute {name} is not read: it is neither text nor numbers")
+    return attributes
 
 
 def _to_python(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [_to_python(element) for element in value.tolist()]
+    if isinstance(value, str):  # h5py keeps damaged bytes as surrogates
+        value = value.encode(errors="surrogateescape")
     if isinstance(value, bytes):
-        return value.decode()
+        return value.decode(errors="replace")
     if isinstance(value, np.generic):
         return value.item()
     return value
 
 
-def _contents(group: h5py.Group) -> str:
-    return ", ".join(sorted(group)) or "nothing"
+def list_contents(group: h5py.Group) -> str:
+    """The names in a group. h5py gives a name that is not UTF-8 as bytes."""
+    return ", ".join(sorted(map(str, group))) or "nothing"

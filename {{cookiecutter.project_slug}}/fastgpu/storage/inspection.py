@@ -8,11 +8,11 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import Source
 from fastgpu.storage import codecs
 from fastgpu.storage.file import split_group
-from fastgpu.storage.hdf5 import open_group
+from fastgpu.storage.hdf5 import open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions, RowRange
 
 SMALL_BYTES = BLOCK_BYTES // 16
@@ -149,11 +149,8 @@ def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object
 @contextmanager
 def _open(path: str) -> Iterator[h5py.Group]:
     file_path, name = split_group(path)
-    try:
-        with h5py.File(file_path, "r") as file:
-            yield open_group(file, name, file_path, trust_links=True)
-    except OSError as error:
-        raise UserError(f"{file_path} cannot be read: {error}") from None
+    with open_file(file_path, file_path) as file:
+        yield open_group(file, name, file_path, trust_links=True)
 
 
 def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
@@ -162,7 +159,7 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
 
     def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
         has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
-        if not has_rows or DIGESTS in name.split("/"):
+        if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
             return
         is_csr_data = item.name.endswith("/data") and "indptr" in item.parent
         if is_csr_data and item.chunks and item.fillvalue == 1 and not item.id.get_num_chunks():

@@ -13,16 +13,18 @@ block.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.field import MAX_VALUES, Field
 from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
+from fastgpu.storage.hdf5 import open_file
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -85,6 +87,8 @@ class Layout:
             self.chunk_rows = data.chunks[0]
         else:
             self.chunk_rows = max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
+        if self.chunk_rows > MAX_VALUES:
+            raise UserError(f"{name} has chunks of {self.chunk_rows:,} rows; write it with at most {MAX_VALUES:,}")
         self._name = name
         self._n_items = n_items
         self._n_rows = len(data)
@@ -117,6 +121,16 @@ class Layout:
         """Whether the rows are read without the HDF5 library."""
         return self._chunks is not None
 
+    def fingerprint(self) -> bytes:
+        """The SHA-256 of the file's size and the checksums of all rows; if it has none, of the row in the middle."""
+        with open_file(self._file.path, self._name) as file:
+            digests = file[self.dataset].parent.get(self._digests_name)
+            content = digests[:] if isinstance(digests, h5py.Dataset) else None
+        if content is None:
+            content = np.empty((min(1, self._n_rows), *self.field.shape), self.field.dtype)
+            self.read([RowRange(self._n_rows // 2, np.arange(len(content)))], content)
+        return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
+
     # ------------------------------------------------------------------------------------------ metadata
 
     def _find_chunks(self, data: h5py.Dataset) -> _Chunks | None:
@@ -125,46 +139,62 @@ class Layout:
             return _Chunks(*np.empty((3, 0), np.int64))
         if data.is_virtual or data.external:
             return None
-        first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         if data.chunks:
             table = self._find_stored_chunks(data)
             if table is None:
                 return None
+            first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         else:
             offset = data.id.get_offset()
             if offset is None:
                 raise UserError(f"{self._name} was never written")
+            if offset + self._n_rows * self.field.row_bytes > self._file.size:
+                raise self._is_truncated()
+            first_rows = np.arange(0, self._n_rows, self.chunk_rows)
             table = np.zeros((3, len(first_rows)), np.int64)
             table[0] = offset + first_rows * self.field.row_bytes
         if not self._filters:
             table[1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
         chunks = _Chunks(*table)
         if int((chunks.offsets + chunks.sizes).max()) > self._file.size:
-            raise UserError(f"{self._name}: the file is truncated: copy or write it again")
+            raise self._is_truncated()
         return chunks
+
+    def _is_truncated(self) -> UserError:
+        return UserError(f"{self._name}: the file is truncated: copy or write it again")
 
     def _find_stored_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
         """(3, chunks) int64: offset, size and skipped filters of each chunk; None as above."""
-        n_chunks = int(np.prod([-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True)]))
+        n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
         n_missing = n_chunks - data.id.get_num_chunks()
         if n_missing:
             raise UserError(f"{self._name}: {n_missing} of {n_chunks} chunks were never written")
         splits_rows = data.chunks[1:] != data.shape[1:]
         if splits_rows or not codecs.can_decode(self._filters) or not self.field.row_bytes:
             return None
-        table = np.empty((3, n_chunks), np.int64)
+        if n_chunks > self._file.size:  # an index that HDF5 computes claims chunks that take no byte
+            raise self._is_truncated()
+        table = np.full((3, n_chunks), -1)
 
         def note(chunk: h5py.h5d.StoreInfo) -> None:
             number = chunk.chunk_offset[0] // self.chunk_rows
-            table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            if number < n_chunks and max(chunk.byte_offset, chunk.size) <= self._file.size:
+                table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         data.id.chunk_iter(note)
+        if table.min() < 0:
+            raise self._is_truncated()
         return table
+
+    @property
+    def _digests_name(self) -> str:
+        """Where its group has the checksums of this dataset, if the file has any."""
+        return f"{DIGESTS}/{self.dataset.rpartition('/')[2]}"
 
     def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         n_chunks = -(-self._n_rows // self.chunk_rows)
-        digests = data.parent.get(f"{DIGESTS}/{self.dataset.rpartition('/')[2]}")
+        digests = data.parent.get(self._digests_name)
         if not isinstance(digests, h5py.Dataset) or digests.shape != (n_chunks, 32):
             return None
         return digests[:]
@@ -204,6 +234,14 @@ class Layout:
         if self._n_rows:
             self._verify(0, self._read_chunk(0), digests)
         return digests is not None
+
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
+        chunk = variables.get("chunk")
+        if chunk is None and "offset" in variables and self._chunks is not None:
+            starts = self._chunks.offsets
+            chunk = np.where(starts <= variables["offset"], starts, -1).argmax()
+        return self._name if chunk is None else f"block {chunk} of {self._name}"
 
     def _pieces(self, ranges: Iterable[RowRange]) -> Iterator[Piece]:
         """Cut ranges at the borders of chunks."""

@@ -14,17 +14,26 @@ from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.store import check_classes, expand, open_store
 from fastgpu.storage.subset import hold_out
+from fastgpu.storage.trial import try_to_open
 from fastgpu.storage.unconverted import refuse_unconverted
 
 
 def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[Source, Source]:
-    """The training rows and the validation rows. Raises UserError on every rank if one rank cannot open them."""
+    """The training rows and the validation rows. Raises UserError on every rank if one cannot open them, or has others.
+
+    Each node may have its own copy of the files, under another name.
+    """
+    identities: dict[str, object] = {}
     with world.raise_on_every_rank():
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
         check_classes("data.val", source, val_source)
         _warn_of_shared_files(data)
-        return source, val_source
+        if world.world_size > 1:
+            for key, rows in (("data.train", source), ("data.val", val_source)):
+                identities |= {f"{key}: {name}": value for name, value in rows.identity.items()}
+    world.check_same(identities)
+    return source, val_source
 
 
 def _warn_of_shared_files(data: Data) -> None:
@@ -84,6 +93,8 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
         return open_dataset(key, paths, fields, factory=data.dataset, loader=loader)
     refuse_unconverted(key, paths, list(fields))
+    if not data.trusted:
+        try_to_open(key, paths, fields, verify=data.verify, trust_links=data.trust_links)
     chunk_cache = hdf5.model_dump()
     store = open_store(key, paths, fields, verify=data.verify, trust_links=data.trust_links, chunk_cache=chunk_cache)
     if isinstance(named, dict):

@@ -6,6 +6,7 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 """
 
 import glob
+import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +20,9 @@ import numpy as np
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.csr import FieldData, open_field
+from fastgpu.storage.csr import FieldData, open_field, read_indptr
 from fastgpu.storage.file import split_group
-from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
+from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
 
 
@@ -54,6 +55,12 @@ class Store(Source):
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
+        digest = hashlib.sha256(b"".join(file.fingerprint() for file in self._files))
+        return super().identity | {"the digest of the rows": digest.hexdigest()[:12]}
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
@@ -144,6 +151,15 @@ def check_classes(key: str, source: "Source | _File", other: "Source | _File") -
             )
 
 
+def _check_types(attributes: Mapping[str, Any], where: str) -> None:
+    """Raise UserError if an attribute that workloads look at is of another type than they expect."""
+    if not isinstance(attributes.get("class_names", []), list):
+        raise UserError(f"{where}: the attribute class_names is {attributes['class_names']}; it should be a list")
+    for name in ("n_classes", "mean", "std"):
+        if np.asarray(attributes.get(name, 0)).dtype.kind not in "biuf":
+            raise UserError(f"{where}: the attribute {name} is {attributes[name]}; it should be numbers")
+
+
 def expand(key: str, path: str) -> list[tuple[str, str]]:
     """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none.
 
@@ -173,15 +189,17 @@ class _File:
         self._layouts: dict[str, Layout] = {}
         """{field: where its rows lie; for a ragged field: where its values lie}"""
         with ExitStack() as files:
-            file = files.enter_context(open_file(path, f"{key}: {path}"))
-            root = open_group(file, group, f"{key}: {path}", trust_links=options.trust_links)
-            self.attributes = attributes_of(root)
-            data = {}
-            for field_name, name in fields.items():
-                other, _, dataset = name.rpartition("::")
-                where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
-                place = files.enter_context(open_file(other, where)) if other else root
-                data[field_name] = open_field(place, dataset, where, options)
+            with time_limit(f"{key}: {path}"):
+                file = files.enter_context(open_file(path, f"{key}: {path}"))
+                root = open_group(file, group, f"{key}: {path}", trust_links=options.trust_links)
+                self.attributes = attributes_of(root, f"{key}: {self.name}")
+                _check_types(self.attributes, f"{key}: {self.name}")
+                data = {}
+                for field_name, name in fields.items():
+                    other, _, dataset = name.rpartition("::")
+                    where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
+                    place = files.enter_context(open_file(other, where)) if other else root
+                    data[field_name] = open_field(place, dataset, where, options)
             n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]
@@ -200,6 +218,9 @@ class _File:
         self, data: Mapping[str, FieldData], names: Mapping[str, str], where: str, options: ReadOptions
     ) -> int:
         """Note where the rows of all fields lie, and return their number."""
+        for field, field_data in data.items():
+            if field_data.indptr is not None:
+                self.indptr[field] = read_indptr(field_data, f"{where}: {names[field]}", options)
         lengths = {field: field_data.n_rows for field, field_data in data.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")
@@ -210,14 +231,17 @@ class _File:
             layout = Layout(f"{where}: {names[field]}", field_data.values, options, field_data.n_items)
             self._layouts[field] = layout
             self.fields[field] = field_data.field(layout.field)
-            if field_data.indptr is not None:
-                self.indptr[field] = field_data.indptr
         return n_rows
 
     def check_first_block(self) -> bool:
         """Read the first block of each field, and verify it if it has checksums. Returns whether all fields have."""
         have_checksums = [layout.check_first_block() for layout in self._layouts.values()]
         return all(have_checksums)
+
+    def fingerprint(self) -> bytes:
+        """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
+        in_memory = [hashlib.sha256(array.data).digest() for array in (*self.columns.values(), *self.indptr.values())]
+        return b"".join([*in_memory, *(layout.fingerprint() for layout in self._layouts.values())])
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""

@@ -44,6 +44,11 @@ class Subset(Source):
     def __len__(self) -> int:
         return len(self._row_ids)
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """That of the whole source, with the number of rows of this part."""
+        return self._source.identity | super().identity
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
         return self._source.column(name)[self._row_ids]

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.telemetry.report import read_config
 
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
-NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links")
+NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links", "data.trusted")
 NO_CHANGE = (("data.echo", "auto"), ("train.epochs", 0))  # echo goes on with the factor that was found; 0 validates
 
 Changes = dict[str, tuple[str, str]]
@@ -80,7 +81,7 @@ def create_folder(folder: Path) -> None:
     """Create the folder of a run if needed. Raises UserError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
+        write_own(folder / ".writable", "")
         (folder / ".writable").unlink(missing_ok=True)  # another machine may try the same
     except OSError as error:
         raise UserError(

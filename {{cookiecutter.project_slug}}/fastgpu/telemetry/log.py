@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from fastgpu.process.atomic import open_own
 from fastgpu.process.config import Log as LogSettings
 from fastgpu.process.launch import warn
 from fastgpu.telemetry import page, report
@@ -98,7 +99,7 @@ class Log:
         sums = interval._asdict() if interval else {}
         place = {"step": step, "time_s": round(time.monotonic() - self._t0, 3), "part": self._part}
         try:
-            with (self._folder / "metrics.jsonl").open("a") as file:
+            with open_own(self._folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(place | sums | values) + "\n")
         except OSError as error:
             if not self._has_warned:

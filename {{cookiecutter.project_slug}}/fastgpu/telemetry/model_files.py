@@ -33,6 +33,8 @@ from fastgpu.rows.field import Field
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
 FORMAT = 1
+KEYS = ("workload", "options", "attributes", "batch_size", "precision", "channels_last")
+"""What model.json must hold besides its fields."""
 
 
 def describe_model(
@@ -132,6 +134,13 @@ def read_description(folder: Path) -> dict[str, Any]:
     description = _read_json(folder / DESCRIPTION, "format")
     if description["format"] != FORMAT:
         raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
+    try:
+        for key in KEYS:
+            description[key]
+        DescribedSource(description)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder}/{DESCRIPTION} is damaged ({reason}); use another checkpoint") from None
     return description
 
 

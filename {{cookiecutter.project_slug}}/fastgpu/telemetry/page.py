@@ -14,6 +14,7 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
+from fastgpu.process.atomic import write_own
 from fastgpu.process.launch import UserError, warn
 from fastgpu.telemetry import report, tags
 from fastgpu.telemetry.report import Point, Table
@@ -39,7 +40,7 @@ def write_report(folder: Path) -> None:
     if not points:
         return
     try:
-        (folder / "report.html").write_text(_run_page(folder, points), encoding="utf-8")
+        write_own(folder / "report.html", _run_page(folder, points))
     except OSError as error:
         warn(f"cannot write {folder / 'report.html'} ({error})")
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.lock import FolderLock
@@ -103,7 +104,8 @@ class Run:
             if is_resumed:
                 hint = folder.trained_with(self.folder, changes, "model.")
                 self.progress = checkpoint.resume(self.folder, state, order.identity, world.device, hint=hint)
-        world.check_equal(self.progress, f"put run.folder ({settings.folder}) on a file system that all nodes share")
+        cure = f"put run.folder ({settings.folder}) on a file system that all nodes share"
+        world.check_same({"the last checkpoint": self.progress}, cure)
         world.print_once(folder.describe_changes(changes))
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
@@ -366,7 +368,9 @@ class Run:
         self._world.check_everywhere(True, "")  # no rank reads before rank 0 has written
         with self._world.raise_on_every_rank():
             saved = checkpoint.resume(self.folder, self._state, self._order.identity, self._world.device)
-        self._world.check_equal(saved.step, f"put {self.folder} on a file system that all nodes share")
+        self._world.check_same(
+            {"the last checkpoint": saved.step}, f"put {self.folder} on a file system that all nodes share"
+        )
         if not saved.step or not _is_finite(self._state):
             raise UserError(f"{what}, and there is no checkpoint to go back to; {cure}")
         progress = self.progress
@@ -498,6 +502,6 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        write_own(path, text)
     except OSError as error:
         warn(f"cannot write {path} ({error}); training goes on")

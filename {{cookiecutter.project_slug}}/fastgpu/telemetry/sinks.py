@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from fastgpu.process.atomic import write_own
 from fastgpu.process.config import SinkName
 from fastgpu.process.launch import warn
 from fastgpu.telemetry import tags
@@ -86,7 +87,7 @@ class Wandb:
         id_file = folder / "wandb-id.txt"
         known_id = id_file.read_text() if id_file.exists() else None
         self._run = wandb.init(id=known_id, resume="allow", name=folder.name, dir=folder, config=dict(config))
-        id_file.write_text(self._run.id)
+        write_own(id_file, self._run.id)
         # With wandb's own counter, points that a resumed run trains again would be refused.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -111,7 +112,7 @@ class Mlflow:
         known_id = id_file.read_text() if id_file.exists() else None
         run = mlflow.start_run(run_id=known_id, run_name=None if known_id else folder.name)
         self._id = run.info.run_id
-        id_file.write_text(self._id)
+        write_own(id_file, self._id)
         self._mlflow = mlflow
         if not known_id:  # parameters of an MLflow run cannot be changed
             mlflow.log_params({key: str(value) for key, value in config.items()}, run_id=self._id)

@@ -236,8 +236,13 @@ def run_train(
     )
 
 
-def run_ranks(*arguments: str, ranks: int, cwd: Path = ROOT) -> list[subprocess.CompletedProcess[str]]:
-    """Run train.py as `ranks` processes without torchrun, so that the exit code of each can be seen."""
+def run_ranks(
+    *arguments: str, ranks: int, cwd: Path = ROOT, more_for_last: tuple[str, ...] = ()
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run train.py as `ranks` processes without torchrun, so that the exit code of each can be seen.
+
+    more_for_last: arguments of the last rank only.
+    """
     port = free_port()
     processes = []
     for rank in range(ranks):
@@ -250,7 +255,7 @@ def run_ranks(*arguments: str, ranks: int, cwd: Path = ROOT) -> list[subprocess.
             "MASTER_PORT": port,
         }
         process = subprocess.Popen(
-            train_command(*arguments),
+            train_command(*arguments, *(more_for_last if rank == ranks - 1 else ())),
             cwd=cwd,
             env=os.environ | {name: str(value) for name, value in launch.items()},
             stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import pytest
 from harness import is_ragged, numbered, numbers_of
 
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.inspection import advise, columns_of
 from fastgpu.storage.layout import DIGESTS
 
@@ -30,8 +31,8 @@ def test_repack_writes_every_row_once_in_an_order_that_the_seed_decides(write, t
     assert orders[0] == orders[1] != orders[2]
     assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
     with h5py.File(tmp_path / "0.h5") as file:
-        assert file.attrs["row_order"] == "random, seed 1"
-        assert file.attrs["source"] == source
+        assert attributes_of(file, "")["row_order"] == "random, seed 1"
+        assert attributes_of(file, "")["source"] == source
         assert file.attrs["fastgpu_format"] == 1
 
 
@@ -60,9 +61,10 @@ def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(
     assert first == (list(range(20)), list(range(20)))
     assert second == (list(range(20, 40)), list(range(20, 40)))
     with h5py.File(tmp_path / "new-00001-of-00002.h5") as file:
-        assert list(file.attrs["class_names"]) == ["cat", "dog"]
+        assert attributes_of(file, "")["class_names"] == ["cat", "dog"]
         assert (file.attrs["mean"], file.attrs["std"]) == (3, 4)
-        assert (file.attrs["source"], file.attrs["row_order"]) == ("a camera", "as in the source")
+        attributes = attributes_of(file, "")
+        assert (attributes["source"], attributes["row_order"]) == ("a camera", "as in the source")
         assert file["images"].compression == "gzip"
 
 
@@ -211,12 +213,12 @@ VAL = "rows.h5::/val"
     [
         (("repack", "rows.h5", "x.h5"), "rows.h5 has no rows in /, but /train, /val; name one"),
         (("repack", "rows.h5::/test", "x.h5"), "rows.h5 has no group /test; it has train, val"),
-        (("repack", "absent.h5", "x.h5"), "absent.h5 cannot be read"),
+        (("repack", "absent.h5", "x.h5"), "absent.h5 does not exist"),
         (("repack", VAL, "text.h5"), "text.h5 exists; choose another name, or --force"),
         (("repack", VAL, "text.h5/x.h5"), "text.h5 is not a folder; write to another"),
         (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
-        (("info", "text.h5"), "text.h5 cannot be read"),
-        (("verify", "absent.h5"), "absent.h5 cannot be read"),
+        (("info", "text.h5"), "text.h5 is not an HDF5 file"),
+        (("verify", "absent.h5"), "absent.h5 does not exist"),
     ],
 )
 def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message, convert):

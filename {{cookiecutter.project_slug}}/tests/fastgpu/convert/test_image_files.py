@@ -8,6 +8,7 @@ from PIL import Image
 
 from fastgpu.convert.image_files import list_csv, list_folder
 from fastgpu.process.launch import UserError
+from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.images import Preprocessing
 
 RNG = np.random.default_rng(0)
@@ -113,7 +114,7 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
     assert (len(train), len(val)) == (32, 8)
     assert train | val == {n: 0 if n < 20 else 1 if n < 30 else 2 for n in range(40)}
     with h5py.File(tmp_path / "out-train.h5") as file:
-        assert file.attrs["class_names"].tolist() == ["cat", "dog", "größe"]
+        assert attributes_of(file, "")["class_names"] == ["cat", "dog", "größe"]
         assert file["images"].shape == (32, 3, 8, 10)
     assert convert("verify", "out-train.h5", "out-val.h5").returncode == 0
 
@@ -187,12 +188,12 @@ def test_columns_of_0_and_1_are_attributes_and_decimals_are_targets(tmp_path, co
         assert result.returncode == 0, result.stderr
         with h5py.File(tmp_path / "out.h5") as file:
             rows = dict(zip(file["images"][:, 0, 0, 0].tolist(), file["labels"][:].tolist(), strict=True))
-            return rows, file["labels"].dtype, dict(file.attrs), result.stdout
+            return rows, file["labels"].dtype, attributes_of(file, ""), result.stdout
 
     rows, dtype, attributes, shown = labels_of("path,odd,third")
     assert rows == {n: [n % 2, int(n % 3 == 0)] for n in range(6)}
     assert dtype == np.uint8
-    assert attributes["class_names"].tolist() == ["odd", "third"]
+    assert attributes["class_names"] == ["odd", "third"]
     assert "2 attributes" in shown
     rows, dtype, attributes, shown = labels_of("path,eighth")
     assert rows == {n: n / 8 for n in range(6)}

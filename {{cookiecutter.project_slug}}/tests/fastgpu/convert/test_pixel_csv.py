@@ -4,6 +4,8 @@ import h5py
 import numpy as np
 import pytest
 
+from fastgpu.storage.hdf5 import attributes_of
+
 RNG = np.random.default_rng(0)
 USAGE = ["Training", "PublicTest", "Training", "PrivateTest"]
 
@@ -33,7 +35,7 @@ def check(path: Path, pixels: np.ndarray, shape: tuple[int, ...], n_classes: int
         numbers = images.reshape(len(images), -1)[:, 0].tolist()
         np.testing.assert_array_equal(images, pixels[numbers].reshape(-1, *shape))
         assert file["labels"][:].tolist() == [number % n_classes for number in numbers]
-        assert file.attrs["class_names"].tolist() == [str(number) for number in range(n_classes)]
+        assert attributes_of(file, "")["class_names"] == [str(number) for number in range(n_classes)]
     return numbers
 
 
@@ -57,7 +59,7 @@ def test_columns_that_are_not_used_are_named(tmp_path, convert):
     result = convert("pixels", "words.csv", "words.h5")
     assert result.returncode == 0, result.stderr
     with h5py.File(tmp_path / "words.h5") as file:
-        assert file.attrs["class_names"].tolist() == ["very sad"]
+        assert attributes_of(file, "")["class_names"] == ["very sad"]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";"])

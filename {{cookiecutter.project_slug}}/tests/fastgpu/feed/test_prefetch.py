@@ -1,5 +1,6 @@
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from harness import CPU, ROOT, TIMEOUT_S, needs_gpu, numbers_of
 
 from fastgpu.feed import prefetch
 from fastgpu.feed.prefetch import Capacity, Prefetcher
+from fastgpu.process.config import Loader
+from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import Store, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -42,13 +46,15 @@ def make_prefetcher(
     n_readers: int = 2,
     n_slots: int = 2,
     device: torch.device = CPU,
+    timeout_s: float = TIMEOUT_S,
 ) -> Prefetcher:
     """A prefetcher for pools of 16 rows. read: instead of the store's."""
     source = copy(store)
     if read:
         source.read = read
     reader = source.open_reader(order_of(store), n_readers)
-    return Prefetcher(source, reader, Capacity(16, {}), device, n_slots=n_slots)
+    loader = Loader.model_construct(prefetch_pools=n_slots - 1, pin_memory=True, timeout_s=timeout_s)
+    return Prefetcher(source, reader, Capacity(16, {}), device, loader=loader)
 
 
 def prefetch_threads() -> set[str]:
@@ -194,6 +200,69 @@ def test_a_new_start_drops_the_pools_that_were_prepared(store):
         numbers += numbers_of(rows["images"])
     assert numbers == rows_in_order(order, 1)
     prefetcher.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [("preadv", r"block 3 of data.train: .*rows.h5: images"), ("check_unchanged", "data.train: .*rows.h5: images")],
+)
+def test_a_read_that_hangs_is_named_and_left_behind(store, monkeypatch, call, place):
+    is_back = threading.Event()
+    real = getattr(OpenFile, call)
+
+    def hang(*arguments):
+        if call == "check_unchanged" or arguments[2] >= offset:
+            is_back.wait(TIMEOUT_S)
+        return real(*arguments)
+
+    offset = store._files[0].largest._chunks.offsets[3]
+    monkeypatch.setattr(OpenFile, "cached", lambda *_: None)  # as on a network file system
+    monkeypatch.setattr(OpenFile, call, hang)
+    prefetcher = make_prefetcher(store, n_readers=1, timeout_s=0.2)
+    prefetcher.start(BlockSampler(store.block_rows, 8, pool_batches=2, seed=None).pools(0))
+    try:
+        with pytest.raises(
+            HangError, match=rf"no rows have come from {place}: it hangs, or is slower than loader.timeout"
+        ):
+            list(prefetcher)
+        with pytest.raises(HangError):  # the slots are not safe: the read may come back
+            prefetcher.start(iter(()))
+    finally:
+        is_back.set()
+    prefetcher.close()
+    assert not prefetch_threads()
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
+    is_back = threading.Event()
+    monkeypatch.setattr(prefetch, "CLOSE_S", 0.1)
+    prefetcher = make_prefetcher(store, lambda reads, out: is_back.wait(TIMEOUT_S))
+    prefetcher.start(order_of(store).pools(0))
+    prefetcher.close()
+    prefetcher.close()
+    assert prefetch_threads()
+    is_back.set()
+    prefetcher.start(order_of(store).pools(0))  # waits for the end of the threads
+    prefetcher.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("prefetch", "reader")):
+            thread.join(TIMEOUT_S)
+
+
+def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_right_rows(store):
+    rng = random.Random(0)
+    order = order_of(store)
+    prefetcher = make_prefetcher(store, n_slots=3)
+    for _ in range(30):
+        prefetcher.start(order.pools(0))
+        for _, (plan, rows) in zip(range(rng.randrange(8)), prefetcher, strict=False):
+            assert numbers_of(rows["images"]) == order.row_ids(plan).tolist()
+            time.sleep(rng.random() / 500)
+        if rng.random() < 0.5:
+            prefetcher.close()
+            assert not prefetch_threads()
+    prefetcher.close()
+    assert not prefetch_threads()
 
 
 def test_a_plan_without_pools_ends_at_once(store):

@@ -75,9 +75,11 @@ def test_array_files(tmp_path):
         assert read(open_inputs([str(tmp_path / name)], CARD, FIELDS, "stop"))[0] == list(range(9))
     np.savez(tmp_path / "y.npz", y=numbered(9))
     (tmp_path / "z.npy").write_text("no array")
+    (tmp_path / "z.npz").write_bytes((tmp_path / "x.npz").read_bytes().replace(numbered(9).tobytes(), bytes(72)))
     for names, message in (
         (["y.npz"], "y.npz: x is missing; it has y"),
         (["z.npy"], "z.npy is not a file of NumPy arrays of numbers"),
+        (["z.npz"], "z.npz is not a file of NumPy arrays of numbers: Bad CRC-32"),
         (["x.npy", "x.npy"], "INPUT is 2 array files; give one"),
     ):
         with pytest.raises(UserError, match=message):

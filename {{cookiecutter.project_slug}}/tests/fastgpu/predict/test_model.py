@@ -35,6 +35,7 @@ def trained_with(workload, fields) -> Trained:
 def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path, capsys):
     for name in ("last-000000009", "last-1000000000"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints/last-1000000000 (copy)").mkdir()
     assert find_checkpoint(tmp_path).name == "last-1000000000"
     best = tmp_path / "checkpoints/best-000000003"
     best.mkdir()

@@ -7,6 +7,7 @@ import pytest
 from harness import run_train, write_minimal
 from pydantic import Field
 
+from fastgpu.process import config_loader
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import FindOptions, keys, load_config, read_options
 from fastgpu.process.launch import UserError
@@ -121,7 +122,7 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
         ("data:\n  echo: 1\n  echo: 2", r"0\.yaml:3: data.echo stands twice, first in line 2"),
         ("data: {echo: 1}\ndata: {echo: 2}", r"0\.yaml:2: data stands twice"),
         ("data: [", r"0\.yaml:1: is not YAML"),
-        ("a: &a [*a]", "unknown key a|is not YAML"),
+        ("data: {batch_size: 2147483648}", "it should be less than or equal to 2147483647"),
         ("- a", r"0\.yaml: holds \['a'\]; allowed are sections"),
         ("data: {fields: {images: 3}}", "data.fields is 3; it should be a valid string"),
         ("workload: Images", 'workload is "Images"; it should match pattern'),
@@ -132,6 +133,49 @@ def test_a_mistake_in_a_file_names_place_key_value_and_cure(tmp_path, text, mess
         load(tmp_path, text)
 
 
+def aliases(first: str, line: str) -> str:
+    """A few lines that stand for 9 ** 10 values: each line has the one before 9 times."""
+    lines = [f"  a0: &a0 {first}"]
+    for number in range(1, 10):
+        before = ", ".join([f"*a{number - 1}"] * 9)
+        lines.append(f"  a{number}: &a{number} {line.format(before)}")
+    return "\n".join(["model:", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  a: &a [*a]", r"0\.yaml:2: an alias stands for a value that holds the alias itself"),
+        (aliases("[x, x]", "[{}]"), r"0\.yaml:2: is longer than 1,048,576 characters with its aliases written out"),
+        (aliases("{k: 1}", "{{<<: [{}]}}"), "with its aliases written out"),
+        (f"a: &a {'x' * 5000}\nb: [{', '.join(['*a'] * 300)}]", "with its aliases written out"),
+        (f"a: {'x' * (1 << 20)}", r"0\.yaml: is longer than 1,048,576 characters"),
+        ("a: " + "[" * 5000 + "]" * 5000, r"0\.yaml:1: is nested deeper than 20 levels"),
+        ("workload: minimal\n? [a, b]\n: 1", r"0\.yaml:2: a key should be a single word"),
+        ("run:\n  seed: 2026-13-45", r"0\.yaml:2: 2026-13-45 is no timestamp"),
+        ("data: {batch_size: " + "9" * 5000 + "}", r"0\.yaml:1: a number of 5,000 characters; allowed are 100"),
+        ("run: {seed: !!int abc}", r"0\.yaml:1: abc is no int"),
+        ("a: \0", "0.yaml: is not YAML: unacceptable character"),
+    ],
+)
+def test_what_would_take_endless_time_or_is_no_value_is_one_short_line(tmp_path, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path, text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_list_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(config_loader, "MAX_NODES", 1000)
+    with pytest.raises(UserError, match=r"0\.yaml:1: has more than 1,000 values"):
+        load(tmp_path, f"a: [{'1, ' * 1000}]")
+
+
+def test_anchors_and_merge_keys_of_ordinary_size_work(tmp_path):
+    config = load(tmp_path, "data: &data {batch_size: 8}\nmodel: {a: &a [1, 2], b: *a, c: {<<: *data, echo: 2}}")
+    assert config.model == {"a": [1, 2], "b": [1, 2], "c": {"batch_size": 8, "echo": 2}}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -140,7 +184,8 @@ def test_a_mistake_in_a_file_names_place_key_value_and_cure(tmp_path, text, mess
         (["--data.batch_size=3"], "is not understood: use --config FILE"),
         (["--config"], "is not understood"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
-        (["--config", "."], "Is a directory"),
+        (["--config", "."], r"\.: is not a file"),
+        (["--config", "/dev/zero"], "/dev/zero: is not a file"),
         (["data.echo={a: 1, a: 2}"], "data.echo.a stands twice"),
         (["=1"], "unknown key"),
         (["optm.lr=3"], r"command line: unknown key optm \(did you mean optim\?\)"),

@@ -1,4 +1,8 @@
+import subprocess
+import sys
+
 import pytest
+from harness import ROOT, TIMEOUT_S
 
 from fastgpu.process.launch import Launch, RankError, UserError, exit_with_message, read_launch, warn
 
@@ -35,6 +39,15 @@ def test_an_interruption_has_no_traceback(capsys):
     assert "run.resume=auto" in capsys.readouterr().err
 
 
+def test_a_message_does_not_repeat_a_whole_file(capsys):
+    with pytest.raises(SystemExit), exit_with_message(Launch()):
+        raise UserError(f"x.csv:2: {'a' * 10**6} is no number\nx.csv:3: is empty")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: x.csv:2: aaa")
+    assert len(first) < 1100
+    assert second == "x.csv:3: is empty"
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError), exit_with_message(Launch()):
         raise ZeroDivisionError
@@ -53,3 +66,30 @@ def test_a_plain_process_prints_its_warnings(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     warn("the file is sorted")
     assert capsys.readouterr().out == "warning: the file is sorted\n"
+
+
+HANGS = """
+import atexit, threading
+import h5py
+from h5py._objects import phil
+from fastgpu.process.launch import HangError, Launch, exit_with_message
+
+file = h5py.File("rows.h5", "w", driver="core", backing_store=False)
+def hang():
+    phil.acquire()
+    is_stuck.set()
+    threading.Event().wait()
+is_stuck = threading.Event()
+threading.Thread(target=hang, daemon=True).start()
+is_stuck.wait()
+atexit.register(print, "report written")
+with exit_with_message(Launch()):
+    raise HangError("no rows have come")
+"""
+
+
+def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "report written\n", "error: no rows have come\n")

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +64,18 @@ def test_a_signal_that_comes_again_later_ends_the_process(number):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "alive\n"
     assert done.returncode == -number
+
+
+@pytest.mark.parametrize(("what", "code"), [("sys.exit(2)", 2), ("time.sleep(600)", 128 + signal.SIGTERM)])
+def test_a_rank_that_is_told_to_end_may_say_why_first(what, code):
+    script = (
+        "import os, signal, sys, time; from fastgpu.process import signals; signals.LAST_WORDS_S = 0.5;"
+        "signal.signal(signal.SIGTERM, signals.end_soon); os.kill(os.getpid(), signal.SIGTERM);"
+        f"print('last words', flush=True); {what}"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "last words\n"
+    assert done.returncode == code
 
 
 def test_an_orphan_is_asked_to_stop_and_then_ended():

@@ -1,14 +1,18 @@
 import dataclasses
+import json
+import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ALONE, CPU, in_world
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch, UserError
-from fastgpu.process.world import World, join
+from fastgpu.process.launch import Launch, RankError, UserError
+from fastgpu.process.world import World, _flight_recorder, join
 
 
 def error_of(function: Callable[[], Any]) -> str | None:
@@ -45,8 +49,10 @@ def use_world(world: World) -> dict[str, Any]:
         "collectives": use_collectives(world),
         "raised": error_of(lambda: raise_on_one_rank(world)),
         "sum afterwards": world.all_reduce_sum(torch.ones(1)).item(),
-        "equal": error_of(lambda: world.check_equal("the same", "no cure needed")),
-        "different": error_of(lambda: world.check_equal(world.rank, "share the folder")),
+        "different": error_of(lambda: world.check_same({"the step": world.rank}, "share the folder")),
+        "same values": error_of(lambda: world.check_same({"optim.lr": 0.1, "run.seed": 0})),
+        "other value": error_of(lambda: world.check_same({"optim.lr": 0.1, "run.seed": world.rank, "x": world.rank})),
+        "value of one rank": error_of(lambda: world.check_same({"x.py": "ab"} if world.rank else {})),
         "everywhere": error_of(lambda: world.check_everywhere(True, "no room")),
         "not everywhere": error_of(lambda: world.check_everywhere(world.rank == 0, "no room")),
         "one machine": world.gather_by_node({"host/rss_gib": float(world.rank)}),
@@ -78,10 +84,17 @@ def test_an_error_of_one_rank_is_raised_on_every_rank_and_they_can_still_talk(ra
         assert rank["sum afterwards"] == 2.0
 
 
-def test_ranks_that_differ_are_told(ranks):
+def test_values_that_differ_are_named_with_both_ranks(ranks):
+    host = socket.gethostname()
     for rank in ranks:
-        assert rank["equal"] is None
-        assert rank["different"] == "rank 1 has 1, rank 0 has 0; share the folder"
+        assert rank["same values"] is None
+        assert rank["other value"] == (
+            f"run.seed is 1 on rank 1 ({host}) and 0 on rank 0 ({host}) (1 more differ); all ranks need the same "
+            "settings, rows and code"
+        )
+        assert rank["different"] == f"the step is 1 on rank 1 ({host}) and 0 on rank 0 ({host}); share the folder"
+        assert "x.py is ab on rank 1" in rank["value of one rank"]
+        assert f"and missing on rank 0 ({host})" in rank["value of one rank"]
 
 
 def test_a_condition_that_fails_on_one_rank_fails_on_every_rank(ranks):
@@ -129,3 +142,73 @@ def test_more_processes_than_gpus(monkeypatch):
         join(Launch(2, 3, 2, 3), Dist()),
     ):
         pass
+
+
+# ---------------------------------------------------------------------------------------------- one rank ends
+
+
+@pytest.fixture
+def store(monkeypatch) -> dist.Store:
+    """The store of a job of two ranks, of which this process is the first. It has no process group."""
+    store = dist.HashStore()
+    rank_1 = dist.PrefixStore("peers", dist.PrefixStore("attempt0", store))
+    rank_1.set("at1", json.dumps(["node-b", 7]))
+    rank_1.set("device1", "cpu")
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    return rank_1
+
+
+def end_by(error: Exception) -> None:
+    with join(Launch(0, 2, 0, 2), Dist(device="cpu")):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "note"),
+    [
+        (RankError("its disk is gone"), "its disk is gone", "its disk is gone"),
+        (UserError("data.train is x"), "data.train is x", "data.train is x"),
+        (ValueError("a\nbug"), "a\nbug", "ValueError: a bug"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+            "rank 0 on .* ran out of memory",
+            "ran out of memory (CUDA out of memory); lower data.batch_size",
+        ),
+    ],
+)
+def test_what_ends_a_rank_is_left_for_the_others(store, error, raised, note):
+    with pytest.raises(type(error) if not isinstance(error, torch.OutOfMemoryError) else RankError, match=raised):
+        end_by(error)
+    assert note in json.loads(store.get("end0"))
+
+
+def test_what_ended_another_rank_is_one_line(store):
+    store.set("end1", json.dumps("its disk is gone (at 12:00:00)"))
+    with pytest.raises(RankError) as raised:
+        end_by(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    assert str(raised.value) == (
+        "rank 0 lost the others: rank 1 (process 7 on node-b) ended: its disk is gone (at 12:00:00)"
+    )
+
+
+def test_ranks_that_never_meet_are_one_line_too(store, monkeypatch):
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise dist.DistStoreError("timed out")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    store.delete_key("at1")
+    with pytest.raises(RankError, match="rank 0 lost the others: rank 1 has not been heard of"):
+        end_by(AssertionError("not reached"))
+
+
+def test_a_node_without_its_gpu_is_named(store):
+    store.set("device1", "cuda")
+    with pytest.raises(UserError, match=r"the device is cuda on rank 1 \(node-b\) and cpu on rank 0 .*nvidia-smi"):
+        end_by(AssertionError("not reached"))
+
+
+def test_the_flight_recorder_is_for_nccl():
+    assert _flight_recorder(CPU) == ""
+    assert "TORCH_FR_DUMP_TEMP_FILE" in _flight_recorder(torch.device("cuda"))

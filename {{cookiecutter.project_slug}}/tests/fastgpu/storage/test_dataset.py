@@ -2,24 +2,28 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from harness import numbered, numbers_of, run_train
+from harness import TIMEOUT_S, numbered, numbers_of, run_ranks, run_train
 from torch.utils.data import Dataset, IterableDataset
 
+from fastgpu.feed import prefetch
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.mixture import MixedSampler, Mixture
 from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.storage import dataset
 from fastgpu.storage.dataset import DatasetSource, open_dataset
 from fastgpu.storage.subset import hold_out
 
@@ -52,6 +56,10 @@ class Numbered(Dataset):
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "hang":
                     time.sleep(1000)
+                case "exit":
+                    os._exit(5)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
         if self.kind == "random":
             return random.random(), np.random.rand(), torch.rand(())
         if self.kind == "mapping":
@@ -89,7 +97,7 @@ def order_of(source: DatasetSource, **options) -> BlockSampler:
 
 
 def feed_of(source: DatasetSource, order: BlockSampler, n_workers: int, tier: str = "disk") -> Feed:
-    return make_feed(source, order, Placement(tier, CPU, n_workers))
+    return make_feed(source, order, Placement(tier, CPU, n_workers), source.loader)
 
 
 def epoch_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, int]]:
@@ -211,16 +219,18 @@ def test_rows_columns_and_class_names_without_a_feed():
 def test_an_error_of_the_dataset_reaches_the_loop(n_workers, kind, error, message):
     source = source_of(kind)
     feed = feed_of(source, order_of(source), n_workers)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         epoch_of(feed, 0)
+    assert "in row 70 of Numbered" in str(raised.value) + "".join(getattr(raised.value, "__notes__", []))
     feed.close()
     assert not worker_pids()
 
 
-def test_a_dead_worker_is_one_clear_error():
-    source = source_of("die")
+@pytest.mark.parametrize(("kind", "cause"), [("die", "Killed"), ("exit", "exit code 5")])
+def test_a_dead_worker_is_one_clear_error_with_its_cause(kind, cause):
+    source = source_of(kind)
     feed = feed_of(source, order_of(source), 2)
-    message = r"one of the loader.num_workers \(2\) was killed or crashed while it read Numbered"
+    message = rf"one of the loader.num_workers \(2\) was killed or crashed while it read Numbered \({cause}\); if"
     with pytest.raises(RankError, match=message):
         epoch_of(feed, 0)
     feed.close()
@@ -261,13 +271,62 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch_is_the_same_error(monkey
         reader.read(plan.reads, out)
 
 
-def test_a_hung_worker_is_one_clear_error():
-    source = source_of("hang", timeout_s=2)
+@pytest.fixture
+def short_waits(monkeypatch):
+    monkeypatch.setattr(prefetch, "CLOSE_S", 0.2)
+    monkeypatch.setattr(dataset, "GRACE_S", 0.2)
+
+
+@pytest.mark.parametrize(("kind", "state"), [("hang", "70.*sleeping"), ("stop", "stopped")])
+@pytest.mark.usefixtures("short_waits")
+def test_a_worker_that_hangs_or_is_stopped_is_one_clear_error_and_is_killed(kind, state):
+    source = source_of(kind, timeout_s=1)
     feed = feed_of(source, order_of(source), 2)
-    with pytest.raises(RankError, match="no worker has sent a batch of Numbered for 2 s: it hangs, or is slower than"):
-        epoch_of(feed, 0)
+    message = rf"no rows have come from Numbered, rows \d+, .*{state}.*\): it hangs, or is slower than loader.timeout_s"
+    with closing(feed):
+        with pytest.raises(HangError, match=message):
+            epoch_of(feed, 0)
+        workers = multiprocessing.active_children()
     feed.close()
-    assert not worker_pids()
+    assert not any(worker.is_alive() for worker in workers)
+    wait_for_threads()
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_workers_that_were_stopped_do_not_keep_a_feed_from_closing():
+    source = source_of()
+    feed = feed_of(source, order_of(source), 2)
+    next(feed.pools(0))
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    feed.close()
+    assert not any(worker.is_alive() for worker in workers)
+    wait_for_threads()
+
+
+def test_closing_at_any_moment_leaves_no_thread_process_or_shared_memory():
+    rng = random.Random(0)
+    for _ in range(5):
+        source = source_of()
+        feed = feed_of(source, order_of(source), 2)
+        for _, _ in zip(range(rng.randrange(1, 4)), feed.pools(0), strict=False):
+            time.sleep(rng.random() / 50)
+        workers = worker_pids()
+        feed.close()
+        feed.close()
+        assert workers
+        assert not worker_pids()
+        assert not [path for pid in workers for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+        wait_for_threads()
+
+
+def wait_for_threads() -> None:
+    """Return when no thread of a feed is left."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("prefetch", "reader")):
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -332,22 +391,84 @@ def test_trains(tmp_path):
 class Changing(Dataset):
     """Rows of another type, or another shape, than the first one."""
 
-    def __init__(self, later: object):
+    def __init__(self, first: object, later: object):
+        self.first = first
         self.later = later
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, row: int) -> dict[str, object]:
-        return {"x": self.later if row else np.uint8(0)}
+        return {"x": self.later if row > 3 else self.first}
 
 
-@pytest.mark.parametrize("later", [np.int64(256), 0.5, np.float32(1), np.zeros(2, np.uint8)])
-def test_rows_of_another_type_than_the_first_are_not_cast(later):
-    source = DatasetSource("mine", Changing(later), {"x": "x"}, Loader(num_workers=0))
+@pytest.mark.parametrize("n_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("later", "found"),
+    [
+        (np.int64(256), r"int64 \(N\)"),
+        (np.float32(1), r"float32 \(N\)"),
+        (np.zeros(2, np.uint8), r"uint8 \(N, 2\)"),
+        ("a", "str"),
+    ],
+)
+def test_rows_of_another_type_than_the_first_are_refused_by_their_number(n_workers, later, found):
+    source = DatasetSource("mine", Changing(np.uint8(0), later), {"x": "x"}, Loader())
     out = {"x": np.zeros(8, np.uint8)}
-    with pytest.raises(UserError, match="mine: x is uint8 .* in its first row, but .* in others"):
+    with pytest.raises(RankError, match=rf"^mine: row 5 has x as {found}, row 0 as uint8 \(N\); give all rows"):
         source.read([BlockRead(5, 0, np.array([5]))], out)
-    feed = feed_of(source, order_of(source), 0)
-    with pytest.raises((UserError, RuntimeError)), closing(feed):
+    with (
+        closing(feed_of(source, order_of(source, seed=None), n_workers)) as feed,  # all rows in one batch
+        pytest.raises(RankError, match=rf"^mine: row 4 has x as {found}, row 0 as uint8 \(N\); give all rows"),
+    ):
         list(feed.pools(0))
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_batch_with_rows_of_several_types_keeps_their_values(n_workers):
+    source = DatasetSource("mine", Changing(np.int64(300), np.uint8(7)), {"x": "x"}, Loader())
+    order = order_of(source)
+    order.set_epoch(0)
+    rows = list(order)
+    assert rows[0] > 3  # the first row of the batch is a uint8
+    with closing(feed_of(source, order, n_workers)) as feed:
+        assert next(feed.pools(0)).rows["x"].tolist() == [300 if row < 4 else 7 for row in rows]
+
+
+def test_a_dataset_of_words_is_refused():
+    with pytest.raises(UserError, match="data.dataset: mine has x as str; use numbers, arrays or tensors of the CPU"):
+        DatasetSource("mine", Changing("a", "b"), {"x": "x"}, Loader())
+
+
+STOPS = LINE.replace(
+    "def __getitem__(self, row):",
+    """def __getitem__(self, row):
+        import os, signal
+        if os.environ["RANK"] == "1" and row == 300:
+            os.kill(os.getpid(), signal.SIGSTOP)""",
+)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(tmp_path):
+    (tmp_path / "mine.py").write_text(STOPS)
+    arguments = [
+        "workload=minimal",
+        "data.dataset=mine:Line",
+        "data.train='512'",
+        "data.val='64'",
+        "data.fields={x: x, y: y}",
+        "data.batch_size=32",
+        "loader.num_workers=1",
+        "loader.timeout_s=2",
+        "dist.device=cpu",
+    ]
+    (tmp_path / "config.yaml").write_text("{}")
+    first, second = run_ranks(*arguments, ranks=2, cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (2, 2)
+    line = (
+        r"error: no rows have come from Line\('512'\) of data.train, rows .* \(worker processes: \d+ stopped\): it .*\n"
+    )
+    assert re.fullmatch(line, second.stderr), first.stderr + second.stderr
+    assert first.stderr.count("\n") == 1
+    assert first.stderr.startswith("error: rank 0 lost the others: rank 1")

@@ -1,3 +1,4 @@
+import os
 import pickle
 import subprocess
 import sys
@@ -6,10 +7,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, numbers_of
+from harness import ROOT, TIMEOUT_S, numbered, numbers_of
 from scattered import read_scattered
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import RankError, UserError
+from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.store import open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -81,6 +83,128 @@ def test_a_group_has_attributes_of_plain_python(tmp_path):
     assert len(store) == 5
     assert store.attributes == {"class_names": ["a", "b"], "bytes": "c", "mean": [1.5], "fastgpu_format": 1}
     assert type(store.attributes["fastgpu_format"]) is int
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("class_names", "cat", "class_names is cat; it should be a list"),
+        ("n_classes", "ten", "n_classes is ten; it should be numbers"),
+        ("mean", ["a", "b"], "mean is .*; it should be numbers"),
+    ],
+)
+def test_attributes_of_another_type_than_workloads_expect(write, name, value, message):
+    path = write(5)
+    with h5py.File(path, "a") as file:
+        file.attrs[name] = value
+    refused(path, message)
+
+
+def test_attributes_that_are_neither_text_nor_numbers_are_left_out_aloud(write, capsys):
+    path = write(5)
+    with h5py.File(path, "a") as file:
+        file.attrs["reference"] = file["images"].ref
+        file.attrs["bytes"] = np.bytes_(b"\xff")
+    assert open_store("data.train", path, FIELDS).attributes == {"bytes": "\ufffd"}
+    assert "the attribute reference is not read" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- damaged and hostile
+
+
+def test_what_h5py_raises_is_one_line_and_a_bug_of_ours_is_not(write):
+    path = write(5)
+    with h5py.File(path, "a") as file:
+        del file["images"]
+        file["images"] = h5py.SoftLink("/images")
+        file["a"] = h5py.SoftLink("/b")
+        file["b"] = h5py.SoftLink("/a")
+    refused(path, r"x?rows.h5 cannot be read: .*too many (soft )?links.*: copy or write it again$")
+    refused(f"{path}::/a", "cannot be read: .*too many")
+    with pytest.raises(UserError, match="cannot be read: .* doesn't exist"), open_file(path, path) as file:
+        file["nothing"]
+    with pytest.raises(KeyError, match="bug"), open_file(path, path):
+        {}["bug"]
+    with pytest.raises(UserError, match="asks for more memory than there is"), open_file(path, path):
+        raise MemoryError
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.h5")
+    refused(str(tmp_path / "pipe.h5"), "pipe.h5 is a device or a pipe")
+    refused("/dev/zero", "/dev/zero is a device or a pipe")
+
+
+def test_more_rows_and_chunks_than_a_file_can_hold(tmp_path):
+    path = str(tmp_path / "x.h5")
+    for n_rows, options, message in (
+        (2**34, {"chunks": (2**33,), "compression": "gzip"}, "chunks of 8,589,934,592 rows; .*at most 2,147,483,647"),
+        (2**34, {}, "was never written"),
+        (2**62, {"chunks": (1,)}, "4611686018427387904 of 4611686018427387904 chunks were never written"),
+    ):
+        with h5py.File(path, "w") as file:
+            file.create_dataset("images", (n_rows,), "u1", **options)
+            file.create_dataset("labels", (n_rows,), "u1", **options)
+        refused(path, message)
+    with h5py.File(path, "w") as file:  # the first byte of the rows is in the file, the last one is not
+        file.create_dataset("images", (2**34,), "u1")[0] = 1
+        file["labels"] = 0
+        offset = file["images"].id.get_offset()
+    with Path(path).open("r+b") as raw:
+        raw.truncate(offset + 1)
+    refused(path, "truncated")
+
+
+def test_a_damaged_index_of_chunks(tmp_path):
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file.create_dataset("images", data=numbered(40), chunks=(8, 1, 4, 2))
+        file["labels"] = np.arange(40)
+    assert path.read_bytes().count(b"FAHD") == 1
+    path.write_bytes(path.read_bytes().replace(b"FAHD", bytes(4)))
+    refused(str(path), "x.h5 cannot be read: .*: copy or write it again")
+
+
+def test_a_chunk_that_the_library_cannot_decode(write):
+    path = write(40)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("split", data=numbered(40), chunks=(8, 1, 2, 2), compression="gzip")
+        chunk = file["split"].id.get_chunk_info(3)
+    with Path(path).open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(bytes(chunk.size))
+    store = open_store("data.train", path, {"images": "split", "labels": "labels"})
+    with pytest.raises(RankError, match=r"rows.h5: /split from row \d+ on cannot be read \(.*\); restore the file"):
+        read_scattered(store)
+
+
+TEXT_OF_ANY_LENGTH = """
+import sys
+from fastgpu.storage import hdf5
+hdf5.TIME_LIMIT_S = 1
+with hdf5.time_limit("data.train"), hdf5.open_file(sys.argv[1], "data.train") as file:
+    print(hdf5.attributes_of(file, "data.train"))
+"""
+
+
+def test_a_file_that_the_library_reads_in_circles_ends_the_process_with_one_line(write):
+    path = write(5)
+    with h5py.File(path, "a") as file:
+        file.attrs["class_names"] = ["cat", "dog"]
+
+    def read() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", TEXT_OF_ANY_LENGTH, path]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    whole = read()
+    assert (whole.stdout, whole.stderr, whole.returncode) == ("{'class_names': ['cat', 'dog']}\n", "", 0)
+    damaged = bytearray(Path(path).read_bytes())
+    heap = damaged.index(b"GCOL")
+    damaged[heap + 16 : heap + 4096] = bytes(4080)
+    Path(path).write_bytes(damaged)
+    endless = read()
+    line = "error: data.train: finding its datasets took longer than 1 s or crashed: copy or write it again\n"
+    assert (endless.stdout, endless.stderr, endless.returncode) == ("", line, 1)
 
 
 # ---------------------------------------------------------------------------------------------- links

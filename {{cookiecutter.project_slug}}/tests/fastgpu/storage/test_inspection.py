@@ -37,7 +37,7 @@ def test_the_fields_of_a_file_can_be_opened(write_ragged):
 
 
 def test_files_that_cannot_be_inspected(write, tmp_path):
-    with pytest.raises(UserError, match="none.h5 cannot be read"):
+    with pytest.raises(UserError, match="none.h5 does not exist"):
         columns_of(str(tmp_path / "none.h5"))
     with pytest.raises(UserError, match="rows.h5 has no group /train; it has images, labels"):
         columns_of(f"{write(4)}::/train")

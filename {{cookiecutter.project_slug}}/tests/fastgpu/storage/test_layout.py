@@ -174,5 +174,15 @@ def test_verify_notices_a_flipped_bit(write, shape, compression):
         read_scattered(damaged)
 
 
+def test_checksums_tell_rows_apart_that_are_not_read(write):
+    path = write(40, (1, 4, 2), 7)
+    write_digests(path, 7)
+    identity = open_store("data.train", path, FIELDS).identity
+    assert open_store("data.train", path, FIELDS).identity == identity
+    with h5py.File(path, "r+") as file:
+        file[f"{DIGESTS}/images"][5, 0] ^= 1
+    assert open_store("data.train", path, FIELDS).identity != identity
+
+
 def test_verify_needs_checksums(write):
     refused(write(10), "images has no checksums for data.verify; `python convert.py repack`", verify=True)

@@ -1,5 +1,6 @@
 import multiprocessing
 import pickle
+import shutil
 
 import h5py
 import numpy as np
@@ -44,6 +45,22 @@ def test_several_files_are_one(write, tmp_path):
         assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
         assert numbers_of(read_scattered(store)["images"]) == list(range(40))
         assert store.column("labels").tolist() == [n % 4 for n in range(40)]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_the_identity_of_rows_is_that_of_their_copy_and_of_no_others(write, tmp_path, compression):
+    path = write(40, compression=compression)
+    identity = open_store("data.train", path, FIELDS).identity
+    copy = str(shutil.copyfile(path, tmp_path / "copy.h5"))
+    assert open_store("data.train", copy, FIELDS).identity == identity
+    for field, row in (("labels", 3), ("images", 20)):
+        with h5py.File(copy, "r+") as file:
+            file[field][row] += 1
+        other = open_store("data.train", copy, FIELDS).identity
+        assert [name for name in identity if other[name] != identity[name]] == ["the digest of the rows"]
+        shutil.copyfile(path, copy)
+    fewer = open_store("data.train", write(39, name="fewer.h5"), FIELDS).identity
+    assert next(name for name in identity if fewer[name] != identity[name]) == "the number of rows"
 
 
 def test_shards_must_agree(write, tmp_path):

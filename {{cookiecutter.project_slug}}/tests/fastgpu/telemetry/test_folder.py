@@ -9,6 +9,7 @@ import yaml
 
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
+from fastgpu.process.lock import FolderLock
 from fastgpu.telemetry import folder as folder_module
 from fastgpu.telemetry.folder import (
     create_folder,
@@ -18,6 +19,7 @@ from fastgpu.telemetry.folder import (
     find_folder,
     refuse_another,
 )
+from fastgpu.telemetry.log import Log
 
 CONFIG: dict[str, Any] = {
     "workload": "images",
@@ -153,3 +155,24 @@ def test_other_changes_are_said(tmp_path):
         "resumed with optim.lr=0.1 (was 0.003)",
     ]
     assert describe_changes({}) == ""
+
+
+def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, capsys):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("metrics.jsonl", "report.html", "run.json", "wandb-id.txt", ".writable", "lock", "diagnosis.json"):
+        (run / name).symlink_to(victim)
+    with pytest.raises(UserError, match="cannot write to"):
+        create_folder(run)
+    with pytest.raises(OSError, match="symbolic links"):
+        FolderLock(run)
+    log = Log(run, planned_rows=1, config={"log.to": []})
+    log.scalars(1, {"train/loss": 1.0})
+    (run / "metrics.jsonl").unlink()
+    log.scalars(2, {"train/loss": 1.0})
+    log.finish({})
+    assert "cannot write logs" in (shown := capsys.readouterr().out)
+    assert "cannot write" in shown.partition("report.html")[0]
+    assert victim.read_text() == "mine"

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,7 +94,7 @@ def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(log_module, "open_own", refuse)
         for step in range(3):
             log.scalars(step, {"x/y": 1.0})
     log.scalars(9, {"x/y": 1.0})  # the disk has room again

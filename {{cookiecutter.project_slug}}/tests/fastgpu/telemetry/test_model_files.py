@@ -116,6 +116,21 @@ def test_a_checkpoint_of_an_older_version_says_how_to_go_on(tmp_path):
         read_description(tmp_path / "checkpoints/last-000000000")
 
 
+@pytest.mark.parametrize("path", [("workload",), ("attributes",), ("fields", "x", "n_items"), ("fields", "x", "dtype")])
+def test_a_copy_that_lacks_something_is_refused(tmp_path, path):
+    folder = save(tmp_path, nn.Linear(2, 2), describe(make_source()))
+    (folder / "state.json").unlink()
+    description = json.loads((folder / "model.json").read_text())
+    *parents, last = path
+    part = description
+    for name in parents:
+        part = part[name]
+    del part[last]
+    (folder / "model.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=f"model.json is damaged .KeyError: '{last}'.; use another checkpoint"):
+        read_description(folder)
+
+
 def test_another_format_is_refused(tmp_path):
     folder = save(tmp_path, nn.Linear(2, 2), describe(make_source()))
     (folder / "state.json").unlink()

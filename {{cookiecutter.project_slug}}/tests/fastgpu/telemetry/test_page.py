@@ -10,6 +10,7 @@ import pytest
 from harness import ROOT
 from written_run import write_points, write_run
 
+from fastgpu.telemetry import page as page_module
 from fastgpu.telemetry.page import MAX_POINTS, TIMELINE, write_comparison, write_report
 from fastgpu.telemetry.tags import METRICS_PCT
 
@@ -153,7 +154,7 @@ def test_a_page_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capsys
         raise OSError(28, "No space left on device")
 
     write_run(tmp_path)
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(page_module, "write_own", refuse)
     write_report(tmp_path)
     assert "warning: cannot write" in capsys.readouterr().out
 

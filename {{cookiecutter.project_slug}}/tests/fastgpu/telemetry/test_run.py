@@ -65,7 +65,7 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, mod
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(run_module, "write_own", refuse)
     with started_run(tmp_path, model) as run:
         run.count(torch.tensor(0.5), 8, 8)
         run.report(8, lr=0.1)

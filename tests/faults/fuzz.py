@@ -1,0 +1,453 @@
+"""Feed damaged files of every kind to the functions that read them: each is refused in one message, or read rightly.
+
+    make fuzz                                            10,000 files, and a page in bench/results
+    python tests/faults/fuzz.py --files 300              a short form
+    python tests/faults/fuzz.py --only hdf5-gzip:17      one file again, with all that it said; it stays for a look
+
+A file follows from the seed, its kind and its number. Each is read by a process of its own, which is forked from one
+that has imported torch, and may use so much time and memory. Faults are: another exception than UserError, a message
+that does not end, wrong rows where checksums cover them, a crash, a hang, too much memory, and files left behind.
+"""
+
+import argparse
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PROJECT = ROOT / "{{cookiecutter.project_slug}}"
+TESTS = PROJECT / "tests" / "fastgpu"
+sys.path[:0] = [str(path) for path in (PROJECT, TESTS, TESTS / "convert", TESTS / "telemetry", ROOT / "bench")]
+
+import convert
+import h5py
+import numpy as np
+import publish
+import torch
+from harness import ALONE, ITEMS, numbered, ragged
+from mutations import flip, mutate
+from PIL import Image
+from short_run import CONFIG
+from test_array_files import save_npz
+from test_cifar_celeba import cifar_files, tar_of
+from test_movielens import write as write_ratings
+from test_pixel_csv import write_fer, write_mnist
+from torch import nn
+
+import workloads
+from fastgpu.convert.command_line import CommandLine
+from fastgpu.convert.writer import WriteOptions, Writer
+from fastgpu.predict.inputs import make_order, open_inputs, open_pools
+from fastgpu.predict.model import fields_read, load_model
+from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.config_loader import load_config, read_options
+from fastgpu.process.launch import Launch, exit_with_message
+from fastgpu.rows.contract import Source
+from fastgpu.rows.field import Field
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.sources import open_sources
+from fastgpu.telemetry import checkpoint
+from fastgpu.telemetry.model_files import ModelToUse, describe_model
+
+CPU_S = 8
+WALL_S = 60
+MEMORY_BYTES = 2 << 30
+MAX_MESSAGE_BYTES = 20_000
+FAULTS = ("wrong rows", "exception", "endless message", "crash", "hang", "memory", "leftovers")
+N_ROWS = 600
+IMAGES = numbered(40, (64,))
+SAVED = Path("run/checkpoints/last-000000007")
+
+
+class Kind(NamedTuple):
+    """A kind of file, and who reads it. Both functions work in the current folder."""
+
+    make: Callable[[], object]
+    """Writes whole files."""
+    use: Callable[[], object]
+    """Reads them. Returns a digest of what was read, where `is_covered`."""
+    files: str
+    """Those of which one is damaged, with spaces between them."""
+    weight: int = 1
+    is_covered: bool = False
+    """Whether checksums cover what is read."""
+    is_text: bool = False
+    is_flipped_only: bool = False
+
+
+class Result(NamedTuple):
+    """What became of one file."""
+
+    name: str
+    """kind:number"""
+    outcome: str
+    details: str
+
+
+# ---------------------------------------------------------------------------------------------- whole files
+
+
+def make_hdf5(compression: str) -> None:
+    fields = {"images": Field(np.dtype(np.uint8), (1, 8, 8)), "labels": Field(np.dtype(np.int64), ())}
+    attributes = {"class_names": ["cat", "dog", "owl"], "source": "made up", "mean": [0.5], "std": [0.25]}
+    options = WriteOptions(compression=compression)
+    with Writer(Path("x.h5"), N_ROWS, fields, attributes, options=options) as writer:
+        writer.append({"images": numbered(N_ROWS, (1, 8, 8)), "labels": np.arange(N_ROWS) % 3})
+
+
+def make_csr() -> None:
+    with Writer(Path("x.h5"), N_ROWS, {"items": Field(np.dtype(np.int32), (), 2.0, ITEMS)}) as writer:
+        writer.append({"items": ragged(range(N_ROWS))})
+
+
+def make_foreign() -> None:
+    """As other programs write it: without checksums of rows or of what describes them, and with texts of any length."""
+    with h5py.File("x.h5", "w") as file:
+        file.create_dataset("images", data=numbered(N_ROWS, (1, 8, 8)), chunks=(50, 1, 8, 8), compression="gzip")
+        file["labels"] = np.arange(N_ROWS) % 3
+        file.attrs["class_names"] = ["cat", "dog", "owl"]
+        file.attrs["mean"] = [0.5]
+
+
+def make_config() -> None:
+    shutil.copyfile(PROJECT / "config.yaml", "config.yaml")
+    words = ["optim.lr=1e-3", "data.fields={images: x, labels: y}", "log.to=[tensorboard]", "data.train=a.h5"]
+    Path("words").write_text("\n".join(words))
+
+
+def make_cifar(layout: str) -> None:
+    tar_of(Path("x.tar.gz"), cifar_files(layout))
+
+
+def make_images(suffix: str = "png") -> None:
+    lines = []
+    for number, image in enumerate(numbered(6, (3, 16, 16))):
+        path = Path(f"photos/{'ab'[number % 2]}/{number}.{suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.transpose(1, 2, 0)).save(path)
+        lines.append(f"{path},{'cat' if number % 2 else 'dog'},{number % 2},{number // 3}")
+    Path("images.csv").write_text("\n".join(["path,label,smile,hat", *lines]) + "\n")
+
+
+def make_arrays() -> None:
+    np.save("x.npy", numbered(40))
+    np.savez("y.npz", x=np.zeros((40, 6), np.float32), labels=np.arange(40))
+    save_npz(Path("m.npz"), np.eye(30, 20), "csr")
+
+
+def make_ratings() -> None:
+    write_ratings(Path("ratings.csv"))
+    shutil.make_archive("ratings", "zip", ".", "ratings.csv")
+
+
+def make_checkpoint(*, has_state: bool = True) -> None:
+    """One checkpoint of the workload `minimal`, in the folder `run`."""
+    torch.manual_seed(0)
+    state = new_state()
+    state["model"](torch.ones(1, 6)).sum().backward()
+    state["step"].step()
+    source = Arrays("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
+    to_use = ModelToUse(state["model"], describe_model(CONFIG, (source, source), {}, {"mse": "lower"}))
+    progress = checkpoint.Progress(epoch=2, consumed=64, step=7, best=98.5, metric="val/mse", direction="lower")
+    checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
+    if not has_state:
+        (SAVED / "state.json").unlink()
+
+
+def new_state() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    return {"model": model, "step": torch.optim.AdamW(model.parameters())}
+
+
+# ---------------------------------------------------------------------------------------------- readers
+
+
+def digest(source: Source) -> str:
+    """SHA-256 of all rows, read in the order of the source as pools on a device."""
+    hashes = {name: hashlib.sha256(str((field.dtype, field.shape)).encode()) for name, field in source.fields.items()}
+    with open_pools(source, make_order(source, 16, ALONE), ALONE) as pools:
+        for pool in pools:
+            columns: Mapping[str, Any] = pool.rows.slice(0, pool.plan.n_real_rows).numpy()
+            for name, column in columns.items():
+                values = column
+                if isinstance(column, RaggedArray):
+                    hashes[name].update(np.diff(column.offsets).tobytes())
+                    values = column.values[column.offsets[0] : column.offsets[-1]]
+                hashes[name].update(np.ascontiguousarray(values).tobytes())
+    return " ".join(found.hexdigest() for found in hashes.values())
+
+
+def read_hdf5(*fields: str, verify: bool = True) -> str:
+    data = Data(train="x.h5", val="x.h5", fields={name: name for name in fields}, verify=verify)
+    return digest(open_sources(data, Loader(), Hdf5(), ALONE)[0])
+
+
+def read_config(words: str = "") -> None:
+    text = Path(words).read_text("utf-8", "surrogateescape") if words else ""
+    config = load_config(["--config", "config.yaml", *text.replace("\0", "").splitlines()])
+    read_options(config, workloads.find_options(config.workload))
+
+
+def read_inputs() -> str:
+    card = {"fields": {"x": {"dataset": "x"}}, "attributes": {}}
+    return digest(open_inputs(["y.npz"], card, {"x": Field(np.dtype(np.float32), (6,))}, "stop").source)
+
+
+def read_checkpoint() -> str:
+    state = new_state()
+    progress = checkpoint.resume(Path("run"), state, {"rows": 10}, torch.device("cpu"))
+    values = [value for part in state.values() for value in torch.utils._pytree.tree_leaves(part.state_dict())]
+    return str((progress, [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]))
+
+
+def read_model() -> str:
+    trained = load_model(SAVED)
+    fields_read(trained.workload.predict, trained)
+    return str([value.tolist() for value in trained.model.state_dict().values()]) + json.dumps(trained.card)
+
+
+def command(words: str) -> Callable[[], object]:
+    """A command of convert.py."""
+    return partial(convert.main, words.split())
+
+
+def hdf5(use: Callable[[], object], weight: int, compression: str = "none", *, is_covered: bool = True) -> Kind:
+    return Kind(partial(make_hdf5, compression), use, "x.h5", weight, is_covered=is_covered)
+
+
+def csv(make: Callable[[], object], words: str, weight: int = 1) -> Kind:
+    return Kind(make, command(words), words.split()[1], weight, is_text=True)
+
+
+STATES = f"{SAVED}/state.json {SAVED}/model.pt {SAVED}/step.pt"
+WEIGHTS = f"{SAVED}/model.json {SAVED}/model.safetensors"
+MODEL = f"{WEIGHTS} {SAVED}/state.json"
+read_images = partial(read_hdf5, "images", "labels")
+KINDS = {
+    "hdf5": hdf5(read_images, 4),
+    "hdf5-gzip": hdf5(read_images, 4, "gzip"),
+    "hdf5-csr": Kind(make_csr, partial(read_hdf5, "items"), "x.h5", 3, is_covered=True),
+    "hdf5-foreign": Kind(make_foreign, partial(read_images, verify=False), "x.h5", 4),
+    "hdf5-info": hdf5(command("info x.h5"), 1, is_covered=False),
+    "hdf5-verify": hdf5(command("verify x.h5"), 1, is_covered=False),
+    "hdf5-repack": hdf5(command("repack x.h5 out.h5"), 1, "gzip", is_covered=False),
+    "config": Kind(make_config, read_config, "config.yaml", 4, is_text=True),
+    "command-line": Kind(make_config, partial(read_config, "words"), "words", 2, is_text=True),
+    "csv-images": csv(make_images, "images images.csv out.h5", 2),
+    "csv-attributes": csv(make_images, "images images.csv out.h5 --columns path,smile,hat"),
+    "csv-fer": csv(lambda: write_fer(Path("x.csv"), IMAGES), "pixels x.csv out.h5 --split-by Usage"),
+    "csv-mnist": csv(lambda: write_mnist(Path("x.csv"), IMAGES), "pixels x.csv out.h5 --split 0.5"),
+    "csv-ratings": csv(make_ratings, "movielens ratings.csv out.h5 --held-out 9", 2),
+    "zip": Kind(make_ratings, command("movielens ratings.zip out.h5 --held-out 9"), "ratings.zip"),
+    "cifar-python": Kind(partial(make_cifar, "python"), command("cifar10 x.tar.gz out.h5"), "x.tar.gz"),
+    "cifar-binary": Kind(partial(make_cifar, "binary"), command("cifar10 x.tar.gz out.h5"), "x.tar.gz"),
+    "npy": Kind(make_arrays, command("arrays images=x.npy out.h5"), "x.npy"),
+    "npz": Kind(make_arrays, command("arrays y.npz out.h5"), "y.npz"),
+    "npz-predict": Kind(make_arrays, read_inputs, "y.npz"),
+    "npz-sparse": Kind(make_arrays, command("arrays items=m.npz out.h5"), "m.npz", 2),
+    "png": Kind(make_images, command("images photos out.h5 --size 8"), "photos/a/0.png"),
+    "jpg": Kind(partial(make_images, "jpg"), command("images photos out.h5 --size 8"), "photos/a/0.jpg"),
+    "gif": Kind(partial(make_images, "gif"), command("images photos out.h5 --size 8"), "photos/a/0.gif"),
+    "checkpoint": Kind(make_checkpoint, read_checkpoint, STATES, 2, is_covered=True),
+    "checkpoint-flips": Kind(make_checkpoint, read_checkpoint, STATES, 6, is_covered=True, is_flipped_only=True),
+    "model": Kind(make_checkpoint, read_model, MODEL, 2, is_covered=True),
+    "model-flips": Kind(make_checkpoint, read_model, MODEL, 6, is_covered=True, is_flipped_only=True),
+    "model-copy": Kind(partial(make_checkpoint, has_state=False), read_model, WEIGHTS, 2),
+}
+
+# ---------------------------------------------------------------------------------------------- one file
+
+
+def attempt(folder: Path, work: Callable[[], object]) -> tuple[str, str]:
+    """(outcome, details) of a function that a process of its own calls in a folder. What it said is in `said`."""
+    report = folder / ".report"
+    said = folder / "said"
+    report.unlink(missing_ok=True)
+    pid = os.fork()
+    if not pid:
+        try:
+            _limit(folder)
+            report.write_text(json.dumps(_outcome(work)))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    words = said.read_text(errors="replace")
+    if os.WIFSIGNALED(status):
+        number = signal.Signals(os.WTERMSIG(status))
+        outcome = "hang" if number in (signal.SIGALRM, signal.SIGXCPU) else "crash"
+        places = re.findall(r"fastgpu/(\S+)\", line (\d+)", words)
+        return outcome, f"{words[-3000:]}\n{number.name} at {':'.join(places[0]) if places else 'an unknown place'}"
+    if not report.exists():  # there was no memory left to say so
+        return "memory", f"{words[-2000:]}\nended without a report"
+    outcome, details = json.loads(report.read_text())
+    if outcome in ("refused", "accepted") and any(folder.glob("*partial*")):
+        return "leftovers", str([path.name for path in folder.glob("*partial*")])
+    if outcome == "refused":
+        if "error: " not in words and "damaged" not in words:
+            return "exception", f"ended with {details} without a message: {words[-500:]}"
+        return ("endless message", words[:500]) if len(words) > MAX_MESSAGE_BYTES else (outcome, words[-500:])
+    return outcome, details
+
+
+def _limit(folder: Path) -> None:
+    """Go to the folder, write output to `said`, and end this process once it has used too much."""
+    os.chdir(folder)
+    with Path("said").open("w") as said, Path(os.devnull).open() as empty:
+        os.dup2(empty.fileno(), 0)
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 2))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for number in (signal.SIGXCPU, signal.SIGALRM):
+        faulthandler.register(number, chain=True)  # say where, and end
+    signal.alarm(WALL_S)
+
+
+def _outcome(work: Callable[[], object]) -> tuple[str, str]:
+    try:
+        with exit_with_message(Launch(), "interrupted"):
+            value = work()
+    except SystemExit as error:
+        return ("refused", str(error.code)) if error.code else ("accepted", "")
+    except BaseException as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/fastgpu/" in frame.filename]
+        place = f"{frames[-1].filename.rpartition('/fastgpu/')[2]}:{frames[-1].lineno}" if frames else "fuzz.py"
+        is_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        summary = f"{type(error).__name__} at {place}: {str(error)[:80]!r}"
+        return "memory" if is_memory else "exception", f"{traceback.format_exc()[-3000:]}\n{summary}"
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return ("refused", "1") if value == 1 else ("accepted", str(value))
+
+
+def damage(kind: str, number: int, seed: int, folder: Path) -> None:
+    """Damage a whole file of this kind in the folder."""
+    rng = random.Random(f"{seed}:{kind}:{number}")
+    path = folder / rng.choice(KINDS[kind].files.split())
+    data = path.read_bytes()
+    damaged = data
+    while damaged == data:
+        is_text = KINDS[kind].is_text or path.suffix == ".json"
+        damaged = flip(data, rng) if KINDS[kind].is_flipped_only else mutate(data, rng, is_text=is_text)
+    path.write_bytes(damaged)
+
+
+def try_file(base: Path, seed: int, expected: Mapping[str, str], case: tuple[str, int]) -> Result:
+    """Damage a copy of a whole file, and let it be read."""
+    kind, number = case
+    folder = base / f"{kind}-{number}"
+    shutil.copytree(base / kind, folder)
+    damage(kind, number, seed, folder)
+    outcome, details = attempt(folder, KINDS[kind].use)
+    if outcome == "accepted" and KINDS[kind].is_covered and details != expected[kind]:
+        outcome = "wrong rows"
+    shutil.rmtree(folder)
+    return Result(f"{kind}:{number}", outcome, details)
+
+
+def make_whole(base: Path) -> dict[str, str]:
+    """Write whole files of every kind. Returns {kind: digest of what is read}."""
+    expected = {}
+    for name, kind in KINDS.items():
+        folder = base / name
+        folder.mkdir()
+        for work in (kind.make, kind.use):
+            outcome, details = attempt(folder, work)
+            if outcome != "accepted":
+                sys.exit(f"error: a whole file of the kind {name} is not accepted: {outcome} {details}")
+        expected[name] = details
+        for path in folder.glob("out*"):
+            path.unlink()
+    return expected
+
+
+# ---------------------------------------------------------------------------------------------- all files
+
+
+def choose(n_files: int) -> list[tuple[str, int]]:
+    """(kind, number) of each file: kinds by their weights, and at least one of each."""
+    total = sum(kind.weight for kind in KINDS.values())
+    return [(name, n) for name, kind in KINDS.items() for n in range(max(1, round(n_files * kind.weight / total)))]
+
+
+def describe(results: list[Result]) -> list[publish.Table]:
+    """Two tables: the outcomes of each kind, and the faults."""
+    counts = Counter((result.name.partition(":")[0], result.outcome) for result in results)
+    columns = ["refused", "accepted", *FAULTS]
+    kinds = dict.fromkeys(kind for kind, _ in counts)
+    rows = [[kind, *(f"{counts[kind, outcome]:,}" for outcome in columns)] for kind in kinds]
+    totals = [sum(counts[kind, outcome] for kind in kinds) for outcome in columns]
+    rows.append(["all", *(f"{total:,}" for total in totals)])
+    outcomes = publish.Table(f"{len(results):,} damaged files", ["kind", *columns], rows)
+    faults: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for name, outcome, details in results:
+        if outcome in FAULTS:
+            summary = details.splitlines()[-1]
+            faults.setdefault((name.partition(":")[0], outcome, summary.partition(": ")[0]), []).append((name, summary))
+    rows = [
+        [*key[:2], found[0][1], f"{len(found):,}", " ".join(name for name, _ in found[:3])]
+        for key, found in faults.items()
+    ]
+    return [outcomes, publish.Table("faults", ["kind", "outcome", "last words", "files", "repeat with --only"], rows)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", metavar="KIND[:NUMBER]", default="", help="this kind; or one file, which is kept")
+    parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
+    args = parser.parse_args()
+    CommandLine("")  # all that is imported late, once for all processes
+    Image.init()
+    new_state()
+    gc.freeze()
+    base = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        expected = make_whole(base)
+        if ":" in args.only:
+            kind, _, number = args.only.partition(":")
+            damage(kind, int(number), args.seed, base / kind)
+            print(*attempt(base / kind, KINDS[kind].use), f"the file is in {base / kind}", sep="\n")
+            return 0
+        cases = [(args.only, number) for number in range(args.files)] if args.only else choose(args.files)
+        with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
+            results = list(pool.map(partial(try_file, base, args.seed, expected), cases, chunksize=4))
+    finally:
+        if ":" not in args.only:
+            shutil.rmtree(base)
+    tables = describe(results)
+    for table in tables:
+        print(f"{table.title}\n\n{table.markdown()}")
+    if args.publish:
+        publish.write("fuzz", tables, {"seed": args.seed}, f"python tests/faults/fuzz.py --files {args.files}")
+    return int(any(result.outcome in FAULTS for result in results))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())
