@@ -5,7 +5,7 @@ It calls what training calls, so it gives the same message and the same exit cod
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,6 +38,9 @@ class PlannedWorld(World):
     def raise_on_every_rank(self) -> Iterator[None]:
         """An error of this process is that of the job."""
         yield
+
+    def check_same(self, values: Mapping[str, object], cure: str = "") -> None:
+        """There is no other process to compare with."""
 
 
 def check(cfg: Config, launch: Launch) -> None:
