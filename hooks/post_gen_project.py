@@ -62,7 +62,7 @@ ONLY_FOR = {
     ],
 }
 # Folders that are kept if the answer to the question is yes.
-OPTIONAL_FOLDERS = {"launch": "cluster_launch_files", ".github": "ci_workflow"}
+OPTIONAL_FOLDERS = {".github": "ci_workflow"}
 LEFTOVERS = [
     ".venv",
     "runs",

@@ -1,7 +1,6 @@
 """What the template bakes, and what it refuses."""
 
 import ast
-import itertools
 import json
 import re
 import shutil
@@ -68,7 +67,7 @@ def test_default_answers(bake, tmp_path, accept_hooks):
     meta = parses(project)
     assert meta["project"]["name"] == "my-training-project"
     if accept_hooks == "yes":
-        assert files(project) == expected(cluster_launch_files=False, ci_workflow=True)
+        assert files(project) == expected(ci_workflow=True)
         assert "cd my_training_project" in done.stdout
         assert sum(line.startswith("  ") for line in done.stdout.splitlines()) == 3  # the next three commands
     else:
@@ -76,17 +75,18 @@ def test_default_answers(bake, tmp_path, accept_hooks):
 
 
 OPTIONS = [
-    *({"license": "MIT", "launch": launch, "ci": ci} for launch, ci in itertools.product([True, False], [True, False])),
-    {"license": "BSD-3-Clause", "launch": True, "ci": False},
-    {"license": "Apache-2.0", "launch": False, "ci": True},
-    {"license": "proprietary", "launch": True, "ci": True},
+    {"license": "MIT", "ci": True},
+    {"license": "MIT", "ci": False},
+    {"license": "BSD-3-Clause", "ci": False},
+    {"license": "Apache-2.0", "ci": True},
+    {"license": "proprietary", "ci": True},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option(bake, tmp_path, options):
     license = options["license"]
-    optional = {"cluster_launch_files": options["launch"], "ci_workflow": options["ci"]}
+    optional = {"ci_workflow": options["ci"]}
     done = bake(project_slug="cats", license=license, author="Ada Ω", **optional)
     assert done.returncode == 0, done.stderr
     project = tmp_path / "out" / "cats"
@@ -98,7 +98,6 @@ def test_every_option(bake, tmp_path, options):
     assert LICENSES[license] in text
     assert "Ada Ω" in text
     assert sum(name in text for name in LICENSES.values()) == 1
-    assert ("On a cluster" in (project / "README.md").read_text()) == options["launch"]
 
 
 def test_leftovers_of_a_run_in_place_are_not_baked(bake, template, tmp_path):
@@ -127,7 +126,7 @@ def test_leftovers_of_a_run_in_place_are_not_baked(bake, template, tmp_path):
     (dirty / FOLDER / ".venv/lib/jinja/{{ broken }}.py").unlink()
     done = bake(source=dirty)
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "out" / DEFAULT) == expected(cluster_launch_files=False, ci_workflow=True)
+    assert files(tmp_path / "out" / DEFAULT) == expected(ci_workflow=True)
 
 
 # ---------------------------------------------------------------------------------------------- answers

@@ -2,6 +2,7 @@
 
 python train.py                                             one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py         on a machine with GPUs: all of them
+python train.py --check data.batch_size=512                 check config, files and model in seconds; train nothing
 python train.py data.batch_size=512 train.epochs=3          any key of config.yaml; --help lists them
 """
 
@@ -17,7 +18,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
     launch = read_launch()
     end_with_launcher(launch)
     with exit_with_message(launch):
-        config = load_config(sys.argv[1:], workloads.find_options)
+        config = load_config([word for word in sys.argv[1:] if word != "--check"], workloads.find_options)
         refuse_taken(config.run)
 
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastgpu.check import check
 from fastgpu.feed.echo import echo, echo_passes, free_echo
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, make_order, open_feed
@@ -237,6 +239,10 @@ def train(cfg: Config, world: World) -> int:
 
 
 if __name__ == "__main__":
+    if "--check" in sys.argv:
+        with exit_with_message(launch):
+            check(config, launch)
+        sys.exit()
     with exit_with_message(launch), join(launch, config.dist) as world:
         world.print_once(unused_gpus_hint(world, config.dist, " ".join(sys.argv)))
         exit_code = train(config, world)

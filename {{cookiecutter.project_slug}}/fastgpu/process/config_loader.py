@@ -323,7 +323,13 @@ def _field_of(loc: tuple[int | str, ...], root: type[Section]) -> str:
 
 def _help(argv: list[str], find_options: FindOptions | None) -> str:
     """The text of --help: every key with its default and its meaning."""
-    lines = ["usage: train.py [--config FILE]... [section.key=value]...", "", "Keys, defaults and (allowed values):"]
+    lines = [
+        "usage: train.py [--check] [--config FILE]... [section.key=value]...",
+        "",
+        "--check: read the config and the first block of each file, build the model without its weights, and stop.",
+        "",
+        "Keys, defaults and (allowed values):",
+    ]
     described = keys()
     if find_options:
         tree, _ = _read([word for word in argv if word not in ("-h", "--help")])

@@ -113,6 +113,13 @@ class Source(Protocol):
         the values of each place go. Raises OSError or RankError if the bytes cannot be had.
         """
 
+    def check_files(self) -> tuple[int, int]:
+        """Read the first block of each file, and verify it if the file has checksums.
+
+        Returns the number of files, and of those with checksums. Raises OSError or RankError if a file is damaged.
+        """
+        return 0, 0
+
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """A reader of this source in that order. n_readers: number of threads or worker processes."""
         return BlockReader(self, order, n_readers)

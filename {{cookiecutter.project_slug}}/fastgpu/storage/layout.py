@@ -105,6 +105,10 @@ class Layout:
                 )
         if options.verify:
             self._digests = self._read_digests(data)
+            if self._digests is None:
+                raise UserError(
+                    f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them"
+                )
         self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
 
     @property
@@ -187,11 +191,12 @@ class Layout:
         """Where its group has the checksums of this dataset, if the file has any."""
         return f"{DIGESTS}/{self.dataset.rpartition('/')[2]}"
 
-    def _read_digests(self, data: h5py.Dataset) -> np.ndarray:
+    def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
+        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         n_chunks = -(-self._n_rows // self.chunk_rows)
         digests = data.parent.get(self._digests_name)
         if not isinstance(digests, h5py.Dataset) or digests.shape != (n_chunks, 32):
-            raise UserError(f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them")
+            return None
         return digests[:]
 
     # ------------------------------------------------------------------------------------------ reading
@@ -218,6 +223,17 @@ class Layout:
             part = out[start : start + step]
             self.read([RowRange(start, np.arange(len(part)))], part)
         return out
+
+    def check_first_block(self) -> bool:
+        """Read the first block, and verify it if the file has checksums. Returns whether it has.
+
+        Raises OSError or RankError if the block is damaged.
+        """
+        with h5py.File(self._file.path, "r") as file:
+            digests = self._read_digests(file[self.dataset])
+        if self._n_rows:
+            self._verify(0, self._read_chunk(0), digests)
+        return digests is not None
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
@@ -306,9 +322,13 @@ class Layout:
             if self._filters:
                 data = self._decode(chunk, data)[: n_rows * self.field.row_bytes]
             rows = self._as_rows(data)
-        if self._digests is not None and hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
-            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
+        self._verify(chunk, rows, self._digests)
         return rows
+
+    def _verify(self, chunk: int, rows: np.ndarray, digests: np.ndarray | None) -> None:
+        """Raise RankError if the rows of a chunk are not those that `digests` were made of."""
+        if digests is not None and hashlib.sha256(rows.data).digest() != digests[chunk].tobytes():
+            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
 
     def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
         assert self._chunks is not None

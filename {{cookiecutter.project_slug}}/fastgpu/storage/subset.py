@@ -57,6 +57,10 @@ class Subset(Source):
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
         self._source.read(self._in_source(reads), out)
 
+    def check_files(self) -> tuple[int, int]:
+        """Read the first block of each file, and verify it if the file has checksums (see `Source.check_files`)."""
+        return self._source.check_files()
+
     def _in_source(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
         """The same reads in blocks of the source."""
         for block, first, places in reads:

@@ -82,7 +82,7 @@ def create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_own(folder / ".writable", "")
-        (folder / ".writable").unlink()
+        (folder / ".writable").unlink(missing_ok=True)  # another machine may try the same
     except OSError as error:
         raise UserError(
             f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "

@@ -36,6 +36,7 @@ from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.telemetry.snapshot import copy_to_host
+from fastgpu.telemetry.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.training.parallel import average_buffers
 
 STOPPED = "stopped.json"
@@ -91,6 +92,7 @@ class Run:
                 path = folder.find_folder(settings)
                 if is_resumed and self._epochs and path.exists():
                     self._lock = lock(path)  # before its checkpoints are read
+                    refuse_without_progress(path)
                 changes = folder.find_changes(path, config) if is_resumed else {}
                 folder.refuse_another(path, settings, changes)
                 found = path, changes
@@ -136,6 +138,7 @@ class Run:
                 folder.create_folder(self.folder)
                 self._lock = self._lock or lock(self.folder)
                 (self.folder / STOPPED).unlink(missing_ok=True)
+                note_start(self.folder)
                 self.progress.saved_at = max(folder.save_times(self.folder.parent).values(), default=0.0)
         self._requests.listen()
         if self._world.is_main:
@@ -293,6 +296,8 @@ class Run:
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._world.print_once(self._log.finish(self._metrics))
+        if self._world.is_main:
+            forget_starts(self.folder)
         self.close()
         progress = self.progress
         if progress.epoch < self._epochs:
@@ -426,6 +431,7 @@ class Run:
             is_saved = checkpoint.save(self.folder, kind, progress, state, order=self._order.identity, to_use=to_use)
             if is_saved:
                 checkpoint.prune(self.folder, kind, keep)
+                forget_starts(self.folder)
         return is_saved
 
     def _wait_for_writer(self) -> None:

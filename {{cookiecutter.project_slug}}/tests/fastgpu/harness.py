@@ -243,7 +243,7 @@ def run_ranks(
 
     more_for_last: arguments of the last rank only.
     """
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in range(ranks):
         launch = {
@@ -274,7 +274,8 @@ def run_ranks(
     return results
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -285,7 +286,7 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
     Fails with the traceback of the first rank that raises. The function must be importable.
     """
-    port = _free_port()
+    port = free_port()
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = []

@@ -1,0 +1,194 @@
+"""The files of launch/ fit the published schemas, and their command lines train: here two nodes are two processes."""
+
+import copy
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from harness import TIMEOUT_S, copy_project, metrics_of, write_minimal
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+from template import PROJECT
+
+LAUNCH = PROJECT / "launch"
+KUBERNETES = "1.31"
+"""The oldest version in which podFailurePolicy is stable."""
+SET_BY_TRAINER = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+SKYPILOT_KEYS = {"name", "num_nodes", "resources", "workdir", "file_mounts", "volumes", "setup", "run"}
+"""Keys in use of https://docs.skypilot.co/en/latest/reference/yaml-spec.html, for which no package has a schema."""
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((LAUNCH / name).read_text()))
+
+
+JOB = documents("kubernetes.yaml")[1]
+CONTAINER = JOB["spec"]["template"]["spec"]["containers"][0]
+TRAIN_JOB = documents("trainjob.yaml")[0]
+SKYPILOT = documents("skypilot.yaml")[0]
+
+
+# ---------------------------------------------------------------------------------------------- schemas
+
+
+@pytest.mark.parametrize("document", documents("kubernetes.yaml"), ids=lambda document: document["kind"])
+def test_kubernetes_takes_the_job(document):
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_schema_of_kubernetes_finds_a_wrong_key():
+    wrong = copy.deepcopy(JOB)
+    wrong["spec"]["podFailurePolicy"]["rules"][1]["onExitCode"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+def test_the_job_fails_at_once_for_a_mistake_and_ignores_evictions():
+    spec = JOB["spec"]
+    rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
+    assert rules["FailJob"]["onExitCodes"]["values"] == [2]
+    assert rules["FailJob"]["onExitCodes"]["containerName"] == CONTAINER["name"]
+    assert rules["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy allows no other
+    env = {each["name"]: each["value"] for each in CONTAINER["env"]}
+    assert spec["completions"] == spec["parallelism"] == int(env["PET_NNODES"])
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(env["PET_NPROC_PER_NODE"])
+    name = f"{JOB['metadata']['name']}-0.{spec['template']['spec']['subdomain']}"
+    assert env["PET_RDZV_ENDPOINT"].startswith(f"{name}:")
+    assert documents("kubernetes.yaml")[0]["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
+
+
+def test_trainer_takes_the_train_job():
+    known = TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(TRAIN_JOB))
+    assert known is not None
+    assert known.to_dict() == TRAIN_JOB  # a key that the schema does not know would be lost
+    assert not {each["name"] for each in TRAIN_JOB["spec"]["trainer"]["env"]} & set(SET_BY_TRAINER)
+
+
+def test_skypilot_knows_the_keys():
+    assert set(SKYPILOT) <= SKYPILOT_KEYS
+
+
+def test_the_image_is_pinned_and_runs_without_root():
+    words = [line.split() for line in (LAUNCH / "Dockerfile").read_text().splitlines() if line and line[0] != "#"]
+    commands = [(first, rest) for first, *rest in words]
+    assert [rest for first, rest in commands if first == "FROM"] == [["python:3.11.14-slim-bookworm"]]
+    assert ("USER", ["1000"]) in commands
+    copied = next(rest for first, rest in commands if first == "COPY")
+    assert all((PROJECT / name).is_file() for name in copied[:-1])
+    assert {rest[0] for first, rest in commands if first == "RUN"} == {"useradd", "pip"}  # nothing else is downloaded
+
+
+# ---------------------------------------------------------------------------------------------- command lines
+
+
+def kubernetes_node() -> tuple[list[str], dict[str, str]]:
+    return CONTAINER["command"] + CONTAINER["args"], {each["name"]: each["value"] for each in CONTAINER["env"]}
+
+
+def trainer_node() -> tuple[list[str], dict[str, str]]:
+    trainer = TRAIN_JOB["spec"]["trainer"]
+    given = (str(trainer["numNodes"]), str(trainer["numProcPerNode"]), "0", "train-0.train", "29500")
+    env = {each["name"]: each["value"] for each in trainer["env"]}
+    return trainer["command"] + trainer["args"], env | dict(zip(SET_BY_TRAINER, given, strict=True))
+
+
+def skypilot_node() -> tuple[list[str], dict[str, str]]:
+    env = {"SKYPILOT_NODE_IPS": "train-0.train\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    return ["bash", "-c", SKYPILOT["run"]], env | {"SKYPILOT_NUM_NODES": str(SKYPILOT["num_nodes"])}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with the workload `minimal`, and a virtual environment that is this one."""
+    write_minimal(tmp_path)
+    copy_project(tmp_path)
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["run"] = {"checkpoint_every_steps": 1}
+    config["train"]["epochs"] = 30
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    activate = tmp_path / ".venv/bin/activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+    return tmp_path
+
+
+@contextmanager
+def started(project: Path, *nodes: tuple[list[str], dict[str, str]], words: str = "") -> Iterator[list]:
+    """The nodes as processes of this machine: one rank each, another port, other folders."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    here = {
+        "train-0.train": "127.0.0.1",
+        "29500": port,
+        "/data/train-*.h5": "rows.h5::/train",
+        "/data/val-*.h5": f"rows.h5::/val {words}".strip(),
+        "/runs": str(project / "runs"),
+    }
+    processes = []
+    for command, env in nodes:
+        argv, values = list(command), dict(env)
+        for old, new in here.items():
+            argv = [word.replace(old, new) for word in argv]
+            values = {name: value.replace(old, new) for name, value in values.items()}
+        if words and argv[-1].endswith(words):
+            argv[-1:] = argv[-1].split()
+        values |= {name: "1" for name in ("PET_NPROC_PER_NODE", "SKYPILOT_NUM_GPUS_PER_NODE") if name in values}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = os.environ | values | {"PATH": path, "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                argv, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def outputs(processes: list) -> list[str]:
+    return [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+
+
+@pytest.mark.slow
+def test_two_nodes_stop_together_when_one_is_evicted_and_go_on_together(project):
+    run = project / "runs/train"
+    with started(project, kubernetes_node(), kubernetes_node()) as nodes:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list(run.glob("checkpoints/last-*")):
+            assert nodes[0].poll() is None, outputs(nodes)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        nodes[1].send_signal(signal.SIGTERM)
+        printed = outputs(nodes)
+        assert [node.returncode for node in nodes] == [143, 143], printed
+    assert (run / "stopped.json").exists()
+    with started(project, trainer_node(), skypilot_node()) as nodes:
+        printed = outputs(nodes)
+        assert [node.returncode for node in nodes] == [0, 0], printed
+    assert metrics_of(run)[-1]["step"] == 30 * 21
+    assert not (run / "stopped.json").exists()
+    assert "2 CPU processes over gloo" in "".join(printed)
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_the_node_before_torchrun_starts(project):
+    with started(project, kubernetes_node(), words="data.batch_size=33") as nodes:
+        (printed,) = outputs(nodes)
+    assert nodes[0].returncode == 2
+    assert printed.splitlines()[-1].startswith("error: data.batch_size is 33; it should be a multiple of 2")
+    assert not (project / "runs/train").exists()

@@ -1,0 +1,106 @@
+"""`train.py --check`: everything that can be checked before a job of many processes starts, in a few seconds.
+
+It calls what training calls, so it gives the same message and the same exit code for the same mistake.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import workloads
+from fastgpu.feed.sizes import choose_sizes
+from fastgpu.feed.tiers import make_order, pool_capacity
+from fastgpu.process.config import Config, Optim, Run
+from fastgpu.process.config_loader import read_options
+from fastgpu.process.launch import Launch, UserError
+from fastgpu.process.machine import format_bytes
+from fastgpu.process.world import World, join
+from fastgpu.storage.sources import open_sources
+from fastgpu.telemetry.checkpoint import KEEP_LAST
+from fastgpu.telemetry.describe import describe_feed
+from fastgpu.telemetry.folder import create_folder, find_changes, find_folder, refuse_another
+from fastgpu.telemetry.starts import refuse_without_progress
+from workloads import Workload
+
+MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
+"""{optimizer: values that it keeps for each weight}"""
+
+
+class PlannedWorld(World):
+    """A job that has not been started: it has the number of its processes, and none to talk to."""
+
+    @contextmanager
+    def raise_on_every_rank(self) -> Iterator[None]:
+        """An error of this process is that of the job."""
+        yield
+
+    def check_same(self, values: Mapping[str, object], cure: str = "") -> None:
+        """There is no other process to compare with."""
+
+
+def check(cfg: Config, launch: Launch) -> None:
+    """Check config, files, batch, workload, model and run folder for a job of `launch.world_size` processes.
+
+    Nothing of the run is written, and no process group is made. Raises UserError as training would.
+    """
+    t0 = time.perf_counter()
+    with join(launch._replace(world_size=1), cfg.dist) as alone:
+        world = PlannedWorld(launch.rank, launch.world_size, launch.local_world_size, alone.device)
+    options = read_options(cfg, workloads.load(cfg.workload).Options)
+    sources = open_sources(cfg.data, cfg.loader, cfg.hdf5, world)
+    workload = workloads.make(cfg.workload, options, sources, world)
+    sizes = choose_sizes(cfg.data, cfg.loader, sources, world, accumulation=cfg.optim.accumulation_steps)
+    world.print_once(f"{world}\n{describe_feed(sources[0], sizes, cfg.data.batch_size)}")
+    for key, source, seed in zip(("data.train", "data.val"), sources, (cfg.run.seed, None), strict=True):
+        pool_capacity(source, make_order(source, sizes, world, seed=seed))
+        n_files, n_verified = source.check_files()
+        files = f"; the first block of {n_files} files is read, and verified in {n_verified}" if n_files else ""
+        world.print_once(f"{key}: {len(source):,} rows{files}")
+    model = _model_without_weights(workload)
+    n_weights = sum(parameter.numel() for parameter in model.parameters())
+    world.print_once(workload.summary)
+    world.print_once(f"model: {n_weights:,} weights")
+    resolved = cfg.resolved(data=sizes.data_values(), model=options.model_dump())
+    free = _check_folder(cfg.run, resolved.flat(), _checkpoint_bytes(model, cfg.optim, bool(cfg.train.ema)))
+    world.print_once(f"run.folder: {format_bytes(free)} free in {cfg.run.folder}")
+    world.print_once(f"checked in {time.perf_counter() - t0:.1f} s; nothing was started")
+
+
+def _model_without_weights(workload: Workload) -> nn.Module:
+    """The model on the meta device: shapes only. Models that look at their own weights are made on the CPU."""
+    try:
+        with torch.device("meta"):
+            return workload.model()
+    except (NotImplementedError, RuntimeError):
+        return workload.model()
+
+
+def _checkpoint_bytes(model: nn.Module, optim: Optim, has_average: bool) -> int:
+    """About the bytes of a checkpoint: weights to resume, weights to use, their average, state of the optimizer."""
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return (2 + has_average) * sum(tensor.nbytes for tensor in tensors) + MOMENTS[optim.name] * trained
+
+
+def _check_folder(settings: Run, config: dict[str, object], checkpoint_bytes: int) -> int:
+    """Check that the run may start and that its checkpoints have room. Returns the free bytes."""
+    runs = Path(settings.folder)
+    create_folder(runs)
+    run = find_folder(settings)
+    if settings.resume == "auto":
+        refuse_without_progress(run)
+        refuse_another(run, settings, find_changes(run, config))
+    free = shutil.disk_usage(runs).free
+    own = sum(path.stat().st_size for path in run.glob("checkpoints/*/*"))
+    need = (KEEP_LAST + 1 + settings.keep_best) * checkpoint_bytes
+    if need > free + own:
+        raise UserError(
+            f"run.folder is {settings.folder}, where {format_bytes(free)} are free, but the checkpoints of this model "
+            f"take about {format_bytes(need)}; make room, use another run.folder, or lower run.keep_best"
+        )
+    return free
