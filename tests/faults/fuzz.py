@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -63,6 +64,7 @@ from fastgpu.process.launch import Launch, exit_with_message
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage import hdf5 as hdf5_module
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry import checkpoint
@@ -296,6 +298,12 @@ def attempt(folder: Path, work: Callable[[], object]) -> tuple[str, str]:
         outcome = "hang" if number in (signal.SIGALRM, signal.SIGXCPU) else "crash"
         places = re.findall(r"fastgpu/(\S+)\", line (\d+)", words)
         return outcome, f"{words[-3000:]}\n{number.name} at {':'.join(places[0]) if places else 'an unknown place'}"
+    if os.WEXITSTATUS(status) == 1:  # hdf5.time_limit has ended it, and a shell prints the line now
+        deadline = time.monotonic() + WALL_S
+        while "took longer than" not in said.read_text(errors="replace"):
+            if time.monotonic() > deadline:
+                return "hang", f"{words[-2000:]}\nended without a message"
+        return "refused", words[-500:]
     if not report.exists():  # there was no memory left to say so
         return "memory", f"{words[-2000:]}\nended without a report"
     outcome, details = json.loads(report.read_text())
@@ -318,6 +326,7 @@ def _limit(folder: Path) -> None:
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 2))
+    hdf5_module.TIME_LIMIT_S = CPU_S // 2
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in (signal.SIGXCPU, signal.SIGALRM):
         faulthandler.register(number, chain=True)  # say where, and end

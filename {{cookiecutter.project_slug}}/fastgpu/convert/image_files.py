@@ -183,6 +183,9 @@ def list_csv(
     splits = group_splits(path, words[split_by], lines) if split_by else {}
     names = words[columns[0]]
     n_outside = sum(os.path.normpath(name).startswith(("/", "../")) for name in names)
+    n_repeated = len(names) - len({os.path.normpath(name) for name in names})
+    if n_repeated:
+        print(f"lines of {path} whose image an earlier line names, too, and perhaps for another split: {n_repeated:,}")
     if n_outside:
         print(f"paths of {path} that are absolute or begin with ../, which are read as they are: {n_outside:,}")
     return Listing(str(path), names, labels, attributes, lines, splits=splits)

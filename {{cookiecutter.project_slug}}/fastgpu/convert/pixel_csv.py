@@ -51,7 +51,17 @@ class PixelFile:
         packed = [place for place in places if re.fullmatch(r"\d+(\s+\d+)+", fields[place].strip())]
         named = [place for place in places if PIXEL_COLUMN.fullmatch(self.header[place])]
         self._columns = packed[:1] or named or places
-        n_pixels = len(self._numbers(fields))
+        numbers = [list(map(int, re.findall(r"\d+", self.header[place]))) for place in named]
+        if not packed and numbers != sorted(numbers):
+            place = next(place for place, low, high in zip(named[1:], numbers, numbers[1:], strict=False) if high < low)
+            raise UserError(
+                f"{self.path} has the column {self.header[place]} behind {self.header[place - 1]}; put the columns of "
+                "pixels into the order of their numbers: those of each row of the image from left to right"
+            )
+        try:
+            n_pixels = len(self._numbers(fields))
+        except ValueError:
+            raise UserError(f"{self.path}: pixels of the first row are no whole numbers from 0 to 255") from None
         side = isqrt(n_pixels)
         self.shape = shape or (1, side, side)
         if prod(self.shape) != n_pixels:

@@ -67,7 +67,7 @@ def _describe_labels(labels: Mapping[str, np.ndarray], source: Source) -> Iterat
     names = [str(name) for name in source.attributes.get("class_names", [])]
     if values.dtype.kind == "f":
         finite = values[np.isfinite(values)]
-        n_others = len(values) - len(finite)
+        n_others = values.size - finite.size
         others = f", and {n_others:,} that are NaN or infinite" if n_others else ""
         yield f"targets, from {finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}{others}"
         return

@@ -109,7 +109,14 @@ def parse_labels(
         if n_classes and len(classes) > n_classes:
             raise UserError(f"--classes is {n_classes}, but {path} names {len(classes)} classes")
         return numbers.astype(np.int64), {"class_names": classes.tolist()}
-    return _parse_classes(path, [int(word) for word in words], lines, n_classes)
+    labels = [int(word) for word in words]
+    word_of = dict(zip(labels, words, strict=True))
+    for line, word, label in zip(lines, words, labels, strict=True):
+        if word != word_of[label]:
+            raise UserError(
+                f"{path}:{line}: {names[0]} is {word}, and {word_of[label]} elsewhere; write the number in one way"
+            )
+    return _parse_classes(path, labels, lines, n_classes)
 
 
 def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of
 import hashlib
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -44,7 +44,7 @@ MAX_PENDING = 8
 STATISTICS_ROWS = 10_000
 """Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
 STATISTICS_PIXELS = 1024
-"""Minimum number of pixels of each of these images. Images differ more than the pixels of one image."""
+"""Number of pixels of each of these images. Images differ more than the pixels of one image."""
 
 
 class WriteOptions(NamedTuple):
@@ -85,6 +85,8 @@ class Writer:
         self.options = options
         self.n_rows = 0
         """Rows written so far."""
+        self.n_not_finite = Counter[str]()
+        """{field of floats: number of rows written with NaN or infinity in it}"""
         self._n_announced_rows = n_rows
         self._may_be_fewer = may_be_fewer
         self._fields = fields
@@ -105,6 +107,10 @@ class Writer:
             raise ValueError(f"{self.n_rows + n_new} rows came, but {self._n_announced_rows} were announced")
         if self._statistics:
             self._statistics.add(rows, self.n_rows)
+        for name, column in rows.items():
+            if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+                is_finite = np.isfinite(column).reshape(n_new, -1).all(1)
+                self.n_not_finite[name] += n_new - int(is_finite.sum())
         start = 0
         while start < n_new:
             if self.n_rows == self._borders[self._n_shards]:
@@ -407,6 +413,7 @@ class ImageStatistics:
         images = [name for name, field in fields.items() if field.dtype == np.uint8 and len(field.shape) == 3]
         self._name = next(iter(images), None)
         self._row_step = -(-n_rows // STATISTICS_ROWS)
+        self._rng = np.random.default_rng(0)
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares
 
     def add(self, rows: Mapping[str, np.ndarray], start: int) -> None:
@@ -414,8 +421,11 @@ class ImageStatistics:
         if self._name is None:
             return
         for image_CHW in rows[self._name][-start % self._row_step :: self._row_step]:
-            pixel_step = image_CHW[0].size // STATISTICS_PIXELS | 1  # odd, so that it does not stay in one column
-            pixels = image_CHW.reshape(len(image_CHW), -1)[:, ::pixel_step].astype(np.float32)
+            pixels = image_CHW.reshape(len(image_CHW), -1)
+            if pixels.shape[1] > STATISTICS_PIXELS:  # one of each part at random: a fixed step could stay in a column
+                borders = np.arange(STATISTICS_PIXELS + 1) * pixels.shape[1] // STATISTICS_PIXELS
+                pixels = pixels[:, self._rng.integers(borders[:-1], borders[1:])]
+            pixels = pixels.astype(np.float32)
             counts = np.full(len(image_CHW), pixels.shape[1])
             squares = np.einsum("cp,cp->c", pixels, pixels)
             self._sums.append(np.stack([counts, pixels.sum(1), squares]))

@@ -98,6 +98,7 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
         writer = writers[name]
         messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(target, writer)}")
         messages += describe_statistics(writer.attributes)
+        messages += [f"  {name}: NaN or infinity in {n:,} rows" for name, n in writer.n_not_finite.items() if n]
         if isinstance(source, DecodedRows):
             messages += [f"  changed  {change}" for change in source.changes]
             report(target.path.with_name(writer.paths[0].name), source.reasons, "images")

@@ -11,6 +11,8 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -81,8 +83,15 @@ def end_with_launcher(launch: Launch) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
+    while os.getppid() == parent and not _is_reaper(parent):
         time.sleep(PARENT_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_S)
     os._exit(128 + signal.SIGTERM)
+
+
+def _is_reaper(parent: int) -> bool:
+    """Whether the parent has adopted this process: torchrun died first. In a container, process 1 may be torchrun."""
+    with suppress(OSError):
+        return parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    return False

@@ -33,8 +33,8 @@ POLL_S = 1
 """Interval at which dead workers are looked for."""
 GRACE_S = 2.0
 """How long workers may take to end before they are killed."""
-KILL_S = 1.0
-"""How long to wait for the end of workers that were killed. The kernel may hold them for ever."""
+KILL_S = 3.0
+"""How long to wait for the end of workers that died or were killed. The kernel may hold them for ever."""
 MAX_NAMED = 8
 """Maximum number of rows that a message names."""
 ALL = slice(None)
@@ -247,7 +247,10 @@ class WorkerPool:
     def _read_batch(self, epoch: int, row: int, places: np.ndarray, out: Mapping[str, Any]) -> None:
         if self._next_key != (epoch, row):
             self.close()
+            # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_ignore_sigterm`).
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             self._batches = iter(self._start_loader(epoch, row))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
             batch = self._next_batch(epoch, row)
         except BaseException:
@@ -303,7 +306,7 @@ class WorkerPool:
         """What a worker died of; empty if nobody knows."""
         workers = getattr(self._batches, "_workers", None)
         if workers:
-            wait([worker.sentinel for worker in workers], POLL_S)
+            wait([worker.sentinel for worker in workers], KILL_S)
             for code in filter(None, [worker.exitcode for worker in workers]):
                 return f" ({signal.strsignal(-code) if code < 0 else f'exit code {code}'})"
         return ""
@@ -316,6 +319,7 @@ class WorkerPool:
             num_workers=self._n_workers,
             prefetch_factor=self._source.loader.prefetch_factor if self._n_workers else None,
             timeout=POLL_S if self._n_workers else 0,
+            worker_init_fn=_ignore_sigterm,
         )
 
     def _batches_from(self, epoch: int, row: int) -> Iterator[list[tuple[int, int]]]:
@@ -353,3 +357,9 @@ class WorkerPool:
 def _as_it_is(batch: Any) -> Any:
     """What __getitems__ gives is a batch already."""
     return batch
+
+
+def _ignore_sigterm(worker_id: int) -> None:
+    """Let a worker go on when torchrun asks all processes of a rank to stop: the rank has a step to finish."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -253,7 +253,7 @@ def _checked(values: Mapping[str, Any]) -> Progress:
 def _read_progress(path: Path) -> Progress:
     try:
         return _checked(_read_state(path)["progress"])
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: it counts as the worst
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: it counts as the worst
         return Progress()
 
 

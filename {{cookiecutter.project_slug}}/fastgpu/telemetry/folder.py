@@ -57,7 +57,7 @@ def save_times(runs: Path) -> dict[Path, float]:
     for path in runs.glob("*/checkpoints/*last-*"):
         try:
             time_s = float(json.loads((path / "state.json").read_text())["progress"]["saved_at"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             if not path.exists():
                 continue  # its run has just removed it
             time_s = path.stat().st_mtime

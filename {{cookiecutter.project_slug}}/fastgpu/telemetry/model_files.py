@@ -148,7 +148,7 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
     """A file that should hold an object with this key. Raises UserError if it does not."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
     if not isinstance(content, dict) or key not in content:
         raise UserError(f"{path} is damaged (it has no {key}); use another checkpoint")

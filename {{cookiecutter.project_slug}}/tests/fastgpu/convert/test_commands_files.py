@@ -251,3 +251,13 @@ def test_targets_that_are_no_numbers_are_counted(tmp_path, convert):
         file["images"] = numbered(4)
         file["labels"] = np.array([0.5, np.nan, 2.5, np.inf])
     assert "targets, from 0.5 to 2.5, and 2 that are NaN or infinite\n" in convert("info", tmp_path / "x.h5").stdout
+    np.savez(tmp_path / "y.npz", images=numbered(4), labels=np.array([[0.5, 1], [2.5, 3], [0, 0], [1, 1]]))
+    assert "targets, from 0 to 3\n" in convert("arrays", "y.npz", "y.h5").stdout
+
+
+def test_rows_with_nan_are_counted_when_they_are_written(tmp_path, convert):
+    x = np.ones((40, 3), np.float32)
+    x[[3, 7], [0, 1]] = np.nan, np.inf
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", np.ones(40, np.float32))
+    assert "  x: NaN or infinity in 2 rows\n" in convert("arrays", "x=x.npy", "y=y.npy", "a.h5").stdout

@@ -349,6 +349,12 @@ def test_a_csv_whose_paths_lead_elsewhere_says_so(tmp_path, convert):
     assert "paths of lists/x.csv that are absolute or begin with ../, which are read as they are: 3" in result.stdout
 
 
+def test_images_that_a_csv_names_twice_are_counted(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("path,label\na.png,x\nb.png,y\n./a.png,y\n")
+    list_csv(tmp_path / "a.csv", ["path", "label"], None)
+    assert "an earlier line names, too, and perhaps for another split: 1\n" in capsys.readouterr().out
+
+
 def test_images_that_lose_something_are_counted(tmp_path, convert):
     folder = folder_of(tmp_path / "photos", {"a": 200})
     deep = np.full((8, 10), 300, np.uint16)

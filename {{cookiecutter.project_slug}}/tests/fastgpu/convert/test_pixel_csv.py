@@ -120,3 +120,19 @@ def test_a_table_that_is_not_understood_is_one_line(tmp_path, convert, text, fla
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_columns_of_pixels_that_were_sorted_by_name_are_refused(tmp_path, convert):
+    """pixel10 comes before pixel2: the images would be scrambled without a word."""
+    names = ["label", *sorted(f"pixel{n}" for n in range(16))]
+    rows = [",".join(["1", *map(str, range(16))])] * 4
+    (tmp_path / "a.csv").write_text("\n".join([",".join(names), *rows]))
+    result = convert("pixels", "a.csv", "a.h5")
+    assert result.returncode == 2
+    assert "has the column pixel2 behind pixel15; put the columns of pixels into the order of their" in result.stderr
+
+
+def test_pixels_that_are_decimals_are_told(tmp_path, convert):
+    (tmp_path / "a.csv").write_text("label,pixel0,pixel1,pixel2,pixel3\n1,0.5,0.25,0,1\n")
+    result = convert("pixels", "a.csv", "a.h5")
+    assert (result.returncode, "are no whole numbers from 0 to 255" in result.stderr) == (2, True)

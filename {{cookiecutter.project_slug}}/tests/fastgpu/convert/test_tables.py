@@ -56,6 +56,7 @@ def test_labels_are_classes_attributes_or_targets():
         ({"a": "0,5 0,25"}, r"x.csv:2: a is 0,5; write decimals with a point"),
         ({"a": f"1 {10**30}"}, r"x.csv:3: a is 10{30}; allowed are numbers up to 1e\+18, or names"),
         ({"a": "9" * 10_000, "b": "1"}, r"x.csv:2: a is 9{40}; allowed are"),
+        ({"a": "1 02 2"}, r"x.csv:3: a is 02, and 2 elsewhere; write the number in one way"),
         ({"a": "1 --1"}, r"x.csv:3: a is '--1', but 1 in line 2"),
         ({"a": "1 2", "n_classes": 10**9}, r"x.csv has 1,000,000,000 classes; allowed are 1,048,576"),
         ({"a": "1.5 1e999"}, r"x.csv:3: a is 1e999; allowed are numbers up to 3e\+38"),

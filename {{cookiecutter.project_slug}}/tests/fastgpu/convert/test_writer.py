@@ -135,6 +135,19 @@ def test_mean_and_std_of_each_channel(tmp_path):
         assert (given.attrs["mean"], given.attrs["std"]) == (1, 2)
 
 
+@pytest.mark.parametrize("shape", [(1024, 683), (683, 1024), (96, 96)])
+def test_statistics_come_from_pixels_spread_over_the_whole_image(tmp_path, shape):
+    """Stripes: any column alone, or any share of them at regular steps, has another mean."""
+    image = np.zeros(shape, np.uint8)
+    image[:, : shape[1] // 4] = 200
+    image[::3] = 40
+    with Writer(tmp_path / "a.h5", 8, {"images": Field(np.dtype("u1"), (1, *shape))}) as writer:
+        writer.append({"images": np.broadcast_to(image, (8, 1, *shape))})
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert abs(file.attrs["mean"][0] - image.mean()) < 0.05 * image.std()
+        assert abs(file.attrs["std"][0] - image.std()) < 0.05 * image.std()
+
+
 def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)

@@ -282,6 +282,7 @@ feed = make_feed(store, BlockSampler(store.block_rows, 8), Placement("disk", tor
 pools = feed.pools(0)
 next(pools)
 if sys.argv[2] == "interrupt":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     os.kill(os.getpid(), signal.SIGINT)
     for _ in pools:
         pass

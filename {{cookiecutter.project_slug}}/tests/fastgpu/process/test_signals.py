@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,3 +92,26 @@ def test_a_child_of_a_living_parent_goes_on(requests):
     end_with_launcher(Launch(is_launched=True))
     time.sleep(1.2)
     assert not requests.stop_signal
+
+
+def test_a_rank_whose_launcher_died_before_it_looked_ends():
+    """As when torchrun is killed while its ranks still start."""
+    code = """
+import os, sys, time
+from fastgpu.process.launch import Launch
+from fastgpu.process.signals import end_with_launcher
+if os.fork():
+    os._exit(0)
+while os.getppid() != int(sys.argv[1]):
+    time.sleep(0.01)
+print(os.getpid(), flush=True)
+end_with_launcher(Launch(is_launched=True))
+time.sleep(600)
+"""
+    reaper = psutil.Process(1)
+    if "python" in " ".join(reaper.cmdline()):
+        pytest.skip("process 1 could be a launcher")
+    with subprocess.Popen([sys.executable, "-c", code, "1"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
+        orphan = int(launcher.stdout.readline())
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(orphan).wait(60)

@@ -117,6 +117,14 @@ def worker_pids() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
 
 
+def wait_for_workers() -> None:
+    """Fails if workers are left. On a busy machine, one that was killed takes a moment to be gone."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while worker_pids():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # ---------------------------------------------------------------------------------------------- rows
 
 
@@ -134,7 +142,7 @@ def test_rows_come_in_the_order_of_the_sampler(kind, n_workers, persistent):
         assert len(pids) == n_workers
     assert epoch_of(feed, 5, 32) == expected_of(order, 5)[32:]  # resumed inside a pool
     feed.close()
-    assert not worker_pids()
+    wait_for_workers()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "reader"))]
 
 
@@ -163,7 +171,7 @@ def test_rows_that_are_read_once_and_kept(tier):
     source = source_of()
     order = order_of(source)
     feed = feed_of(source, order, 2, tier)
-    assert not worker_pids()
+    wait_for_workers()
     assert epoch_of(feed, 0) == expected_of(order, 0)
     feed.close()
 
@@ -223,7 +231,7 @@ def test_an_error_of_the_dataset_reaches_the_loop(n_workers, kind, error, messag
         epoch_of(feed, 0)
     assert "in row 70 of Numbered" in str(raised.value) + "".join(getattr(raised.value, "__notes__", []))
     feed.close()
-    assert not worker_pids()
+    wait_for_workers()
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("die", "Killed"), ("exit", "exit code 5")])
@@ -288,8 +296,24 @@ def test_a_worker_that_hangs_or_is_stopped_is_one_clear_error_and_is_killed(kind
             epoch_of(feed, 0)
         workers = multiprocessing.active_children()
     feed.close()
-    assert not any(worker.is_alive() for worker in workers)
+    for worker in workers:
+        worker.join(TIMEOUT_S)
+        assert not worker.is_alive()
     wait_for_threads()
+
+
+def test_workers_go_on_when_torchrun_asks_all_processes_of_a_rank_to_stop():
+    """It sends SIGTERM to the process group, and the rank still needs rows: it finishes its step."""
+    source = source_of()
+    with closing(feed_of(source, order_of(source), 2)) as feed:
+        expected = epoch_of(feed, 0)
+        pools = feed.pools(1)
+        next(pools)
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGTERM)
+        for _ in pools:
+            pass
+        assert epoch_of(feed, 0) == expected
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -301,7 +325,9 @@ def test_workers_that_were_stopped_do_not_keep_a_feed_from_closing():
     for worker in workers:
         os.kill(worker.pid, signal.SIGSTOP)
     feed.close()
-    assert not any(worker.is_alive() for worker in workers)
+    for worker in workers:
+        worker.join(TIMEOUT_S)
+        assert not worker.is_alive()
     wait_for_threads()
 
 
@@ -316,7 +342,7 @@ def test_closing_at_any_moment_leaves_no_thread_process_or_shared_memory():
         feed.close()
         feed.close()
         assert workers
-        assert not worker_pids()
+        wait_for_workers()
         assert not [path for pid in workers for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
         wait_for_threads()
 

@@ -2,9 +2,11 @@ import json
 import math
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from harness import TIMEOUT_S
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -154,7 +156,10 @@ def test_wandb_has_the_points_and_goes_on_with_its_run(tmp_path, monkeypatch):
     (tmp_path / "a/wandb").rename(tmp_path / "a/1")  # wandb names files by the second: they could get the same name
     log_points("wandb", tmp_path / "a", {15: {"train/loss": 0.25}}, step=10)
     files = [next(tmp_path.glob(f"a/{part}/offline-run-*/run-*.wandb")) for part in ("1", "wandb")]
-    records = [record for path in files for record in read_wandb(path)]
+    deadline = time.monotonic() + TIMEOUT_S  # the process of wandb may write a little later
+    records = []
+    while sum(record.HasField("history") for record in records) < 3 and time.monotonic() < deadline:
+        records = [record for path in files for record in read_wandb(path)]
     assert {record.run.run_id for record in records if record.HasField("run")} == {
         (tmp_path / "a/wandb-id.txt").read_text()
     }
