@@ -298,7 +298,7 @@ def attempt(folder: Path, work: Callable[[], object]) -> tuple[str, str]:
         outcome = "hang" if number in (signal.SIGALRM, signal.SIGXCPU) else "crash"
         places = re.findall(r"fastgpu/(\S+)\", line (\d+)", words)
         return outcome, f"{words[-3000:]}\n{number.name} at {':'.join(places[0]) if places else 'an unknown place'}"
-    if os.WEXITSTATUS(status) == 1:  # hdf5.time_limit has ended it, and a shell prints the line now
+    if os.WEXITSTATUS(status) == 1:  # the time limit for a file has ended it, and a shell prints the line now
         deadline = time.monotonic() + WALL_S
         while "took longer than" not in said.read_text(errors="replace"):
             if time.monotonic() > deadline:
