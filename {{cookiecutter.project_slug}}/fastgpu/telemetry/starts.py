@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+from fastgpu.process.atomic import open_own
 from fastgpu.process.launch import UserError, warn
 
 NAME = "starts.txt"
@@ -28,7 +29,7 @@ def refuse_without_progress(run: Path) -> None:
 def note_start(run: Path) -> None:
     """Write down that the run in this folder has been started."""
     try:
-        with (run / NAME).open("a") as file:
+        with open_own(run / NAME, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}\n")
     except OSError as error:
         warn(f"cannot write {run / NAME} ({error}); training goes on")
