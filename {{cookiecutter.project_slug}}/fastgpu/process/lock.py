@@ -112,6 +112,8 @@ class FolderLock:
         while not self._is_closed.wait(BEAT_S):
             with suppress(OSError):  # a disk that is full or away for a moment
                 holder = self._read()
+                if holder and holder[:3] == self._holder[:3] and holder != self._holder:
+                    return  # a later lock of this process
                 if holder and holder != self._holder:  # this process stood still, and was taken for dead
                     print(f"error: {InUseError(self._folder, holder)}", file=sys.stderr, flush=True)
                     os._exit(2)  # not one byte more into the run of another process

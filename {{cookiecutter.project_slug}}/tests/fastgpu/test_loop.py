@@ -267,7 +267,7 @@ def test_weights_that_are_not_finite_are_never_saved(folder, monkeypatch):
         return int(next(iter(parts.optimizer.state.values()))["step"])
 
     monkeypatch.setattr(script, "train_step", step_to_nan)
-    with pytest.raises(UserError, match=r"not finite at step 3\d: nothing is saved"):
+    with pytest.raises(UserError, match=r"not finite at step 3\d; nothing is saved"):
         train("run.checkpoint_every_steps=4", "log.every_steps=100000")
     assert saved_steps(folder / "runs/a")[-1] < 30
     monkeypatch.setattr(script, "train_step", step)

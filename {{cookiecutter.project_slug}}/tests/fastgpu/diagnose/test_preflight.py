@@ -82,7 +82,7 @@ def test_how_the_files_are_laid_out(write, monkeypatch):
     folder.mkdir()
     assert "data" in look(str(folder), dataset="mine:Rows")
     Path(path).write_bytes(np.random.default_rng(0).bytes(100))
-    with pytest.raises(UserError, match=r"rows.h5 cannot be read"):
+    with pytest.raises(UserError, match=r"rows.h5 is not an HDF5 file"):
         look(path)
 
 

@@ -3,6 +3,7 @@ import io
 import json
 import re
 import shutil
+import time
 from itertools import pairwise
 
 import pytest
@@ -74,6 +75,7 @@ def test_points_that_a_resumed_run_trains_again_count_once(tmp_path):
         log.scalars(step, {"train/loss": 1.0}, Throughput(seconds=1.0, steps=10))
     log.finish({})
     for loss in (2.0, 3.0):
+        time.sleep(1.1)  # TensorBoard orders files by the second in their names
         log = Log(tmp_path, planned_rows=100, step=20)
         for step in (25, 30, 35):
             log.scalars(step, {"train/loss": loss}, Throughput(seconds=1.0, steps=5))
