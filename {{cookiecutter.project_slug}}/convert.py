@@ -19,6 +19,8 @@ def main(argv: list[str]) -> int:
         args = CommandLine(__doc__).parser.parse_args(argv)
         try:
             return args.run(args) or 0
+        except BrokenPipeError:
+            raise UserError("whoever reads these lines has gone, so the command has ended; see what it wrote") from None
         except OSError as error:
             raise UserError(f"{error}; nothing was written: is the disk full or gone?") from None
 

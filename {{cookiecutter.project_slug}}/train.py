@@ -218,11 +218,12 @@ def train(cfg: Config, world: World) -> int:
                     if run.clock.steps == cfg.log.every_steps:
                         run.report(fresh_rows, lr)  # inside a pool, the host waits for the device only here
                     if run.is_asked_to_stop(parts.model_to_use):
+                        run.report(fresh_rows, lr)
                         return run.stop()
                 at.consumed = pool.plan.consumed
                 at.pool_steps = 0
                 run.save_if_due(parts.model_to_use)
-            if run.clock.steps:  # none are left if the run was resumed at the end of an epoch
+            if run.clock.steps:  # none have been made if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
             metrics = validate(parts, run.until_asked_to_stop(parts.val_feed.pools(at.epoch)), world)

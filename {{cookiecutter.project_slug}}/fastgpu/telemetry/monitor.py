@@ -247,6 +247,7 @@ class _Host:
 
     def cpu(self) -> dict[str, float]:
         times = psutil.cpu_times_percent()._asdict()  # since the last call in this thread, and 0 in the first one
+        times["user"] += times.pop("nice", 0.0)  # programs of lower priority use the CPUs, too
         return {f"cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
 
     def memory(self) -> dict[str, float]:

@@ -171,11 +171,15 @@ class Run:
         self._log.count(fresh_rows)
 
     def report(self, fresh_rows: float, lr: float) -> None:
-        """Log the steps since the last report. This is the only place of the loop where the host waits for the device.
+        """Log the steps since the last report, if there are any.
+
+        This is the only place of the loop where the host waits for the device.
 
         fresh_rows: rows read since the beginning of the run. If the loss is not finite, the run goes back to its last
         checkpoint where train.on_nan says so; otherwise this raises UserError.
         """
+        if not self._losses:
+            return
         n_skipped = self._count_skipped()
         self._reported_skips = self.progress.skipped_steps
         losses = torch.stack(self._losses)

@@ -168,7 +168,7 @@ def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch
         thread = threading.get_ident()
         n_calls[thread] = n_calls.get(thread, 0) + 1
         share = 0.0 if n_calls[thread] == 1 else 12.0
-        values = {"user": share, "system": share}
+        values = {"user": share / 2, "nice": share / 2, "system": share}
         return SimpleNamespace(_asdict=lambda: values)
 
     monkeypatch.setattr(psutil, "cpu_times_percent", cpu_times_percent)
