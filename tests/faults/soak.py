@@ -2,14 +2,19 @@
 
     make soak                              200 runs, about an hour, and a page in bench/results
     python tests/faults/soak.py --runs 8   a short form
+    python tests/faults/soak.py --signals  signals only, and no checkpoints but those that they ask for
 
-Each run is `torchrun --max-restarts` with two CPU ranks; every fourth reads a Dataset through a worker process. One or
-two faults meet it while it starts, trains, validates or saves. Whenever it ends without being done, it is started
-again.
+Of four runs, two are `torchrun --max-restarts` with two CPU ranks, one is a plain process, and one has two ranks and
+reads a Dataset through a worker process. One or two faults meet a run while it starts, trains, validates or saves.
+Whenever it ends without being done, it is started again.
+
+A signal that asks for a stop must leave stopped.json with a step, and a checkpoint of this very step. The log of a run
+with a problem is kept.
 """
 
 import argparse
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -19,9 +24,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,11 +49,19 @@ END_S = 120
 ORPHAN_S = 10
 PHASES = ("starting", "training", "validating", "saving", "ending")
 SETTINGS = [
-    *("workload=planted", "run.resume=auto", "run.checkpoint_every_steps=7", "train.epochs=6", "data.echo=2.5"),
+    *("workload=planted", "run.resume=auto", "train.epochs=6", "data.echo=2.5"),
     *("log.every_steps=10", "dist.timeout_s=20", "loader.timeout_s=10"),
 ]
-DATASET = ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"]
-STOPPED = "asked to stop at step"
+MORE_CHECKPOINTS = ["run.checkpoint_every_steps=7"]
+STEPS_PER_EPOCH = 52
+KINDS = {
+    "ranks": [],
+    "process": [],
+    "dataset": ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"],
+}
+"""{kind of run: its settings}"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+TORCHRUN += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR2"]
 
 
 @dataclass
@@ -64,7 +77,13 @@ class Outcome:
     leftovers: list[str] = field(default_factory=list)
     first_step_s: list[float] = field(default_factory=list)
     """Seconds from each kill or later start to the first step after it."""
+    answers: list[str] = field(default_factory=list)
+    """`signal: what the run did`"""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        return self.equal and not (self.orphans or self.leftovers or self.problems)
 
 
 class Untouched(NamedTuple):
@@ -83,11 +102,11 @@ class Untouched(NamedTuple):
 class Run:
     """A run in a folder of its own, whose name is that of the run."""
 
-    def __init__(self, folder: Path, *, uses_dataset: bool):
+    def __init__(self, folder: Path, kind: str, settings: list[str]):
         self.folder = folder
+        self.kind = kind
         self.rng = random.Random(folder.name)
-        self.words = [f"run.name={folder.name}", *SETTINGS, *(DATASET if uses_dataset else [])]
-        self.uses_dataset = uses_dataset
+        self.words = [f"run.name={folder.name}", *settings, *KINDS[kind]]
         self.outcome = Outcome()
         folder.mkdir()
         write_minimal(folder, n_val_rows=2000)
@@ -99,7 +118,7 @@ class Run:
         self.launcher = self.launch("--max-restarts=1", "log")
 
     def launch(self, flag: str, log: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", flag]
+        command = [sys.executable, *([] if self.kind == "process" else [*TORCHRUN, flag])]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with (self.folder / log).open("a") as file:
             return subprocess.Popen(
@@ -125,9 +144,19 @@ class Run:
     @property
     def ranks(self) -> list[psutil.Process]:
         try:
-            return psutil.Process(self.launcher.pid).children()
+            launcher = psutil.Process(self.launcher.pid)
+            return [launcher] if self.kind == "process" else launcher.children()
         except psutil.NoSuchProcess:
             return []
+
+    def steps_saved(self, since: float = 0.0) -> set[int]:
+        """Steps of the checkpoints that were begun after this time."""
+        saved = set()
+        for path in self.folder.glob("runs/*/checkpoints/last-*"):
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                if path.suffix == "" and path.stat().st_mtime >= since:
+                    saved.add(int(path.name.removeprefix("last-")))
+        return saved
 
     def processes(self) -> list[psutil.Process]:
         """All processes with the name of the run on their command line: torchrun, its ranks, and their workers."""
@@ -225,7 +254,8 @@ FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
     "SIGKILL to all": (4, kill_all),
     "SIGTERM to torchrun": (2, to_launcher(signal.SIGTERM)),
     "SIGINT to torchrun": (2, to_launcher(signal.SIGINT)),
-    "SIGUSR1 to torchrun": (2, to_launcher(signal.SIGUSR1)),
+    "SIGUSR2 to torchrun": (1, to_launcher(signal.SIGUSR2)),
+    "SIGUSR1 to torchrun": (1, to_launcher(signal.SIGUSR1)),
     "SIGTERM to a rank": (2, to_a_rank(signal.SIGTERM)),
     "SIGUSR1 to a rank": (1, to_a_rank(signal.SIGUSR1)),
     "SIGUSR2 to a rank": (1, to_a_rank(signal.SIGUSR2)),
@@ -240,6 +270,34 @@ FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
 STOPS = ("SIGTERM", "SIGINT", "SIGUSR2")
 
 
+def answer_to_stop(run: Run, fault: str, met_at: str) -> str:
+    """What a run, asked to stop, did. Raises AssertionError if the step it met is lost."""
+    marker = run.folder / "runs" / run.folder.name / "stopped.json"
+    if marker.exists():
+        step = json.loads(marker.read_text())["step"]
+        assert step in run.steps_saved(), f"{fault}: stopped at step {step}, checkpoints {run.steps_saved()}"
+        number = signal.Signals[fault.split()[0]]
+        is_told = run.kind != "process" or run.launcher.returncode == 128 + number
+        assert is_told, f"{fault}: exit code {run.launcher.returncode}"
+        return "stopped with a checkpoint of its step"
+    if is_done(run):
+        return "had made its last step"
+    assert met_at == "starting", f"{fault}: the step was not saved, exit code {run.launcher.returncode}"
+    return "ended before it trained"
+
+
+def answer_to_save(run: Run, fault: str) -> str:
+    """What a run, asked to save, did. Raises AssertionError if it ended without a later checkpoint."""
+    saved: set[int] = set()
+    while run.launcher.poll() is None and not saved:
+        saved = run.steps_saved(run.interrupted_at)
+        time.sleep(0.001)
+    assert saved or run.launcher.returncode == 0, f"{fault}: ended with exit code {run.launcher.returncode}"
+    if not saved:
+        return "had made its last step"
+    return f"saved {'at the end of' if min(saved) % STEPS_PER_EPOCH == 0 else 'within'} an epoch and went on"
+
+
 def meet(run: Run, name: str, usual: Untouched) -> None:
     """Let a fault meet the run at a moment of a phase, both drawn."""
     phase = run.rng.choice(PHASES[1:4] if "worker" in name else PHASES[:4])
@@ -252,27 +310,45 @@ def meet(run: Run, name: str, usual: Untouched) -> None:
         time.sleep(run.rng.uniform(0, usual.train_s))
         run.wait_for(phase, usual.train_s)
     if run.launcher.poll() is None:
-        n_stops = run.log.count(STOPPED)
         phase = run.phase
         run.outcome.faults.append(f"{name} while {phase}")
         run.interrupted_at = time.time()
         FAULTS[name][1](run)
-        if name.startswith(STOPS) and phase != "starting":
-            run.launcher.wait(END_S)
-            if run.log.count(STOPPED) == n_stops and not is_done(run):
-                run.outcome.problems.append(f"{run.outcome.faults[-1]}: the step was not saved: {run.log[-300:]}")
+        fault = run.outcome.faults[-1]
+        with note_problem(run):
+            if name.startswith(STOPS):
+                run.launcher.wait(END_S)
+                run.outcome.answers.append(f"{name}: {answer_to_stop(run, fault, phase)}")
+            elif name == "SIGUSR1 to a rank" and phase != "starting":
+                run.outcome.answers.append(f"{name}: {answer_to_save(run, fault)}")
+
+
+@contextmanager
+def note_problem(run: Run) -> Iterator[None]:
+    """A failed assertion becomes a problem of this run."""
+    try:
+        yield
+    except AssertionError as error:
+        run.outcome.problems.append(f"{error}: {run.log[-300:]}")
 
 
 def is_done(run: Run) -> bool:
     return "\ndone: epoch" in run.log
 
 
-def soak(run: Run, usual: Untouched) -> Outcome:
-    """A run with one or two faults, drawn by its name."""
+def can_meet(run: Run, name: str) -> bool:
+    """Whether a run of this kind has what the fault is aimed at."""
+    if "worker" in name:
+        return run.kind == "dataset"
+    return run.kind != "process" or "torchrun" not in name
+
+
+def soak(run: Run, usual: Untouched, names: list[str]) -> Outcome:
+    """A run with one or two of these faults, drawn by its name."""
     outcome = run.outcome
-    names = [name for name in FAULTS if run.uses_dataset or "worker" not in name]
+    names = [name for name in names if can_meet(run, name)]
     has_disk = mount(run.folder / "runs")
-    if not has_disk:
+    if not has_disk and "disk full" in names:
         names.remove("disk full")
     faults = run.rng.choices(names, [FAULTS[name][0] for name in names], k=run.rng.choice((1, 1, 2)))
     try:
@@ -315,9 +391,9 @@ def mount(folder: Path) -> bool:
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-def untouched(base: Path, *, uses_dataset: bool) -> Untouched:
+def untouched(base: Path, kind: str, settings: list[str]) -> Untouched:
     """A run without faults."""
-    run = Run(base / f"untouched-{uses_dataset}", uses_dataset=uses_dataset)
+    run = Run(base / f"untouched-{kind}", kind, settings)
     run.start()
     run.launcher.wait()
     if not is_done(run):
@@ -344,11 +420,19 @@ def describe(outcomes: list[Outcome], usual: Untouched) -> list[publish.Table]:
         ["the same, maximum", f"{max(seconds):.1f}"],
     ]
     note = f"{RANKS} gloo ranks on the CPUs; a run without faults takes {usual}."
-    phases = [[name, *(f"{met[name, phase]}" for phase in PHASES)] for name in FAULTS]
+    answers = Counter(tuple(answer.split(": ")) for each in outcomes for answer in each.answers)
+    phases = [
+        [name, *(f"{met[name, phase]}" for phase in PHASES)] for name in FAULTS if any(name in key for key in met)
+    ]
     totals = [f"{sum(count for key, count in met.items() if key[1] == phase)}" for phase in PHASES]
     return [
         publish.Table("outcomes", ["what", "number"], rows, note),
         publish.Table("faults, by the phase that they met", ["fault", *PHASES], [*phases, ["all", *totals]]),
+        publish.Table(
+            "what followed a signal",
+            ["signal", "the run", "times"],
+            [[*key, f"{answers[key]}"] for key in sorted(answers)],
+        ),
     ]
 
 
@@ -359,35 +443,47 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
+    parser.add_argument("--signals", action="store_true", help="no faults but signals")
     args = parser.parse_args()
     outcomes: list[Outcome] = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
+    names = [name for name in FAULTS if not args.signals or name.startswith((*STOPS, "SIGUSR1 to a rank"))]
+    settings = SETTINGS if args.signals else SETTINGS + MORE_CHECKPOINTS
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         base = copy_project(Path(name))
         shutil.copyfile(HERE / "planted.py", base / "workloads" / "planted.py")
         until = time.monotonic() + args.seconds
-        usual = {}
-        for uses_dataset in (True, False)[args.runs < 4 :]:
-            usual[uses_dataset] = untouched(base, uses_dataset=uses_dataset)
-        print(f"a run without faults takes {usual[False]}", flush=True)
+        usual = {kind: untouched(base, kind, settings) for kind in KINDS}
+        print(f"a run without faults takes {usual['ranks']}", flush=True)
 
         def try_run(number: int) -> None:
             if time.monotonic() > until:
                 return
-            run = Run(base / f"soak{args.seed}-{number}", uses_dataset=number % 4 == 3)
-            outcome = soak(run, usual[run.uses_dataset])
+            kind = ("ranks", "process", "ranks", "dataset")[number % 4]
+            run = Run(base / f"soak{args.seed}-{number}", kind, settings)
+            outcome = soak(run, usual[kind], names)
             outcomes.append(outcome)
             print(f"{number}: {asdict(outcome)}", flush=True)
+            if not outcome.is_good:
+                print(f"the log of it: {keep_log(run)}", flush=True)
 
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(try_run, range(args.runs)))
-    tables = describe(outcomes, usual[False])
+    tables = describe(outcomes, usual["ranks"])
     for table in tables:
         print(f"\n{table.title}\n\n{table.markdown()}")
     if args.publish:
         data = {"seed": args.seed, "runs": [asdict(each) for each in outcomes]}
-        publish.write("soak", tables, data, f"python tests/faults/soak.py --runs {args.runs} --jobs {args.jobs}")
-    are_good = [each.equal and not (each.orphans or each.leftovers or each.problems) for each in outcomes]
-    return int(not all(are_good))
+        words = f"--runs {args.runs} --jobs {args.jobs}{' --signals' * args.signals}"
+        publish.write("signals" if args.signals else "soak", tables, data, f"python tests/faults/soak.py {words}")
+    return int(not all(each.is_good for each in outcomes))
+
+
+def keep_log(run: Run) -> Path:
+    """Copy the log of a run to where it outlives the runs' folder. Returns its path."""
+    path = Path(tempfile.gettempdir()) / f"{run.folder.name}.log"
+    shutil.copyfile(run.folder / "log", path)
+    return path
 
 
 if __name__ == "__main__":
