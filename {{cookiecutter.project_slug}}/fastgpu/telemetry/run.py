@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -37,6 +38,7 @@ from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.telemetry.snapshot import copy_to_host
 from fastgpu.telemetry.starts import forget_starts, note_start, refuse_without_progress
+from fastgpu.telemetry.tags import machine_names
 from fastgpu.training.parallel import average_buffers
 
 STOPPED = "stopped.json"
@@ -149,7 +151,8 @@ class Run:
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
-        self._monitor = Monitor(counters, self._world.gather_by_node)
+        names = machine_names(int(self._world.all_reduce_max(self._world.local_world_size)))
+        self._monitor = Monitor(counters, partial(self._world.gather_by_node, names=names))
         machine = self._world.identity | {"row_bytes": row_bytes}
         self._log = Log(
             self.folder if self._world.is_main else None,
