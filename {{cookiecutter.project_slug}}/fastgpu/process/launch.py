@@ -20,6 +20,10 @@ MAX_LINE = 1000
 """Characters of a line of a message. It may quote what a damaged file holds, whatever its length."""
 
 
+RECORDED = ("CUDA_", "FI_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
+"""Beginnings of the environment variables that change how NCCL, CUDA, OpenMP and torch work."""
+
+
 class UserError(ValueError):
     """An error that a person can fix. The message names the key or path, the value, what is allowed, and the cure."""
 
@@ -57,6 +61,11 @@ def read_launch() -> Launch:
     rank, world_size, local_rank, local_world_size, attempt = numbers
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched)
+
+
+def read_environment() -> dict[str, str]:
+    """{variable: value} of all that `RECORDED` names. This project sets none of them; torchrun and clusters do."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}
 
 
 def warn(text: str) -> None:

@@ -66,16 +66,16 @@ class Peers:
         fates: list[str] = []
         while not fates and time.monotonic() < until:
             time.sleep(POLL_S)
-            fates = [fate for rank in self._suspects() if (fate := self._fate(rank))]
+            fates = self._fates(self._suspects()) or self._fates(self._first_missing())
         return "; ".join(fates) or "no rank has said why: look at the output of the others, and at their machines"
 
     def _suspects(self) -> list[int]:
-        """The first ranks that left a reason, all others of this machine, and the first one that never came."""
+        """The first ranks that left a reason, and all others of this machine."""
         told = [self._read(f"told{number}") for number in range(1, MAX_TOLD + 1)]
-        return sorted({*told, *self._local_ranks, self._first_missing()} - {None, self._rank})
+        return sorted({*told, *self._local_ranks} - {None, self._rank})
 
-    def _first_missing(self) -> int | None:
-        """The first rank that has not been heard of, by bisection; None: all have been."""
+    def _first_missing(self) -> list[int]:
+        """The first rank that has not been heard of, by bisection; empty if all have been."""
         come, end = 0, self._world_size  # all ranks below `come` have been heard of, and rank `end` has not
         with suppress(RuntimeError):
             while come < end:
@@ -84,7 +84,10 @@ class Peers:
                     come = middle + 1
                 else:
                     end = middle
-        return end if end < self._world_size else None
+        return [end] if end < self._world_size else []
+
+    def _fates(self, ranks: list[int]) -> list[str]:
+        return [fate for rank in ranks if (fate := self._fate(rank))]
 
     def _fate(self, rank: int) -> str | None:
         """What is known of a rank. None: it seems to be well."""

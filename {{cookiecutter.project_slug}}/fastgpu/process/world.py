@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import math
+import resource
 import signal
 import socket
 import traceback
@@ -24,6 +25,8 @@ from fastgpu.process.signals import end_soon
 
 MAX_MACHINES = 16
 """Counters of so many machines are logged one by one. At 128 machines of 8 GPUs, a point would have 13,000 scalars."""
+SPARE_FILES = 512
+"""Open files besides the connections of the store: of the data, the log, NCCL."""
 SAME = "all ranks need the same settings, rows and code"
 
 
@@ -117,20 +120,12 @@ class World:
             own = [values.get(name, math.nan) for name in names]
             table[sum(is_first[: self.rank])] = torch.tensor(own, dtype=torch.float64)
         self.all_reduce_sum(table)
-        if not self.is_main:
-            return dict(values)
-        prefixes = ["", *(f"machine{number}/" for number in range(1, len(table)))]
-        if len(table) > MAX_MACHINES:
+        rows = {f"machine{number}/" if number else "": row for number, row in enumerate(table)}
+        if len(rows) > MAX_MACHINES:
             lowest = table.nan_to_num(math.inf).amin(0)
-            highest = table.nan_to_num(-math.inf).amax(0)
-            table = torch.stack([table[0], lowest, highest])
-            prefixes = ["", "min/", "max/"]
-        return {
-            prefix + name: value
-            for prefix, of_machine in zip(prefixes, table.tolist(), strict=True)
-            for name, value in zip(names, of_machine, strict=True)
-            if math.isfinite(value)
-        }
+            rows = {"": table[0], "min/": lowest, "max/": table.nan_to_num(-math.inf).amax(0)}
+        named = {prefix: zip(names, row.tolist(), strict=True) for prefix, row in rows.items()}
+        return {prefix + name: each for prefix, row in named.items() for name, each in row if math.isfinite(each)}
 
     @contextmanager
     def raise_on_every_rank(self) -> Iterator[None]:
@@ -194,6 +189,8 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
+    if world.is_main:
+        _allow_connections(world.world_size)
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
     peers = Peers(dist.PrefixStore("peers", store), launch)
     try:
@@ -230,6 +227,14 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
         peers.tell(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         raise
     _leave()
+
+
+def _allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, often 1024, for rank 0: it may hold the store, to which every rank has a
+    connection. Ranks beyond the limit could not join ("Connection reset by peer")."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < world_size + SPARE_FILES:  # -1: there is none
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _flight_recorder(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, read_environment, warn
 from fastgpu.process.lock import FolderLock
 from fastgpu.process.signals import Requests
 from fastgpu.process.world import World
@@ -473,7 +473,7 @@ def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
 
 
 def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
-    """run.json: command, versions, GPU, commit, model and metrics."""
+    """run.json: command, versions, environment, GPU, commit, model and metrics."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
         with suppress(PackageNotFoundError):
@@ -483,6 +483,7 @@ def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "template_version": TEMPLATE_VERSION,
         "versions": versions,
+        "environment": read_environment(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "machine": platform.platform(),
         "git_commit": _git("rev-parse", "HEAD"),

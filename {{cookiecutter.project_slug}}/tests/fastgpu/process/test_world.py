@@ -14,7 +14,7 @@ from harness import ALONE, CPU, in_world
 from fastgpu.process import world as world_module
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, RankError, UserError
-from fastgpu.process.world import World, _flight_recorder, join
+from fastgpu.process.world import World, _allow_connections, _flight_recorder, join
 
 NAMES = ("gpu0/power_w", "host/rss_gib")
 
@@ -233,3 +233,15 @@ def test_a_node_without_its_gpu_is_named(store):
 def test_the_flight_recorder_is_for_nccl():
     assert _flight_recorder(CPU) == ""
     assert "TORCH_FR_DUMP_TEMP_FILE" in _flight_recorder(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [((1024, 4096), (4096, 4096)), ((2048, 4096), None), ((1024, -1), (-1, -1)), ((-1, -1), None)],
+)
+def test_rank_0_may_hold_a_connection_to_each_rank(monkeypatch, limits, expected):
+    chosen = []
+    monkeypatch.setattr(world_module.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(world_module.resource, "setrlimit", lambda _, value: chosen.append(value))
+    _allow_connections(1024)
+    assert chosen == ([expected] if expected else [])
