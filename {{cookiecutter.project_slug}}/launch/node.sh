@@ -20,7 +20,10 @@ set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume
 WORLD_SIZE=$((PET_NNODES * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
 
 # Each rank runs on the CPUs next to its GPU, if there are GPUs and numactl. NUMA_BINDING= leaves the ranks free.
-numa=$(nvidia-smi -L >/dev/null 2>&1 && command -v numactl >/dev/null && echo "${NUMA_BINDING-node}" || true)
+numa=""
+if nvidia-smi -L >/dev/null 2>&1 && command -v numactl >/dev/null; then
+  numa=${NUMA_BINDING-node}
+fi
 torchrun ${numa:+"--numa-binding=$numa"} "$@" &
 trap 'kill -TERM $!' TERM INT      # a shell does not pass signals on by itself
 code=0
