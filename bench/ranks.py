@@ -260,8 +260,8 @@ NOTES = {
         "A real TCPStore in a process of its own, and a thread with a connection for each rank, all at once in one "
         "Python process on this machine: the lock of Python is part of the time, a network is not. `formerly` each "
         "rank asked for the device of every rank. `why a rank ended` begins with a pause of 100 ms; then each rank "
-        "makes about 30 requests and looks at seven processes (formerly 3,000 requests at 1,024 ranks). A rank makes as "
-        "many requests in a large job as in a small one, so the work of the store grows in proportion. `memory` and "
+        "makes about 30 requests and looks at seven processes (formerly 3,000 requests at 1,024 ranks). A rank makes "
+        "as many requests in a large job as in a small one, so the work of the store grows in proportion. `memory` and "
         "`open files` are what the connections add to the process that holds the store: rank 0, or torchrun. Rank 0 "
         "raises its limit of open files (often 1,024) as far as it may."
     ),
