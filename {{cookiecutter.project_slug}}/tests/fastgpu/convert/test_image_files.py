@@ -362,10 +362,16 @@ def test_images_that_lose_something_are_counted(tmp_path, convert):
     Image.new("RGBA", (10, 8)).save(folder / "a/clear.png")
     Image.new("CMYK", (10, 8)).save(folder / "a/print.jpg")
     (folder / "a/broken.png").write_bytes(b"no image")
+    frames = [Image.new("RGB", (10, 8), (value, 0, 0)) for value in (0, 90)]
+    for kind in ("webp", "png", "tiff"):
+        frames[0].save(folder / f"a/frames.{kind}", save_all=True, append_images=frames[1:])
+    frames[0].convert("P").save(folder / "a/frames.gif", save_all=True, append_images=frames[1:])
     shown = convert("images", folder, "x.h5", "--on-error", "skip").stdout
     changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
     assert changes == [
-        "  changed  16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`): 1 of 204 images",
-        "  changed  CMYK to RGB: 1 of 204 images",
-        "  changed  RGBA to RGB, without the transparency: 1 of 204 images",
+        "  changed  16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`): 1 of 208 images",
+        "  changed  CMYK to RGB: 1 of 208 images",
+        "  changed  P to RGB: 1 of 208 images",
+        "  changed  RGBA to RGB, without the transparency: 1 of 208 images",
+        "  changed  the first of several frames or pages, without the others: 4 of 208 images",
     ]
