@@ -28,11 +28,12 @@ SYNTHETIC_SPLIT = 0.9
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for users and items."""
     columns = ",".join(COLUMNS)
-    parser = command_line.add(movielens, "ratings.csv, or the zip file that holds it")
+    parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
     add_target_flags(parser)
     parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
     parser.add_argument("--columns", default=columns, help=f"columns of the CSV; default: {columns}")
+    parser.add_argument("--delimiter", help="what separates the columns; default: comma, ; or tab, as the header")
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
@@ -47,7 +48,7 @@ def add_commands(command_line: CommandLine) -> None:
 
 
 def movielens(args: Namespace) -> None:
-    """Convert MovieLens as published: ratings.csv, or the zip file that holds it.
+    """Convert MovieLens as published (the ratings, or the zip file that holds them), or a CSV of whole numbers.
 
     Users are held out as Liang et al. (2018) do.
     """
@@ -58,7 +59,12 @@ def movielens(args: Namespace) -> None:
             bar.update(n_rows)
 
         ratings = read_ratings(
-            Path(args.source), args.above, columns=args.columns.split(","), on_error=args.on_error, on_progress=show
+            Path(args.source),
+            args.above,
+            columns=args.columns.split(","),
+            delimiter=args.delimiter,
+            on_error=args.on_error,
+            on_progress=show,
         )
     print(f"{len(ratings.users):,} ratings are above {args.above:g}")
     split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)

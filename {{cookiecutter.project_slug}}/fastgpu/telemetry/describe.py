@@ -16,7 +16,7 @@ MAX_GROUPS_SHOWN = 5
 
 
 def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
-    """Where the rows are kept, in which portions they move, and which of them an epoch has."""
+    """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
     room = sizes.room
     free_device = format_bytes(room.free_device)
     free_host = format_bytes(room.free_host)
@@ -24,8 +24,8 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
     text = (
         f"rows: {source.name}, {format_bytes(room.need)} with the validation rows, kept on the {sizes.tier} tier "
         f"(each rank has {free_device} free on its device and {free_host} in RAM)\n"
-        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} batches in a "
-        f"pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}"
+        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} batches "
+        f"in a pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}"
     )
     n_left_out = len(source) - order.total_size
     if source.mixture:
