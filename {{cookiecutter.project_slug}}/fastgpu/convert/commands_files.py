@@ -21,7 +21,7 @@ from fastgpu.rows.contract import Source
 from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.file import split_group
 from fastgpu.storage.inspection import advise, class_order_warning, columns_of, damaged, fields_of
-from fastgpu.storage.store import open_store
+from fastgpu.storage.store import expand, open_store
 
 DATASET_FIELDS = {"images": "images", "labels": "labels"}
 """Fields of a Dataset, if --fields does not name them."""
@@ -65,7 +65,9 @@ def repack(args: Namespace) -> None:
     fields = dict(pair.split("=", 1) for pair in args.fields)
     source: Source
     if args.dataset:
-        source = open_dataset("SOURCE", args.source[0], fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
+        path = args.source if len(args.source) > 1 else args.source[0]
+        source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
+        source.name = f"{args.dataset} called with {path}"
     else:
         source = _open_files(args.source, fields, args.trust_links)
     args.check(source)
@@ -74,8 +76,9 @@ def repack(args: Namespace) -> None:
 
 def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> Source:
     """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
-    columns = columns_of(paths[0])
-    group = split_group(paths[0])[1].strip("/")
+    file, group = expand("SOURCE", paths[0])[0]
+    columns = columns_of(f"{file}::{group}")
+    group = group.strip("/")
     groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
     if group not in groups and not fields:
         names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"

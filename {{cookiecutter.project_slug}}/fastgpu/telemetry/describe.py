@@ -24,8 +24,9 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
     text = (
         f"rows: {source.name}, {format_bytes(room.need)} with the validation rows, kept on the {sizes.tier} tier "
         f"(each rank has {free_device} free on its device and {free_host} in RAM)\n"
-        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} batches "
-        f"in a pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}"
+        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; "
+        f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
+        f"{readers} on each rank: {sizes.n_readers}"
     )
     n_left_out = len(source) - order.total_size
     if source.mixture:
