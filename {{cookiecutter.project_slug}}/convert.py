@@ -4,12 +4,11 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 `python convert.py COMMAND --help` lists the flags of a command.
 """
 
+import os
 import sys
 
-import torch
-
 from fastgpu.convert.command_line import CommandLine
-from fastgpu.convert.writing import exit_on_signals
+from fastgpu.convert.partial import exit_on_signals
 from fastgpu.process.launch import Launch, UserError, exit_with_message
 
 
@@ -27,5 +26,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     exit_on_signals()
-    torch.set_num_threads(1)  # each of the reader threads works alone
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, which is not imported yet: each of the reader threads works alone
     sys.exit(main(sys.argv[1:]))

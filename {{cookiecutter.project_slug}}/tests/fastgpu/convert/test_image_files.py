@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import get_args
 
 import h5py
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 from fastgpu.convert.image_files import list_csv, list_folder
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
-from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.images import Preprocessing, Resize
 
 RNG = np.random.default_rng(0)
 
@@ -353,6 +354,10 @@ def test_images_that_a_csv_names_twice_are_counted(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("path,label\na.png,x\nb.png,y\n./a.png,y\n")
     list_csv(tmp_path / "a.csv", ["path", "label"], None)
     assert "an earlier line names, too, and perhaps for another split: 1\n" in capsys.readouterr().out
+
+
+def test_flags_allow_what_the_code_knows(convert):
+    assert f"--resize {{{','.join(get_args(Resize))}}}" in convert("images", "--help").stdout
 
 
 def test_images_that_lose_something_are_counted(tmp_path, convert):
