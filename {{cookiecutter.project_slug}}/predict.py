@@ -100,10 +100,7 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     if args.evaluate and class_names and known_names and list(class_names) != known_names:
         raise UserError(f"{args.evaluate} has the classes {class_names}; the model was trained on {known_names}")
     if args.evaluate and known_names and not class_names:
-        warn(
-            f"{args.evaluate} has no attribute class_names: its labels are taken for the classes {known_names} in this "
-            "order"
-        )
+        warn(f"{args.evaluate} has no class_names; its labels are taken for {', '.join(known_names)}, in this order")
     item_ids = inputs.source.attributes.get("item_ids", ())
     known_items = trained.card["attributes"].get("item_ids", ())
     if len(item_ids) and len(known_items) and not np.array_equal(item_ids, known_items):

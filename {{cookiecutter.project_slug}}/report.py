@@ -18,9 +18,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run")
     parser.add_argument("--compare", action="store_true", help="show how the runs differ, instead of each alone")
-    parser.add_argument(
-        *("-o", "--output", "--html"), metavar="FILE.html", type=Path, help="with --compare: write this page, too"
-    )
+    parser.add_argument("-o", "--output", "--html", metavar="FILE", type=Path, help="with --compare: write this page")
     args = parser.parse_args(argv)
     if args.output and not args.compare:
         raise UserError(f"-o is {args.output}; it names the page of --compare: give both")

@@ -164,8 +164,8 @@ def test_labels_whose_classes_are_not_named_are_evaluated_with_a_warning(capsys)
     assert capsys.readouterr().out == ""
     trained.card["attributes"]["class_names"] = ["cat", "dog"]
     script.open_rows(args, trained)
-    warning = "rows.h5::/val has no attribute class_names: its labels are taken for the classes ['cat', 'dog'] in this"
-    assert capsys.readouterr().out.startswith(f"warning: {warning} order")
+    warning = "rows.h5::/val has no class_names; its labels are taken for cat, dog, in this order"
+    assert capsys.readouterr().out == f"warning: {warning}\n"
 
 
 # ---------------------------------------------------------------------------------------------- export

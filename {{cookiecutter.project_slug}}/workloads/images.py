@@ -28,8 +28,6 @@ DTYPES = ("uint8", "uint16", "float16", "float32")
 """Types of the images that this workload trains on as they are."""
 MAX_CLASSES = 1 << 24
 """A label that is not below this number is no class, but perhaps an id."""
-MAX_LISTED = 5
-"""Labels that a message lists."""
 FAR = 10.0
 """Numbers to predict whose mean or standard deviation is above this train badly as they are."""
 MIN_SIDE = 4
@@ -302,13 +300,11 @@ def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> N
         return
     is_wrong = (labels < 0) | ((labels > highest) & (labels != ignored))
     if is_wrong.any():
-        values = np.unique(labels[is_wrong])
-        more = f" and {len(values) - MAX_LISTED:,} other values" if len(values) > MAX_LISTED else ""
+        values = np.array2string(np.unique(labels[is_wrong]), separator=", ", threshold=8)
         n_rows = int(is_wrong.reshape(len(labels), -1).any(1).sum())
         raise UserError(
-            f"{source.name}: {name} are {', '.join(map(str, values[:MAX_LISTED]))}{more} in {n_rows:,} of "
-            f"{len(labels):,} rows; allowed are 0 to {highest}, as in the training rows; leave such rows out, or "
-            "number the values from 0 on"
+            f"{source.name}: {name} are {values} in {n_rows:,} of {len(labels):,} rows; allowed are 0 to {highest}, as "
+            "in the training rows; leave such rows out, or number the values from 0 on"
         )
 
 

@@ -10,9 +10,6 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.images import is_one_hot, looks_like_nhwc
 
-SCANNED_ROWS = 1024
-"""Images that are read at a time to find their lowest and highest value."""
-
 
 def prepare_images(
     columns: Columns, layout: str | None, byte_range: tuple[float, float] | None, *, clip: bool
@@ -58,24 +55,17 @@ def prepare_images(
 
 
 def _with_fitting_type(name: str, column: Any) -> Any:
-    """Images or labels of a type that can be trained on. Raises UserError if no type fits the values of images."""
+    """Images or labels of a type that can be trained on. Raises UserError for images of other integers than bytes."""
     dtype = column.dtype
-    new_dtype = dtype
     if dtype.kind == "b":
         new_dtype = np.dtype(np.uint8)
     elif name == "images" and dtype.kind == "f" and dtype.itemsize > 4:
         new_dtype = np.dtype(np.float32)
     elif name == "images" and dtype.kind in "iu" and dtype not in (np.uint8, np.uint16):
-        parts = (column[start : start + SCANNED_ROWS] for start in range(0, len(column), SCANNED_ROWS))
-        low, high = np.array([(part.min(), part.max()) for part in parts]).T.tolist()
-        low, high = min(low), max(high)
-        new_dtype = np.min_scalar_type(high)
-        if low < 0 or new_dtype.itemsize > 2:
-            raise UserError(
-                f"images are {dtype} from {low} to {high}; allowed are 0 to 65535, or floats; --to uint8 --range "
-                f"{low}:{high} writes them as bytes"
-            )
-    if new_dtype == dtype:
+        raise UserError(
+            f"images are {dtype}; allowed are uint8, uint16 and floats; --to uint8 --range 0:255 writes them as bytes"
+        )
+    else:
         return column
     print(f"{name}, {dtype}, are written as {new_dtype}")
     return _convert(column, column.shape, new_dtype, lambda rows: rows.astype(new_dtype))

@@ -30,7 +30,6 @@ def add_commands(command_line: CommandLine) -> None:
     parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
     parser.add_argument("--columns", default=COLUMNS, help=f"columns of the CSV; default: {COLUMNS}")
-    parser.add_argument("--delimiter", help="what separates the columns; default: comma, ; or tab, as the header")
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
@@ -60,12 +59,7 @@ def movielens(args: Namespace) -> None:
             bar.update(n_rows)
 
         ratings = read_ratings(
-            Path(args.source),
-            args.above,
-            columns=args.columns.split(","),
-            delimiter=args.delimiter,
-            on_error=args.on_error,
-            on_progress=show,
+            Path(args.source), args.above, columns=args.columns.split(","), on_error=args.on_error, on_progress=show
         )
     print(f"{len(ratings.users):,} ratings are above {args.above:g}")
     split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)

@@ -10,13 +10,13 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, choose_delimiter, explain_errors
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, OnError, explain_errors
 from fastgpu.process.launch import UserError
 
 PARSED_ROWS = 1_000_000
@@ -50,28 +50,27 @@ def read_ratings(
     above: float = 3.5,
     *,
     columns: Sequence[str] = COLUMNS,
-    delimiter: str | None = None,
     on_error: OnError = "stop",
     on_progress: Callable[[int, float], object] = lambda n_rows, share_done: None,
 ) -> Ratings:
     """Users and items of the ratings > `above` in a file of ratings.
 
-    columns: names of the columns of the user, the item and the rating. delimiter: what separates them; None: as the
-    header says. Without a header they are the first columns, separated by `::` or a tab. on_progress: called with the
-    number of rows that were read since the last call, and the share of the file that is done. Raises UserError with
-    file and line for a line that is not a rating; or with on_error="skip", if more than 1 % of the lines are not.
+    columns: names of the columns of the user, the item and the rating, separated by a comma, `;` or a tab; without a
+    header, they are the first ones. on_progress: called with the number of rows that were read since the last call, and
+    the share of the file that is done. Raises UserError with file and line for a line that is not a rating; or with
+    on_error="skip", if more than 1 % of the lines are not.
     """
     blocks = [np.empty(0, RATING)]
     skipped: list[str] = []
     with _open_text(source) as (file, n_bytes):
         header = file.readline(MAX_HEADER_CHARS)
-        n_headers = 0 if WITHOUT_HEADER.fullmatch(header) else 1
-        n_lines = n_headers
-        places, separator = _find_columns(source, header, columns, delimiter)
-        is_rating = _line_pattern(places, separator).fullmatch
-        all_lines = file if n_headers else chain([header], file)
-        while lines := list(islice(all_lines, PARSED_ROWS)):
-            block = _parse(lines, places, separator)
+        places, delimiter = _find_columns(source, header, columns)
+        is_rating = _line_pattern(places, delimiter).fullmatch
+        n_lines = n_headers = 0 if WITHOUT_HEADER.fullmatch(header) else 1
+        if not n_headers:
+            file.seek(0)
+        while lines := list(islice(file, PARSED_ROWS)):
+            block = _parse(lines, places, delimiter)
             if block is None:  # NumPy does not say which line is not a rating
                 good_lines = []
                 for number, line in enumerate(lines, n_lines + 1):
@@ -81,7 +80,7 @@ def read_ratings(
                         skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
                         if on_error == "stop":
                             raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out; {ID_CURE}")
-                block = _parse(good_lines, places, separator)
+                block = _parse(good_lines, places, delimiter)
                 assert block is not None
             n_lines += len(lines)
             blocks.append(block[block["rating"] > above])
@@ -118,13 +117,13 @@ def _line_pattern(places: list[int], delimiter: str) -> re.Pattern[str]:
     return re.compile(separator.join(columns) + rf"({separator}.*)?\s*")
 
 
-def _find_columns(source: Path, header: str, columns: Sequence[str], delimiter: str | None) -> tuple[list[int], str]:
+def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[list[int], str]:
     """The place of each column in the lines of the file, and the character that separates them."""
     if line := WITHOUT_HEADER.fullmatch(header):
         print(f"{source} has no header; its columns are taken for user, item and rating")
         return ([0, 2, 4], ":") if line[1] == "::" else ([0, 1, 2], "\t")  # between two colons is an empty column
-    separator = choose_delimiter(header, delimiter)
-    names = next(csv.reader([header.lstrip("\ufeff")], delimiter=separator), [])
+    delimiter = max(",;\t", key=header.count)
+    names = next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])
     if len(columns) != 3:
         raise UserError(
             f"--columns is {','.join(columns)}; it should name three columns: user, item and rating (events without "
@@ -136,7 +135,7 @@ def _find_columns(source: Path, header: str, columns: Sequence[str], delimiter: 
             f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}; --columns names those of "
             "user, item and rating"
         )
-    return [names.index(name) for name in columns], separator
+    return [names.index(name) for name in columns], delimiter
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from fastgpu.convert.image_files import Listing
-from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, choose_delimiter
+from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
 from fastgpu.convert.splits import group_splits
-from fastgpu.convert.tables import check_columns, parse_labels, read_word, report_unused
+from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels, read_word, report_unused
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 

@@ -1,4 +1,4 @@
-"""What the readers of other formats share: missing or damaged files, broken rows, --on-error and --delimiter."""
+"""What the readers of other formats share: missing or damaged files, broken rows and --on-error."""
 
 import csv
 import zipfile
@@ -19,7 +19,6 @@ from fastgpu.storage.file import not_found
 
 OnError = Literal["stop", "skip"]
 """What is done with a broken image or line: stop, or leave it out and list it."""
-DELIMITERS = (",", ";", "\t")
 MAX_SKIPPED_SHARE = 0.01
 """If a larger share is broken, the data is not what it should be, and conversion stops."""
 MAX_LISTED = 20
@@ -91,20 +90,6 @@ class DecodedRows(Source):
                 out[field][place] = column[row]
             for field, value in decoded.items():
                 out[field][place] = value
-
-
-def choose_delimiter(header: str, delimiter: str | None) -> str:
-    """`delimiter` if it is given, otherwise the one that is most frequent in the header. Prints a guess but a comma."""
-    if delimiter in ("\\t", "tab"):
-        return "\t"
-    if delimiter:
-        if len(delimiter) > 1:
-            raise UserError(f"--delimiter is {delimiter}; it should be one character, or tab")
-        return delimiter
-    guess = max(DELIMITERS, key=header.count)
-    if guess != ",":
-        print(f"the columns are separated by {guess!r} (--delimiter)")
-    return guess
 
 
 def list_first(items: Sequence[str], separator: str = ", ") -> str:

@@ -1,4 +1,4 @@
-"""CSV files: their columns, and what the labels are: classes, attributes or targets."""
+"""CSV files: which character separates the columns, and what the labels are: classes, attributes or targets."""
 
 import csv
 import re
@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fastgpu.convert.reading import choose_delimiter, explain_errors, list_first
+from fastgpu.convert.reading import explain_errors, list_first
 from fastgpu.process.launch import UserError
 
+DELIMITERS = (",", ";", "\t")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 MAX_WHOLE = 1e18
@@ -20,6 +21,18 @@ MAX_CLASSES = 1 << 20
 """Each class has a name in the file."""
 MAX_UNUSED_CLASSES = 1000
 """Class numbers without a row. If there are more, the labels are likely not class numbers."""
+
+
+def choose_delimiter(header: str, delimiter: str | None) -> str:
+    """`delimiter` if it is given, otherwise the one that is most frequent in the header. Prints a guess but a comma."""
+    if delimiter and len(delimiter) > 1 and delimiter not in ("\\t", "tab"):
+        raise UserError(f"--delimiter is {delimiter}; it should be one character, or tab")
+    if delimiter:
+        return "\t" if delimiter in ("\\t", "tab") else delimiter
+    guess = max(DELIMITERS, key=header.count)
+    if guess != ",":
+        print(f"the columns are separated by {guess!r} (--delimiter)")
+    return guess
 
 
 def check_columns(path: Path, present: Sequence[str], wanted: Sequence[str], cure: str) -> None:

@@ -28,14 +28,10 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
         f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
         f"{readers} on each rank: {sizes.n_readers}"
     )
-    n_left_out = len(source) - order.total_size
     if source.mixture:
         text += f"\neach epoch: {_describe_mixture(source.mixture, order.total_size)}"
-    elif n_left_out:
-        text += (
-            f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the last {n_left_out:,}, which do not fill a "
-            "batch, are left out"
-        )
+    elif order.total_size < len(source):
+        text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest fills no batch"
     return text
 
 

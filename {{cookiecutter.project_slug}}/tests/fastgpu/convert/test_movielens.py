@@ -75,11 +75,11 @@ def test_the_older_formats_have_no_header(tmp_path, monkeypatch, capsys, delimit
         read_ratings(tmp_path / name)
 
 
-@pytest.mark.parametrize(("separator", "given"), [(";", None), ("\t", None), ("|", "|"), ("\t", "tab")])
-def test_columns_may_be_separated_by_other_characters(tmp_path, separator, given):
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_columns_may_be_separated_by_other_characters(tmp_path, separator):
     text = "who,what,stars\n7,70,5\n8,80,1\n".replace(",", separator)
     (tmp_path / "x.csv").write_text(text)
-    found = read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"], delimiter=given)
+    found = read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"])
     assert (found.users.tolist(), found.items.tolist()) == ([7], [70])
 
 
@@ -88,8 +88,6 @@ def test_ids_of_text_are_refused_with_the_cure(tmp_path):
     for on_error in ("stop", "skip"):
         with pytest.raises(UserError, match=r"x.csv:2: 'ann,a7,5' .*whole numbers below 10\^9: pandas.factorize makes"):
             read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"], on_error=on_error)
-    with pytest.raises(UserError, match="--delimiter is ::; it should be one character, or tab"):
-        read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"], delimiter="::")
 
 
 BROKEN = ["a,2,3.0,4", "1,2", "1,2,nan,4", "-1,2,3.0,4", "1,2,,4", "1;2;3", "9999999999,2,3.0,4", "1,2,inf,4", "\x00"]
