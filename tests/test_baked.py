@@ -104,7 +104,7 @@ SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
 @pytest.mark.parametrize("workload", ONLY_FOR)
 def test_convert_has_the_commands_of_the_workload(baked, workload):
     project = baked(workload)
-    code = "import sys, convert\ntry: convert.main(sys.argv[1:])\nfinally: print('with Pillow:', 'PIL' in sys.modules)"
+    code = "import sys, convert\ntry: convert.main(convert.parse(sys.argv[1:]))\nfinally: print('with Pillow:', 'PIL' in sys.modules)"
     shown = run_in(project, ["-c", code, "--help"]).stdout
     listed = set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
     assert listed == SHARED_COMMANDS | CONVERT_COMMANDS[workload]

@@ -229,7 +229,7 @@ def read_model() -> str:
 
 def command(words: str) -> Callable[[], object]:
     """A command of convert.py."""
-    return partial(convert.main, words.split())
+    return partial(convert.main, convert.parse(words.split()))
 
 
 def hdf5(use: Callable[[], object], weight: int, compression: str = "none", *, is_covered: bool = True) -> Kind:

@@ -58,7 +58,7 @@ def _with_fitting_type(name: str, column: Any) -> Any:
     """Images or labels of a type that can be trained on. Raises UserError for images of other integers than bytes."""
     dtype = column.dtype
     if dtype.kind == "b":
-        new_dtype = np.dtype(np.uint8)
+        new_dtype: np.dtype = np.dtype(np.uint8)
     elif name == "images" and dtype.kind == "f" and dtype.itemsize > 4:
         new_dtype = np.dtype(np.float32)
     elif name == "images" and dtype.kind in "iu" and dtype not in (np.uint8, np.uint16):

@@ -31,7 +31,7 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
     if source.mixture:
         text += f"\neach epoch: {_describe_mixture(source.mixture, order.total_size)}"
     elif order.total_size < len(source):
-        text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest fills no batch"
+        text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest does not fill a batch"
     return text
 
 

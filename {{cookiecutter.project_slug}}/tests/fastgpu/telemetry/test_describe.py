@@ -22,7 +22,7 @@ def test_rows_that_all_count_once_have_no_line_about_an_epoch():
 
 def test_rows_that_are_left_out_are_told():
     line = describe(Arrays("x.h5", {"x": np.arange(1011)})).splitlines()[-1]
-    assert line == "each epoch: 1,008 of 1,011 rows; the rest fills no batch"
+    assert line == "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch"
 
 
 def test_a_mixture_is_told_in_rows_and_passes():
