@@ -300,7 +300,7 @@ def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> N
         return
     is_wrong = (labels < 0) | ((labels > highest) & (labels != ignored))
     if is_wrong.any():
-        values = np.array2string(np.unique(labels[is_wrong]), separator=", ", threshold=8)
+        values = np.array2string(np.unique(labels[is_wrong]), separator=", ", threshold=8, max_line_width=1000)
         n_rows = int(is_wrong.reshape(len(labels), -1).any(1).sum())
         raise UserError(
             f"{source.name}: {name} are {values} in {n_rows:,} of {len(labels):,} rows; allowed are 0 to {highest}, as "

@@ -55,7 +55,7 @@ def prepare_images(
 
 
 def _with_fitting_type(name: str, column: Any) -> Any:
-    """Images or labels of a type that can be trained on. Raises UserError for images of other integers than bytes."""
+    """Images or labels of a type that can be trained on. Raises UserError for images of integers of another type."""
     dtype = column.dtype
     if dtype.kind == "b":
         new_dtype: np.dtype = np.dtype(np.uint8)
