@@ -206,7 +206,7 @@ def train(cfg: Config, world: World) -> int:
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
-        world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
+        world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
         card = workload.card()
         description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
