@@ -154,8 +154,8 @@ def test_a_job_preempted_twice_goes_on_where_it_stopped(submit, cluster, project
 
 
 def test_a_job_whose_time_is_over_goes_on(submit, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.15")  # a minute; Slurm looks at the times every half minute
-    job = submit(options=("--time=2", "--signal=TERM@75"))
+    monkeypatch.setenv("STEP_S", "0.3")
+    job = submit(options=("--time=3", "--signal=TERM@75"))  # after 75 to 105 s: Slurm looks every half minute
     assert_equal_end(job)
     assert job.restarts == len(job.stops) > 0
 
