@@ -82,9 +82,9 @@ def _check_world_sizes(world_sizes: list[int], data: Data, source: Source, accum
         chosen = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world_size, source)
         canonical_ranks[chosen] = world_size
     if len(canonical_ranks) > 1:
-        chosen = ", ".join(f"{number} for {world_size} ranks" for number, world_size in canonical_ranks.items())
+        meanings = ", ".join(f"{number} for {world_size} ranks" for number, world_size in canonical_ranks.items())
         raise UserError(
-            f"data.canonical_ranks is {data.canonical_ranks}, which means {chosen}: the batches would change with the "
+            f"data.canonical_ranks is {data.canonical_ranks}, which means {meanings}: the batches would change with the "
             f"number of nodes (PET_NNODES); set data.canonical_ranks={lcm(*world_sizes)}, which must divide "
             f"data.batch_size ({data.batch_size})"
         )

@@ -76,7 +76,7 @@ class Job:
             "--local-addr=127.0.0.1",
         ]
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
-        rendezvous.append("--rdzv-conf=last_call_timeout=2,keep_alive_interval=2")
+        rendezvous.append("--rdzv-conf=last_call_timeout=2")
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *rendezvous]
         agent = subprocess.Popen(
             [*command, *train_command(*self.words, root=self.root)[1:]],
