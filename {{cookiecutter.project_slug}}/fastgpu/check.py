@@ -84,8 +84,8 @@ def _check_world_sizes(world_sizes: list[int], data: Data, source: Source, accum
     if len(canonical_ranks) > 1:
         meanings = ", ".join(f"{number} for {world_size} ranks" for number, world_size in canonical_ranks.items())
         raise UserError(
-            f"data.canonical_ranks is {data.canonical_ranks}, which means {meanings}: the batches would change with the "
-            f"number of nodes (PET_NNODES); set data.canonical_ranks={lcm(*world_sizes)}, which must divide "
+            f"data.canonical_ranks is {data.canonical_ranks}, which means {meanings}: the batches would change with "
+            f"the number of nodes (PET_NNODES); set data.canonical_ranks={lcm(*world_sizes)}, which must divide "
             f"data.batch_size ({data.batch_size})"
         )
 
