@@ -2,10 +2,11 @@
 # One node of a job: checks config, data and model, then starts torchrun. Run it on every node, in the project's folder:
 #     PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=first-node:29500 RUN_NAME=a bash launch/node.sh data.batch_size=512
 # torchrun takes its options from PET_<OPTION>. RUN_FOLDER (default: runs) must be the same folder on all nodes.
-# PET_NNODES=1:2: nodes may leave and join a job that runs, but that of PET_RDZV_ENDPOINT, which must stay.
+# ONLY=check and ONLY=train do one half. PET_NNODES=1:2: nodes may leave and join while the job runs, but that of
+# PET_RDZV_ENDPOINT must stay.
 #
-# Exit codes: 0 the run is finished; 2 a person has to change something, nothing was started; 143 asked to stop, start it
-# again to go on; 1 torchrun gave up.
+# Exit codes: 0 the run is finished; 2 a person has to change something, nothing was started; 143 (or STOP_CODE) asked to
+# stop, start it again to go on; 1 torchrun gave up.
 set -euo pipefail
 : "${PET_NNODES:?number of nodes}" "${PET_NPROC_PER_NODE:?number of GPUs of a node}" "${RUN_NAME:?name of the run}"
 export PET_RDZV_BACKEND=c10d       # the default, static, does not bring nodes together again after a restart
@@ -22,7 +23,12 @@ run=${RUN_FOLDER:-runs}/$RUN_NAME
 set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume=auto "$@"
 
 # torchrun restarts whatever fails, so a mistake must show before it starts.
-WORLD_SIZE=$((${PET_NNODES#*:} * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
+if [ "${ONLY:-check}" = check ]; then
+  WORLD_SIZE=$((${PET_NNODES#*:} * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
+fi
+if [ "${ONLY:-train}" != train ]; then
+  exit
+fi
 
 torchrun "$@" &
 asked=0
@@ -33,8 +39,11 @@ if kill -0 $! 2>/dev/null; then    # the signal interrupted the wait; the ranks 
   code=0
   wait $! || code=$?
 fi
-# torchrun ends with 1 if it is asked to stop, and with 0 if its ranks were: the file in the folder of the run tells that.
-if [ -e "$run/stopped.json" ] || [ "$((asked * code))" != 0 ]; then
+# torchrun ends with 1 if it is asked to stop, and with 0 if its ranks were. A file in the folder of the run says that they
+# have saved.
+if [ -e "$run/stopped.json" ]; then
+  code=${STOP_CODE:-143}
+elif [ "$((asked * code))" != 0 ]; then    # before the first step
   code=143
 fi
 exit "$code"

@@ -261,6 +261,7 @@ class Run:
         them. On several machines it should: where one of them leaves, the others go on as soon as another one joins, or
         without it (--nnodes=1:2). A machine that leaves starts nothing again, whatever its ranks end with.
         """
+        self._requests.outlive_run()
         self._log.finish(self._metrics)
         self.close()
         if self._world.is_main:
@@ -302,6 +303,7 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
+        self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
         if self._world.is_main:
             forget_starts(self.folder)
