@@ -37,10 +37,11 @@ def run_slurm(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("code", "is_stopped", "is_requeued"),
+    "end",
     [(0, False, False), (0, True, True), (1, False, False), (1, True, False), (137, False, True), (143, True, True)],
 )
-def test_slurm_queues_what_a_new_start_can_cure_and_nothing_else(stand_ins, monkeypatch, code, is_stopped, is_requeued):
+def test_slurm_queues_what_a_new_start_can_cure_and_nothing_else(stand_ins, monkeypatch, end):
+    code, is_stopped, is_requeued = end
     monkeypatch.setenv("CODE", str(code))
     if is_stopped:
         (stand_ins / "runs/slurm-7/stopped.json").touch()
