@@ -12,30 +12,17 @@ python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up imag
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fastgpu.convert.array_files import Columns
-from fastgpu.convert.array_images import prepare_images
-from fastgpu.convert.cifar_celeba import open_celeba, open_cifar10
-from fastgpu.convert.command_line import (
-    CommandLine,
-    add_on_error_flag,
-    add_split_flag,
-    add_target_flags,
-    read_target,
-)
-from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
-from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
-from fastgpu.convert.reading import explain_errors
-from fastgpu.convert.splits import SPLITS
-from fastgpu.convert.synthetic_images import SyntheticImages
-from fastgpu.convert.writing import write_files
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, add_target_flags, write
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
-from fastgpu.storage.images import Preprocessing, Resize, looks_like_nhwc, open_file
+
+if TYPE_CHECKING:
+    from fastgpu.convert.array_files import Columns
+    from fastgpu.rows.contract import Source
+    from fastgpu.storage.images import Preprocessing
 
 SYNTHETIC_ROWS = 50_000
 
@@ -89,6 +76,9 @@ def add_commands(command_line: CommandLine) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
+    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
+    from fastgpu.storage.images import open_file
+
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
     if args.masks:
@@ -102,21 +92,26 @@ def images(args: Namespace) -> None:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
     parts = listing.parts(args.split, args.seed)
     sources = open_images(parts, lambda name: open_file(root / name), _read_preprocessing(args), args.on_error)
-    write_files(sources, read_target(args))
+    write(sources, args)
 
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or one column of numbers separated by spaces."""
+    from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
+    from fastgpu.convert.reading import explain_errors
+
     with explain_errors(args.source, "a CSV file of UTF-8 text"):
         file = PixelFile(Path(args.source), args.delimiter)
         listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
     parts = listing.parts(args.split, args.seed)
-    write_files({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, read_target(args))
+    write({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, args)
 
 
 def cifar10(args: Namespace) -> None:
     """Convert CIFAR-10 as published: the python or the binary archive, or its folder."""
-    write_files(open_cifar10(Path(args.source)), read_target(args))
+    from fastgpu.convert.cifar_celeba import open_cifar10
+
+    write(open_cifar10(Path(args.source)), args)
 
 
 def celeba(args: Namespace) -> None:
@@ -124,19 +119,24 @@ def celeba(args: Namespace) -> None:
 
     The lists are list_attr_celeba.txt and list_eval_partition.txt.
     """
-    parts = open_celeba(Path(args.source), _read_preprocessing(args), args.on_error)
-    write_files(parts, read_target(args))
+    from fastgpu.convert.cifar_celeba import open_celeba
+
+    write(open_celeba(Path(args.source), _read_preprocessing(args), args.on_error), args)
 
 
-def prepare_arrays(columns: Columns, args: Namespace) -> Columns:
+def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     """What the command `arrays` does with images."""
+    from fastgpu.convert.array_images import prepare_images
+
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
 
 
-def report_nhwc(source: Source) -> None:
+def report_nhwc(source: "Source") -> None:
     """Print which fields look like images whose channels are last. The command `repack` writes rows as they are."""
+    from fastgpu.storage.images import looks_like_nhwc
+
     for name, field in source.fields.items():
         if looks_like_nhwc(field.shape) and source.attributes.get("layout") != "nchw":
             print(
@@ -145,12 +145,15 @@ def report_nhwc(source: Source) -> None:
             )
 
 
-def make_images(args: Namespace) -> Mapping[str, Source]:
+def make_images(args: Namespace) -> Mapping[str, "Source"]:
     """Made-up images: for each class one picture, under noise."""
+    from fastgpu.convert.splits import SPLITS
+    from fastgpu.convert.synthetic_images import SyntheticImages
+
     n_rows = args.rows or SYNTHETIC_ROWS
     if not args.split:
         return {"": SyntheticImages(n_rows, args.shape, args.classes, seed=args.seed)}
-    borders = [0, *(round(n_rows * share) for share in np.cumsum(args.split))]
+    borders = [0, *(round(n_rows * share) for share in accumulate(args.split))]
     return {
         name: SyntheticImages(stop - start, args.shape, args.classes, seed=args.seed, part=part)
         for part, (name, start, stop) in enumerate(zip(SPLITS, borders[:-1], borders[1:], strict=False))
@@ -172,7 +175,7 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resize",
-        choices=get_args(Resize),
+        choices=("shorter", "exact", "pad"),
         default="shorter",
         help="shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders",
     )
@@ -180,7 +183,9 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     add_on_error_flag(parser, "image")
 
 
-def _read_preprocessing(args: Namespace) -> Preprocessing:
+def _read_preprocessing(args: Namespace) -> "Preprocessing":
+    from fastgpu.storage.images import Preprocessing
+
     return Preprocessing(args.size, args.resize, args.crop)
 
 

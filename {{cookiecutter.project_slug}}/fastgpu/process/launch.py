@@ -47,6 +47,8 @@ class Launch(NamedTuple):
     """How often torchrun has restarted the processes of this job."""
     is_launched: bool = False
     """Whether torchrun started this process and waits for its end."""
+    shares_store: bool = False
+    """Whether torchrun keeps one store for all restarts of the processes."""
 
     @property
     def is_local_main(self) -> bool:
@@ -57,10 +59,19 @@ class Launch(NamedTuple):
 def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
+    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-2], strict=True)]
     rank, world_size, local_rank, local_world_size, attempt = numbers
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-    return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched)
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched, shares_store)
+
+
+def planned_world_sizes(launch: Launch) -> list[int]:
+    """The numbers of processes that the job may have: several if PET_NNODES, which torchrun reads, is MIN:MAX."""
+    min_nodes, _, max_nodes = os.environ.get("PET_NNODES", "").partition(":")
+    if not max_nodes:
+        return [launch.world_size]
+    return [n_nodes * launch.local_world_size for n_nodes in range(int(min_nodes), int(max_nodes) + 1)]
 
 
 def read_environment() -> dict[str, str]:

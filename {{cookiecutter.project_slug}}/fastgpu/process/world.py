@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, RankError, UserError
+from fastgpu.process.launch import HangError, Launch, RankError, UserError, warn
 from fastgpu.process.peers import Peers, is_lost_peer
 from fastgpu.process.signals import end_soon
 
@@ -187,6 +187,11 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
     # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts
     # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
+    if launch.shares_store and launch.local_world_size < launch.world_size:
+        warn(
+            "the ranks may not find each other after a restart, or after a machine has joined or left: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, with --rdzv-backend=c10d"
+        )
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
     if world.is_main:

@@ -260,8 +260,11 @@ class Run:
     def stop(self) -> int:
         """Say that the run was asked to stop, in its folder, too. Returns the exit code.
 
-        It is 128 + the number of the signal, but 0 for a rank that torchrun started: it would restart any other one.
+        It is 128 + the number of the signal, but 0 if torchrun started all ranks on this machine: it would restart
+        them. On several machines it should: where one of them leaves, the others go on as soon as another one joins, or
+        without it (--nnodes=1:2). A machine that leaves starts nothing again, whatever its ranks end with.
         """
+        self._requests.outlive_run()
         self._log.finish(self._metrics)
         self.close()
         if self._world.is_main:
@@ -272,7 +275,8 @@ class Run:
         self._world.print_once(
             f"asked to stop at step {self.progress.step}, which is saved; run.resume=auto continues from there"
         )
-        return 0 if self._world.is_launched else 128 + self._stop_signal
+        is_one_machine = self._world.world_size == self._world.local_world_size
+        return 0 if self._world.is_launched and is_one_machine else 128 + self._stop_signal
 
     def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
@@ -302,6 +306,7 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
+        self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
         if self._world.is_main:
             forget_starts(self.folder)
