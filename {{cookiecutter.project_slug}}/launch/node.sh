@@ -30,10 +30,14 @@ if [ "${ONLY:-train}" != train ]; then
   exit
 fi
 
-# Each rank runs on the CPUs next to its GPU, if there are GPUs and numactl. NUMA_BINDING= leaves the ranks free.
+# Each rank runs on the CPUs next to its GPU. NUMA_BINDING= leaves the ranks free.
 numa=""
-if nvidia-smi -L >/dev/null 2>&1 && command -v numactl >/dev/null; then
+if nvidia-smi -L >/dev/null 2>&1; then
   numa=${NUMA_BINDING-node}
+fi
+if [ -n "$numa" ] && ! command -v numactl >/dev/null; then
+  echo "warning: numactl is not installed, so the ranks are not bound to the CPUs next to their GPUs" >&2
+  numa=""
 fi
 torchrun ${numa:+"--numa-binding=$numa"} "$@" &
 asked=0
