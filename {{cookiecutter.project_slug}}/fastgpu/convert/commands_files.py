@@ -37,7 +37,7 @@ def add_commands(command_line: CommandLine) -> None:
     parser = command_line.add(
         repack, "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset", many=True
     )
-    parser.set_defaults(check=lambda source: None)
+    parser.set_defaults(recode=lambda source, args: source)
     add_target_flags(parser)
     parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
@@ -68,8 +68,7 @@ def repack(args: Namespace) -> None:
         source = open_dataset("SOURCE", args.source[0], fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
     else:
         source = _open_files(args.source, fields, args.trust_links)
-    args.check(source)
-    write_files({"": source}, read_target(args))
+    write_files({"": args.recode(source, args)}, read_target(args))
 
 
 def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> Source:

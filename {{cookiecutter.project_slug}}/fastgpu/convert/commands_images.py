@@ -2,6 +2,7 @@
 
 python convert.py images photos/ photos.h5 --size 64 --split 0.9    a folder for each class -> photos-train.h5, -val.h5
 python convert.py images photos.csv photos.h5 --size 64             or a CSV with lines of path,label
+python convert.py images photos/ photos.h5 --keep-encoded           the JPEG files themselves, decoded in each epoch
 python convert.py images photos/ cells.h5 --masks masks/ --size 64  images and masks of the same names
 python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with the pixels in it
 python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
@@ -27,7 +28,7 @@ from fastgpu.convert.command_line import (
     add_target_flags,
     read_target,
 )
-from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
+from fastgpu.convert.image_files import RecodedRows, list_csv, list_folder, list_pairs, open_images
 from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.splits import SPLITS
@@ -35,7 +36,9 @@ from fastgpu.convert.synthetic_images import SyntheticImages
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
+from fastgpu.storage.encoded import Kept
 from fastgpu.storage.images import Preprocessing, Resize, looks_like_nhwc, open_file
+from fastgpu.storage.sources import decode_images
 
 SYNTHETIC_ROWS = 50_000
 
@@ -71,7 +74,15 @@ def add_commands(command_line: CommandLine) -> None:
     parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
 
-    command_line.commands.choices["repack"].set_defaults(check=report_nhwc)
+    parser = command_line.commands.choices["repack"]
+    parser.set_defaults(recode=recode)
+    parser.add_argument(
+        "--size",
+        type=_parse_size,
+        metavar="HxW",
+        help="decode encoded images to pixels; with --quality: make them smaller",
+    )
+    parser.add_argument("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
 
     add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
 
@@ -91,6 +102,8 @@ def images(args: Namespace) -> None:
     folder with another one of --masks."""
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
+    if args.masks and args.keep_encoded:
+        raise UserError("--keep-encoded is for images with labels; drop it, or --masks")
     if args.masks:
         listing = list_pairs(source, args.masks, args.on_error)
     elif source.is_dir():
@@ -135,6 +148,16 @@ def prepare_arrays(columns: Columns, args: Namespace) -> Columns:
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
 
 
+def recode(source: Source, args: Namespace) -> Source:
+    """What the command `repack` does with images: as they are, from bytes to pixels, or from pixels to bytes."""
+    report_nhwc(source)
+    if args.quality:
+        return RecodedRows(source, Kept(args.size and min(args.size), args.quality))
+    if args.size and not any(field.codec for field in source.fields.values()):
+        raise UserError(f"--size is for encoded images, and {source.name} has none; drop it, or add --quality")
+    return decode_images(source, args.size) if args.size else source
+
+
 def report_nhwc(source: Source) -> None:
     """Print which fields look like images whose channels are last. The command `repack` writes rows as they are."""
     for name, field in source.fields.items():
@@ -177,11 +200,30 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
         help="shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders",
     )
     parser.add_argument("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
+    parser.add_argument(
+        "--keep-encoded",
+        action="store_true",
+        help="write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images "
+        "whose shorter side is longer become smaller JPEG files",
+    )
+    parser.add_argument(
+        "--quality", type=_parse_quality, default=Kept().quality, help=f"of those; default: {Kept().quality}"
+    )
     add_on_error_flag(parser, "image")
 
 
-def _read_preprocessing(args: Namespace) -> Preprocessing:
+def _read_preprocessing(args: Namespace) -> Preprocessing | Kept:
+    if args.keep_encoded:
+        if args.crop or args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
+            raise UserError("--keep-encoded takes --size SIDE, one number; drop --crop, --resize and --size HxW")
+        return Kept(args.size and args.size[0], args.quality)
     return Preprocessing(args.size, args.resize, args.crop)
+
+
+def _parse_quality(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise ArgumentTypeError(f"{text!r} is not a quality of JPEG files, 1 to 100")
+    return int(text)
 
 
 def _parse_size(text: str) -> tuple[int, int]:

@@ -26,6 +26,10 @@ def describe_feed(source: Source, sizes: Sizes, batch_size: int) -> str:
         f"batches: {batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} batches in a "
         f"pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}"
     )
+    if source.decoding:
+        text += f"\nimages: {source.decoding}"
+        if source.stored is not source and sizes.tier == "disk":
+            text += "; the files stay encoded, in the page cache as far as it has room"
     if source.mixture:
         text += f"\neach epoch: {_describe_mixture(source.mixture, len(source) // batch_size * batch_size)}"
     return text
