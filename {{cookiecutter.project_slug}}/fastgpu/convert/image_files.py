@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-import torch
 from PIL import UnidentifiedImageError
 
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
@@ -369,7 +368,7 @@ class RecodedRows(DecodedRows):
                 if field.codec:
                     values[name] = np.frombuffer(keep(values[name].tobytes(), self._kept), np.uint8)
                 elif self.fields[name].codec:
-                    values[name] = np.frombuffer(to_jpeg(torch.from_numpy(values[name]), self._kept.quality), np.uint8)
+                    values[name] = np.frombuffer(to_jpeg(values[name], self._kept.quality), np.uint8)
         return values
 
 

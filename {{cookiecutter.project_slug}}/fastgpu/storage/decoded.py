@@ -131,7 +131,7 @@ class DecodedImages(Source):
         if draws is None:
             return decode_centre(data, self._size, self._centre_share)
         image = EncodedImage(data)
-        return image.decode(random_box(draws, image.height, image.width, self._min_scale), self._size).numpy()
+        return image.decode(random_box(draws, image.height, image.width, self._min_scale), self._size)
 
     def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
         """All fields of some rows as they are stored, valid until this thread reads again."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from fastgpu.rows.field import CODECS
 from fastgpu.storage.file import scratch
@@ -77,7 +76,7 @@ class EncodedImage:
         if self._is_on_its_side:
             self.height, self.width = self.width, self.height
 
-    def decode(self, box: Box, size: tuple[int, int]) -> Tensor:
+    def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
         """A part of the upright image, resized to (height, width): uint8 (3, H, W).
 
         It is valid until this thread decodes again. Raises an exception of any kind if the bytes are damaged.
@@ -93,20 +92,21 @@ class EncodedImage:
             whole_size = (self.width, self.height)
             size = (size[1], size[0])
         factor = max(n for n in (1, 2, 4, 8) if n == 1 or (height >= n * size[0] and width >= n * size[1]))
-        pixels_CHW = self._decode_whole(whole_size, factor)
-        if pixels_CHW.shape[1:] == whole_size:
+        pixels_HWC = self._decode_whole(whole_size, factor)
+        if pixels_HWC.shape[:2] == whole_size:
             factor = 1
         rows = slice(top // factor, -(-(top + height) // factor))
         columns = slice(left // factor, -(-(left + width) // factor))
-        part_CHW = pixels_CHW[:, rows, columns]
+        # NumPy makes the part contiguous: torch would wake its threads for it, from each of the reader threads.
+        part_CHW = np.ascontiguousarray(pixels_HWC[rows, columns]).transpose(2, 0, 1)
         if part_CHW.shape[1:] != size:
-            part_CHW = resize_pixels(part_CHW, size)
+            part_CHW = resize_pixels(torch.from_numpy(part_CHW), size).numpy()
         if self._is_on_its_side:
-            part_CHW = part_CHW.transpose(1, 2)
-        return part_CHW.flip(self._flips) if self._flips else part_CHW
+            part_CHW = part_CHW.transpose(0, 2, 1)
+        return np.flip(part_CHW, self._flips) if self._flips else part_CHW
 
-    def _decode_whole(self, size: tuple[int, int], factor: int) -> Tensor:
-        """All pixels as they are stored, uint8 (3, H, W): JPEG files at 1 / factor of their size, others in full.
+    def _decode_whole(self, size: tuple[int, int], factor: int) -> np.ndarray:
+        """All pixels as they are stored, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full.
 
         size: (height, width) in full.
         """
@@ -114,13 +114,12 @@ class EncodedImage:
             height, width = (-(-length // factor) for length in size)
             try:
                 scale = {"min_height": height, "min_width": width, "min_factor": factor} if factor > 1 else {}
-                pixels = simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
-                return torch.from_numpy(pixels).permute(2, 0, 1)
+                return simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
             except ValueError:
                 pass  # it may be harmless: Pillow decides
         with open_image(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (size[1] // factor, size[0] // factor))
-            return to_rgb(image)
+            return to_rgb(image).permute(1, 2, 0).numpy()
 
 
 def _may_have_exif(data: memoryview) -> bool:
@@ -183,13 +182,13 @@ def decode_whole(data: np.ndarray) -> np.ndarray:
     """All of an image: uint8 (3, H, W), valid until this thread decodes again."""
     image = EncodedImage(data)
     size = (image.height, image.width)
-    return image.decode(Box(0, 0, *size), size).numpy()
+    return image.decode(Box(0, 0, *size), size)
 
 
 def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.ndarray:
     """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
     image = EncodedImage(data)
-    return image.decode(centre_box(image.height, image.width, size, share), size).numpy()
+    return image.decode(centre_box(image.height, image.width, size, share), size)
 
 
 # ---------------------------------------------------------------------------------------------- making them smaller
@@ -221,12 +220,12 @@ def keep(data: bytes, kept: Kept) -> bytes:
     return data
 
 
-def to_jpeg(image_CHW: Tensor, quality: int) -> bytes:
+def to_jpeg(image_CHW: np.ndarray, quality: int) -> bytes:
     """The bytes of a JPEG file. image_CHW: uint8 (3, H, W)."""
     return _save(image_CHW, "JPEG", quality=quality)
 
 
-def _save(image_CHW: Tensor, kind: str, **options: int) -> bytes:
+def _save(image_CHW: np.ndarray, kind: str, **options: int) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(image_CHW.permute(1, 2, 0).contiguous().numpy()).save(file, kind, **options)
+    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, **options)
     return file.getvalue()

@@ -51,7 +51,10 @@ class Store(Source):
             if field.is_ragged:
                 lengths = np.concatenate([np.diff(file.indptr[name]).astype(np.int32) for file in files])
                 self.lengths[name] = lengths
-                self.fields[name] = field._replace(mean_values=float(lengths.mean()))  # over all files
+                codecs = {codec for file in files for codec in file.fields[name].codec.split("+")}
+                self.fields[name] = field._replace(  # over all files
+                    mean_values=float(lengths.mean()), codec="+".join(sorted(codecs))
+                )
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())

@@ -29,7 +29,7 @@ def describe_feed(source: Source, sizes: Sizes, batch_size: int) -> str:
     if source.decoding:
         text += f"\nimages: {source.decoding}"
         if source.stored is not source and sizes.tier == "disk":
-            text += "; the files stay encoded, in the page cache as far as it has room"
+            text += "; pixels do not stay in memory, because each epoch takes other parts"
     if source.mixture:
         text += f"\neach epoch: {_describe_mixture(source.mixture, len(source) // batch_size * batch_size)}"
     return text
