@@ -83,7 +83,7 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
         return
     with (
         explain_errors(source, "a whole tar archive"),
-        _LimitedGzip(source) as file,
+        LimitedGzip(source) as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):
         for member in archive:
@@ -94,7 +94,7 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
             pass
 
 
-class _LimitedGzip(gzip.GzipFile):
+class LimitedGzip(gzip.GzipFile):
     """A gzip file of which at most MAX_MEMBER_BYTES are read. What its headers claim does not matter."""
 
     def read(self, size: int | None = -1) -> bytes:

@@ -7,6 +7,7 @@ python convert.py images photos/ cells.h5 --masks masks/ --size 64  images and m
 python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with the pixels in it
 python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
 python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
+python convert.py imagenet imagenet/ imagenet.h5 --keep-encoded     -> imagenet-train.h5, imagenet-val.h5
 python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up images, to try things with
 """
 
@@ -29,6 +30,7 @@ from fastgpu.convert.command_line import (
     read_target,
 )
 from fastgpu.convert.image_files import RecodedRows, list_csv, list_folder, list_pairs, open_images
+from fastgpu.convert.imagenet import open_imagenet
 from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.splits import SPLITS
@@ -90,6 +92,10 @@ def add_commands(command_line: CommandLine) -> None:
     add_target_flags(parser)
     _add_decoding_flags(parser)
 
+    parser = command_line.add(imagenet, "folder with train and val, or with the tar files")
+    add_target_flags(parser)
+    _add_decoding_flags(parser)
+
     parser = command_line.add_synthetic("images", make_images)
     parser.add_argument(
         "--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help="of an image; default: 3x32x32"
@@ -138,6 +144,15 @@ def celeba(args: Namespace) -> None:
     The lists are list_attr_celeba.txt and list_eval_partition.txt.
     """
     parts = open_celeba(Path(args.source), _read_preprocessing(args), args.on_error)
+    write_files(parts, read_target(args))
+
+
+def imagenet(args: Namespace) -> None:
+    """Convert ImageNet (ILSVRC 2012) as published: a folder with train and val, or with the tar files.
+
+    The classes of val are in its folders, in LOC_val_solution.csv, or in ILSVRC2012_devkit_t12.tar.gz beside it.
+    """
+    parts = open_imagenet(Path(args.source), _read_preprocessing(args), args.on_error)
     write_files(parts, read_target(args))
 
 
