@@ -8,6 +8,8 @@
 # make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
 # make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
+# make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
+#               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour: bench/results/soak_*.md
 # make fuzz     10,000 damaged files for everything that reads files: bench/results/fuzz_*.md
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
@@ -23,7 +25,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test test-project test-template slow check fix lines gpu soak fuzz bench bench-peers clean
+.PHONY: demo test test-project test-template slow check fix lines gpu slurm soak fuzz bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -55,7 +57,7 @@ check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
 	$(IN_PLACE) mypy
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m "not slow"'
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m "not slow and not slurm"'
 
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
@@ -73,6 +75,13 @@ lines: .venv/installed
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
 	$(IN_PLACE) pytest -p no:cacheprovider -m gpu
+
+slurm: export OMP_NUM_THREADS := 1
+slurm: .venv/installed
+	@command -v slurmctld slurmd sbatch shellcheck > /dev/null \
+		|| { echo "error: apt-get install slurmctld slurmd slurm-client shellcheck" >&2; exit 2; }
+	shellcheck "$(PROJECT)"/launch/*.sh
+	"$(BIN)/python" -m pytest -m slurm --durations=0
 
 soak: .venv/installed
 	"$(BIN)/python" tests/faults/soak.py --publish

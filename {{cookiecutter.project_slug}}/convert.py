@@ -5,18 +5,21 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 """
 
 import sys
-
-import torch
+from argparse import Namespace
 
 from fastgpu.convert.command_line import CommandLine
-from fastgpu.convert.writing import exit_on_signals
+from fastgpu.convert.partial import exit_on_signals
 from fastgpu.process.launch import Launch, UserError, exit_with_message
 
 
-def main(argv: list[str]) -> int:
+def parse(argv: list[str]) -> Namespace:
+    """The command line. Exits for mistakes."""
+    return CommandLine(__doc__).parser.parse_args(argv)
+
+
+def main(args: Namespace) -> int:
     """Run one command. Returns the exit code."""
     with exit_with_message(Launch(), "interrupted"):
-        args = CommandLine(__doc__).parser.parse_args(argv)
         try:
             return args.run(args) or 0
         except BrokenPipeError:
@@ -27,5 +30,8 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     exit_on_signals()
+    args = parse(sys.argv[1:])
+    import torch  # whose import takes seconds: --help and mistakes should not wait for it
+
     torch.set_num_threads(1)  # each of the reader threads works alone
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(args))

@@ -12,7 +12,7 @@ training data is not needed. INPUT: image files, folders of images and globs, or
 import argparse
 import sys
 
-from fastgpu.process.launch import UserError, exit_with_message, read_launch
+from fastgpu.process.launch import UserError, exit_with_message, read_launch, warn
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -99,6 +99,8 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     known_names = trained.card["attributes"].get("class_names")
     if args.evaluate and class_names and known_names and list(class_names) != known_names:
         raise UserError(f"{args.evaluate} has the classes {class_names}; the model was trained on {known_names}")
+    if args.evaluate and known_names and not class_names:
+        warn(f"{args.evaluate} has no class_names; its labels are taken for {', '.join(known_names)}, in this order")
     item_ids = inputs.source.attributes.get("item_ids", ())
     known_items = trained.card["attributes"].get("item_ids", ())
     if len(item_ids) and len(known_items) and not np.array_equal(item_ids, known_items):

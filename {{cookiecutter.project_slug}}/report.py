@@ -2,7 +2,7 @@
 
 python report.py runs/a                                    print the table, write runs/a/report.html
 python report.py --compare runs/a runs/b                   settings, speed, waiting and metrics that differ
-python report.py --compare runs/a runs/b --html ab.html    the same as a page, with the curves of all runs
+python report.py --compare runs/a runs/b -o ab.html        the same as a page, with the curves of all runs
 """
 
 import argparse
@@ -18,17 +18,17 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run")
     parser.add_argument("--compare", action="store_true", help="show how the runs differ, instead of each alone")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="with --compare: write this page, too")
+    parser.add_argument("-o", "--output", "--html", metavar="FILE", type=Path, help="with --compare: write this page")
     args = parser.parse_args(argv)
-    if args.html and not args.compare:
-        raise UserError(f"--html is {args.html}; it names the page of --compare: give both")
+    if args.output and not args.compare:
+        raise UserError(f"-o is {args.output}; it names the page of --compare: give both")
     for folder in args.runs:
         if not report.read_metrics(folder):
             raise UserError(
                 f"{folder} holds no metrics.jsonl with points; name the folder of a run, such as runs/first"
             )
     if args.compare:
-        compare(args.runs, args.html)
+        compare(args.runs, args.output)
         return
     for folder in args.runs:
         points = report.read_metrics(folder)

@@ -46,7 +46,7 @@ from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
-from fastgpu.training.parallel import make_seed, reseed, share_gradients, unused_gpus_hint
+from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradients, unused_gpus_hint
 from fastgpu.training.step import (
     MixedPrecision,
     OptimizerState,
@@ -159,6 +159,21 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     return loss
 
 
+def rehearse(parts: Parts, batch: Rows, world: World) -> None:
+    """Run two backward passes that change nothing, by which DDP chooses the places of the gradients in its buckets.
+
+    A place decides in which order the ranks' gradients are summed. Without the rehearsal, a resumed run would round its
+    first steps otherwise than a run that goes on.
+    """
+    *_, (part, _) = micro_batches(batch, parts.config.optim.accumulation_steps, parts.ddp)
+    with keep_state(parts.model, world):
+        for _ in range(2):
+            with parts.precision.autocast:
+                loss = parts.workload.loss(parts.ddp, part)
+            loss.backward()
+            parts.optimizer.zero_grad()
+
+
 def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, float]:
     """{"val/<metric>": mean over the validation rows}."""
     return evaluate(
@@ -191,12 +206,13 @@ def train(cfg: Config, world: World) -> int:
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
-        world.print_once(describe_feed(parts.source, parts.sizes, cfg.data.batch_size))
+        world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
         card = workload.card()
         description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
         run.start(parts.source.row_bytes, card, description)
 
+        is_rehearsed = world.world_size <= 2  # two summands have one order
         read_before = feed.read_time
         while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
             for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
@@ -212,7 +228,11 @@ def train(cfg: Config, world: World) -> int:
                     rng = reseed(world, *place, number)  # a resumed run draws the same numbers
                     share = (fresh_rows + step_rows / 2) / planned_rows
                     lr = cfg.optim.lr * lr_factor(share, cfg.optim.warmup_share)
-                    loss = train_step(parts, workload.transform(batch, rng), lr)
+                    rows = workload.transform(batch, rng)
+                    if not is_rehearsed:
+                        rehearse(parts, rows, world)
+                        is_rehearsed = True
+                    loss = train_step(parts, rows, lr)
                     fresh_rows += step_rows
                     run.count(loss, step_rows, cfg.data.batch_size)
                     if run.clock.steps == cfg.log.every_steps:

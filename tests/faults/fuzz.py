@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,6 @@ from test_pixel_csv import write_fer, write_mnist
 from torch import nn
 
 import workloads
-from fastgpu.convert.command_line import CommandLine
 from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import fields_read, load_model
@@ -229,7 +229,7 @@ def read_model() -> str:
 
 def command(words: str) -> Callable[[], object]:
     """A command of convert.py."""
-    return partial(convert.main, words.split())
+    return partial(convert.main, convert.parse(words.split()))
 
 
 def hdf5(use: Callable[[], object], weight: int, compression: str = "none", *, is_covered: bool = True) -> Kind:
@@ -430,7 +430,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="KIND[:NUMBER]", default="", help="this kind; or one file, which is kept")
     parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
     args = parser.parse_args()
-    CommandLine("")  # all that is imported late, once for all processes
+    for path in (PROJECT / "fastgpu/convert").glob("[a-z]*.py"):  # all that is imported late, once for all processes
+        import_module(f"fastgpu.convert.{path.stem}")
     Image.init()
     new_state()
     gc.freeze()

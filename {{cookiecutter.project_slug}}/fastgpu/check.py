@@ -55,9 +55,10 @@ def check(cfg: Config, launch: Launch) -> None:
     sources = open_sources(cfg.data, cfg.loader, cfg.hdf5, world)
     workload = workloads.make(cfg.workload, options, sources, world)
     sizes = choose_sizes(cfg.data, cfg.loader, sources, world, accumulation=cfg.optim.accumulation_steps)
-    world.print_once(f"{world}\n{describe_feed(sources[0], sizes, cfg.data.batch_size)}")
-    for key, source, seed in zip(("data.train", "data.val"), sources, (cfg.run.seed, None), strict=True):
-        pool_capacity(source, make_order(source, sizes, world, seed=seed))
+    orders = (make_order(sources[0], sizes, world, cfg.run.seed), make_order(sources[1], sizes, world, None))
+    world.print_once(f"{world}\n{describe_feed(sources[0], sizes, orders[0])}")
+    for key, source, order in zip(("data.train", "data.val"), sources, orders, strict=True):
+        pool_capacity(source, order)
         n_files, n_verified = source.check_files()
         files = f"; the first block of {n_files} files is read, and verified in {n_verified}" if n_files else ""
         world.print_once(f"{key}: {len(source):,} rows{files}")

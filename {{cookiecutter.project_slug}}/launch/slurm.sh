@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
 # Trains on several nodes with Slurm. Submit it in the project's folder, on a file system that all nodes share:
 #     sbatch launch/slurm.sh [section.key=value]...
+#     PROCS=4 sbatch --gpus-per-node=0 launch/slurm.sh           nodes without GPUs: four processes on each
+#     RUN_NAME=a sbatch --job-name=a --dependency=singleton --no-requeue launch/slurm.sh
+#                          submitted several times: a chain of jobs, of which each goes on where the one before stopped
+# What ends the job early (time, preemption, a lost node, a killed torchrun) puts it into the queue again, and it goes on.
+# A mistake (exit code 2), a failure that torchrun gave up on (1) and scancel end it for good.
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1        # one torchrun per node; it starts one process per GPU
@@ -12,19 +17,25 @@
 #SBATCH --open-mode=append         # a requeued job goes on in the same log
 #SBATCH --output=%x-%j.out
 set -euo pipefail
+# shellcheck source=/dev/null
 source .venv/bin/activate
 
-# Nodes may count restarts differently, so every restart needs a new store; a prefix in the old store is not enough.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export RUN_NAME=${RUN_NAME:-slurm-$SLURM_JOB_ID}
+export PET_NNODES=$SLURM_NNODES
+export PET_NPROC_PER_NODE=${PROCS:-${SLURM_GPUS_ON_NODE:?"no GPU in this job; PROCS=4 sbatch ... sets the number of processes of a node"}}
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-code=0
-srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=gpu --max-restarts=3 \
-  --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \
-  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first_node:29500" \
-  train.py run.name="slurm-$SLURM_JOB_ID" run.resume=auto "$@" || code=$?
+export PET_RDZV_ENDPOINT=${PET_RDZV_ENDPOINT:-$first_node:29500}
+export PET_RDZV_ID=$SLURM_JOB_ID
+export STOP_CODE=0                 # a node that has stopped must not make srun kill those that are still saving
 
-# The file is there if the run was asked to stop before it was done. `runs` is run.folder. scancel ends the job for good.
-if [ -e "runs/slurm-$SLURM_JOB_ID/stopped.json" ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+code=0
+ONLY=check srun --output=0 bash launch/node.sh "$@" || code=$?
+if [ "$code" = 0 ]; then
+  ONLY=train srun --kill-on-bad-exit=1 --wait=60 bash launch/node.sh "$@" || code=$?
+fi
+
+# The file is there if the run was asked to stop before it was done. Above 128: something was killed, or a node is lost.
+if [ "$code" = 0 ] && [ -e "${RUN_FOLDER:-runs}/$RUN_NAME/stopped.json" ] || [ "$code" -gt 128 ]; then
+  scontrol requeue "$SLURM_JOB_ID" || code=143       # refused where --no-requeue was given
 fi
 exit "$code"

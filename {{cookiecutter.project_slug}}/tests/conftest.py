@@ -1,6 +1,7 @@
 """Fixtures that write data: files whose rows carry their own numbers, and a folder to train in."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,17 @@ import h5py
 import numpy as np
 import pytest
 from harness import ITEMS, numbered, ragged, write_minimal
+
+from fastgpu.process.signals import SAVE, STOP
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Each test ends with the handlers of signals that it began with. A run that is over leaves its own."""
+    before = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

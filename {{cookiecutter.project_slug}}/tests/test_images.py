@@ -198,7 +198,17 @@ def open_rows(folder, pixels, labels, name="x.h5") -> Store:
         (numbered(5, (8, 8, 1)), np.arange(5), r"\(N, 8, 8, 1\), which looks like \(N, H, W, C\).* --layout nhwc"),
         (numbered(5, (1, 8, 8)), np.zeros((5, 2, 2), int), r"labels are int64 \(N, 2, 2\); allowed are integers"),
         (numbered(5, (1, 8, 8)), np.arange(5)[:, None], r"labels are int64 \(N, 1\); did you mean \(N,\)\?"),
-        (numbered(5, (1, 8, 8)), np.arange(5) - 1, "labels run from -1 to 3; allowed are 0 to 3"),
+        (numbered(5, (1, 8, 8)), np.arange(5) - 1, "labels are \\[-1\\] in 1 of 5 rows; allowed are 0 to 3"),
+        (
+            numbered(29, (1, 8, 8)),
+            -(10**15) * np.arange(29),
+            r"labels are .-28[^\n]* -1000000000000000. in 28 of 29 rows",
+        ),
+        (
+            numbered(5, (1, 8, 8)),
+            np.eye(5),
+            r"float64 \(N, 5\) with a single 1 in each row \(one-hot\); .* labels.argmax",
+        ),
         (numbered(5, (1, 8, 8)), np.arange(5) + (1 << 40), "labels run up to 1099511627780; allowed are classes"),
     ],
 )
@@ -206,6 +216,12 @@ def test_rows_that_are_no_labelled_images(tmp_path, pixels, labels, message):
     store = open_rows(tmp_path, pixels, labels)
     with pytest.raises(UserError, match=message):
         make_workload(store)
+
+
+def test_attributes_that_may_be_classes_are_pointed_out(tmp_path):
+    store = open_rows(tmp_path, numbered(5, (1, 8, 8)), np.eye(5, dtype=int))
+    hint = "(a single 1 in each row: for classes, write their numbers, labels.argmax(1))"
+    assert make_workload(store).summary.endswith(f"5 attributes {hint}")
 
 
 def test_a_file_may_say_that_its_channels_come_first(tmp_path):
@@ -219,7 +235,7 @@ def test_a_file_may_say_that_its_channels_come_first(tmp_path):
 def test_validation_must_be_of_the_same_kind(tmp_path):
     train = open_rows(tmp_path, numbered(5, (1, 8, 8)), np.arange(5), "train.h5")
     more_classes = open_rows(tmp_path, numbered(10, (1, 8, 8)), np.arange(10), "more.h5")
-    with pytest.raises(UserError, match="labels run from 0 to 9; allowed are 0 to 4"):
+    with pytest.raises(UserError, match=r"labels are \[5, 6, 7, 8, 9\] in 5 of 10 rows; allowed are 0 to 4"):
         make_workload(train, more_classes)
     narrower = open_rows(tmp_path, numbered(5, (1, 8, 4)), np.arange(5), "narrower.h5")
     with pytest.raises(UserError, match=r"images are uint8 \(N, 1, 8, 4\), those of .* are uint8 \(N, 1, 8, 8\)"):
@@ -417,7 +433,7 @@ def test_attributes_can_be_mixed_and_fit_the_protocol(tmp_path, attributes):
 def test_attributes_of_validation_must_be_of_the_same_kind(tmp_path, attributes):
     pixels = numbered(40, (3, 8, 8))
     train = open_rows(tmp_path, pixels, attributes)
-    with pytest.raises(UserError, match="labels run from 0 to 2; allowed are 0 to 1"):
+    with pytest.raises(UserError, match=r"labels are \[2\] in 39 of 40 rows; allowed are 0 to 1.* leave such"):
         make_workload(train, open_rows(tmp_path, pixels, attributes * 2, "twos.h5"))
     with pytest.raises(UserError, match=r"labels are uint8 \(N, 4\), those of .* are uint8 \(N, 5\)"):
         make_workload(train, open_rows(tmp_path, pixels, attributes[:, :4], "four.h5"))

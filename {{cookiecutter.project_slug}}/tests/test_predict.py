@@ -157,6 +157,17 @@ def test_evaluate_gives_the_metrics_of_the_run_exactly():
     assert (card["epoch"], card["step"]) == (2, 20)
 
 
+def test_labels_whose_classes_are_not_named_are_evaluated_with_a_warning(capsys):
+    args = script.parse(["runs/a", "--evaluate", "rows.h5::/val"])
+    trained = script.load(args)
+    script.open_rows(args, trained)
+    assert capsys.readouterr().out == ""
+    trained.card["attributes"]["class_names"] = ["cat", "dog"]
+    script.open_rows(args, trained)
+    warning = "rows.h5::/val has no class_names; its labels are taken for cat, dog, in this order"
+    assert capsys.readouterr().out == f"warning: {warning}\n"
+
+
 # ---------------------------------------------------------------------------------------------- export
 
 

@@ -19,7 +19,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.images import looks_like_nhwc
+from fastgpu.storage.images import is_one_hot, looks_like_nhwc
 from fastgpu.training import augment
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
@@ -124,7 +124,9 @@ class Workload(workloads.Workload):
     def _describe_labels(self, labels: np.ndarray | None) -> str:
         """labels: those of the training rows; None if they are not in memory."""
         if self.has_attributes:
-            return f"{self.n_outputs} attributes"
+            is_class = labels is not None and is_one_hot(labels)
+            hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))" if is_class else ""
+            return f"{self.n_outputs} attributes{hint}"
         if not self.is_regression:
             n_empty = (
                 0
@@ -256,7 +258,7 @@ def check_images(train: Source, val: Source, target: str) -> None:
         if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
             raise UserError(
                 f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or (N, H, W); "
-                "other types: convert.py arrays ... --to uint8 --range LOW:HIGH"
+                "convert.py arrays writes other types so, or by --to uint8 --range LOW:HIGH"
             )
         if looks_like_nhwc(images.shape) and source.attributes.get("layout") != "nchw":
             raise UserError(
@@ -294,12 +296,16 @@ def count_classes(source: Source, name: str, ignored: int = -1) -> int:
 def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`, other than `ignored`."""
     labels = _in_memory(source, name)
-    if labels is None:
+    if labels is None or (labels.min() >= 0 and labels.max() <= highest):
         return
-    low = int(labels.min())
-    high = int(labels[labels != ignored].max(initial=0))
-    if low < 0 or high > highest:
-        raise UserError(f"{source.name}: {name} run from {low} to {high}; allowed are 0 to {highest}")
+    is_wrong = (labels < 0) | ((labels > highest) & (labels != ignored))
+    if is_wrong.any():
+        values = np.array2string(np.unique(labels[is_wrong]), separator=", ", threshold=8, max_line_width=1000)
+        n_rows = int(is_wrong.reshape(len(labels), -1).any(1).sum())
+        raise UserError(
+            f"{source.name}: {name} are {values} in {n_rows:,} of {len(labels):,} rows; allowed are 0 to {highest}, as "
+            "in the training rows; leave such rows out, or number the values from 0 on"
+        )
 
 
 def _in_memory(source: Source, name: str) -> np.ndarray | None:
@@ -329,6 +335,11 @@ def _check_numbers(train: Source, val: Source) -> None:
                 f"{source.name}: labels are NaN or infinite in {len(rows):,} rows, first in row {rows[0]}; leave them "
                 "out"
             )
+    if labels is not None and is_one_hot(labels):
+        raise UserError(
+            f"{train.name}: labels are {train.fields['labels']} with a single 1 in each row (one-hot); allowed is the "
+            "number of the class, integers (N,), such as labels.argmax(1); convert.py arrays writes them so"
+        )
     if labels is not None and (labels == np.round(labels)).all():
         warn(f"{train.name}: labels are whole numbers of type {labels.dtype}: a regression; classes must be integers")
 

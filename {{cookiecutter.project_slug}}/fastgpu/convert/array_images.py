@@ -8,14 +8,15 @@ import numpy as np
 from fastgpu.convert.array_files import Columns, LazyColumn
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.images import looks_like_nhwc
+from fastgpu.storage.images import is_one_hot, looks_like_nhwc
 
 
 def prepare_images(
     columns: Columns, layout: str | None, byte_range: tuple[float, float] | None, *, clip: bool
 ) -> Columns:
-    """Fields (N, H, W, C), and `images` (N, H, W), become (N, C, H, W); `labels` (N, 1) become (N,). It is printed.
+    """Fields (N, H, W, C), and `images` (N, H, W), become (N, C, H, W); `labels` (N, 1) and one-hot floats become (N,).
 
+    `images` and `labels` get a type that can be trained on, if they have another one. All changes are printed.
     The rows are computed when they are read. layout: `nhwc` or `nchw`; None raises UserError if the channels seem to be
     last. byte_range: the values of images that become 0 and 255; what lies between is rounded. clip: values outside of
     it become 0 or 255, too, instead of an error.
@@ -24,8 +25,11 @@ def prepare_images(
     has_images = False
     for name, column in columns.items():
         shape: tuple[int, ...] = () if isinstance(column, RaggedArray) else column.shape
+        is_classes = name == "labels" and bool(shape) and column.dtype.kind == "f" and is_one_hot(column[:])
         if name == "labels" and len(shape) == 2 and shape[1] == 1 and column.dtype.kind in "bui":
             prepared[name] = _convert(column, shape[:1], column.dtype, lambda rows: rows[:, 0])
+        elif is_classes:
+            prepared[name] = _convert(column, shape[:1], np.dtype(np.int64), lambda rows: rows.argmax(1))
         elif name == "images" and len(shape) == 3:
             prepared[name] = _convert(column, (shape[0], 1, *shape[1:]), column.dtype, lambda rows: rows[:, None])
         elif len(shape) == 4 and layout == "nhwc":
@@ -37,14 +41,34 @@ def prepare_images(
                 "--layout nchw as it is"
             )
         if prepared[name] is not column:
-            print(f"{name} {shape} are written as {prepared[name].shape}")
+            what = "with a single 1 in each row are written as classes" if is_classes else "are written as"
+            print(f"{name} {shape} {what} {prepared[name].shape}")
         if shape and len(prepared[name].shape) == 4:
             has_images = True
             if byte_range:
                 prepared[name] = _to_bytes(name, prepared[name], byte_range, clip)
+        if shape and name in ("images", "labels"):
+            prepared[name] = _with_fitting_type(name, prepared[name])
     if not has_images and (layout or byte_range):
         raise UserError(f"--layout and --to are for images (N, C, H, W), but the fields are {', '.join(columns)}")
     return prepared
+
+
+def _with_fitting_type(name: str, column: Any) -> Any:
+    """Images or labels of a type that can be trained on. Raises UserError for images of integers of another type."""
+    dtype = column.dtype
+    if dtype.kind == "b":
+        new_dtype: np.dtype = np.dtype(np.uint8)
+    elif name == "images" and dtype.kind == "f" and dtype.itemsize > 4:
+        new_dtype = np.dtype(np.float32)
+    elif name == "images" and dtype.kind in "iu" and dtype not in (np.uint8, np.uint16):
+        raise UserError(
+            f"images are {dtype}; allowed are uint8, uint16 and floats; --to uint8 --range 0:255 writes them as bytes"
+        )
+    else:
+        return column
+    print(f"{name}, {dtype}, are written as {new_dtype}")
+    return _convert(column, column.shape, new_dtype, lambda rows: rows.astype(new_dtype))
 
 
 def _to_bytes(name: str, column: Any, byte_range: tuple[float, float], clip: bool) -> LazyColumn:

@@ -1,22 +1,23 @@
-"""The command line of convert.py: sub-commands, which the modules commands_*.py add, and the flags that they share."""
+"""The command line of convert.py: sub-commands, which the modules commands_*.py add, and the flags that they share.
+
+A command imports what it needs when it runs: torch alone takes seconds, for which --help and mistakes should not wait.
+"""
 
 import argparse
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING
 
-from fastgpu.convert.reading import OnError
-from fastgpu.convert.splits import parse_split
-from fastgpu.convert.writer import Compression, WriteOptions
-from fastgpu.convert.writing import Target, write_files
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.contract import Source
+
+if TYPE_CHECKING:
+    from fastgpu.rows.contract import Source
 
 Run = Callable[[Namespace], int | None]
 """A command. It returns the exit code of the process; None means 0."""
-MakeParts = Callable[[Namespace], Mapping[str, Source]]
+MakeParts = Callable[[Namespace], Mapping[str, "Source"]]
 """{name of a file, such as `train`: its rows}."""
 
 
@@ -74,29 +75,31 @@ class CommandLine:
 
     def synthetic(self, args: Namespace) -> None:
         """Write made-up rows, to try a configuration or a machine before the data is there."""
-        make_parts = self._synthetic_kinds[args.kind]
-        write_files(make_parts(args), read_target(args))
+        write(self._synthetic_kinds[args.kind](args), args)
 
 
 # ---------------------------------------------------------------------------------------------- shared flags
 
 
 def add_target_flags(parser: ArgumentParser) -> None:
-    """TARGET, and how it is written. `read_target` reads them."""
+    """TARGET, and how it is written. `write` reads them."""
     parser.add_argument("target", type=Path, help="file to write; it has a temporary name until it is complete")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
     parser.add_argument("--keep-order", action="store_true", help="write the rows in the order of the source")
-    parser.add_argument("--compression", choices=get_args(Compression), default="none", help="default: none")
+    parser.add_argument("--compression", choices=("none", "gzip", "lz4", "zstd"), default="none", help="default: none")
     parser.add_argument("--shards", type=int, default=1, help="number of files to write")
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
 
 
-def read_target(args: Namespace) -> Target:
-    """The flags of `add_target_flags`."""
+def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+    """Write each part to a file, as the flags of `add_target_flags` say (see `write_files`)."""
+    from fastgpu.convert.writer import WriteOptions
+    from fastgpu.convert.writing import Target, write_files
+
     seed = None if args.keep_order else args.seed
     options = WriteOptions(args.shards, args.compression, args.threads, args.force)
-    return Target(args.target, seed, options, args.dry_run)
+    write_files(parts, Target(args.target, seed, options, args.dry_run), skipped_lines)
 
 
 def add_split_flag(parser: ArgumentParser) -> None:
@@ -109,11 +112,28 @@ def add_split_flag(parser: ArgumentParser) -> None:
     )
 
 
+def parse_split(text: str) -> tuple[float, ...]:
+    """The shares of train, val and perhaps test: `0.9` is (0.9, 0.1), `0.8,0.1,0.1` is itself."""
+    try:
+        shares = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        shares = ()
+    if len(shares) == 1:
+        shares = (shares[0], 1 - shares[0])
+    is_whole = abs(sum(shares) - 1) < 1e-6
+    if len(shares) not in (2, 3) or not is_whole or min(shares) <= 0:
+        raise ArgumentTypeError(
+            f"{text} should be the share to train on, such as 0.9, or the shares of train, val and test, such as "
+            "0.8,0.1,0.1"
+        )
+    return shares
+
+
 def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
     """--on-error. item: what may be broken."""
     parser.add_argument(
         "--on-error",
-        choices=get_args(OnError),
+        choices=("stop", "skip"),
         default="stop",
         help=f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, "
         "and list it beside TARGET; stop if more than 1 %% are broken",

@@ -9,19 +9,13 @@ python convert.py verify train.h5                                   every block 
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from fastgpu.convert.array_files import open_arrays, split_arrays
-from fastgpu.convert.command_line import CommandLine, add_split_flag, add_target_flags, read_target
-from fastgpu.convert.summary import describe_rows
-from fastgpu.convert.writing import progress_bar, write_files
-from fastgpu.feed.sizes import POOL_BYTES
-from fastgpu.process.config import Loader
+from fastgpu.convert.command_line import CommandLine, add_split_flag, add_target_flags, write
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
-from fastgpu.storage.dataset import open_dataset
-from fastgpu.storage.file import split_group
-from fastgpu.storage.inspection import advise, class_order_warning, columns_of, damaged, fields_of
-from fastgpu.storage.store import open_store
+
+if TYPE_CHECKING:
+    from fastgpu.rows.contract import Source
 
 DATASET_FIELDS = {"images": "images", "labels": "labels"}
 """Fields of a Dataset, if --fields does not name them."""
@@ -52,29 +46,39 @@ def arrays(args: Namespace) -> None:
 
     A source is name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset.
     """
+    from fastgpu.convert.array_files import open_arrays, split_arrays
+
     source = open_arrays(args.source, lambda columns: args.prepare(columns, args))
-    parts = split_arrays(source, args.split, args.seed) if args.split else {"": source}
-    write_files(parts, read_target(args))
+    write(split_arrays(source, args.split, args.seed) if args.split else {"": source}, args)
 
 
 def repack(args: Namespace) -> None:
     """Write the rows of HDF5 files, or of a torch Dataset, anew."""
+    from fastgpu.process.config import Loader
+    from fastgpu.storage.dataset import open_dataset
+
     for pair in args.fields:
         if "=" not in pair:
             raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
     fields = dict(pair.split("=", 1) for pair in args.fields)
     source: Source
     if args.dataset:
-        source = open_dataset("SOURCE", args.source[0], fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
+        path = args.source if len(args.source) > 1 else args.source[0]
+        source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
+        source.name = f"{args.dataset} called with {path}"
     else:
         source = _open_files(args.source, fields, args.trust_links)
-    write_files({"": args.recode(source, args)}, read_target(args))
+    write({"": args.recode(source, args)}, args)
 
 
-def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> Source:
+def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> "Source":
     """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
-    columns = columns_of(paths[0])
-    group = split_group(paths[0])[1].strip("/")
+    from fastgpu.storage.inspection import columns_of, fields_of
+    from fastgpu.storage.store import expand, open_store
+
+    file, group = expand("SOURCE", paths[0])[0]
+    columns = columns_of(f"{file}::{group}")
+    group = group.strip("/")
     groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
     if group not in groups and not fields:
         names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
@@ -89,6 +93,12 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
 
 def info(args: Namespace) -> None:
     """Show what files hold, how their rows lie, and what would make reading faster."""
+    from fastgpu.convert.summary import describe_rows
+    from fastgpu.feed.sizes import POOL_BYTES
+    from fastgpu.storage.file import split_group
+    from fastgpu.storage.inspection import advise, class_order_warning, columns_of, fields_of
+    from fastgpu.storage.store import open_store
+
     for path in args.source:
         columns = columns_of(path)
         print(path)
@@ -113,6 +123,9 @@ def info(args: Namespace) -> None:
 
 def verify(args: Namespace) -> int:
     """Read files and list every damaged block. The exit code is 1 if there is one."""
+    from fastgpu.convert.writing import progress_bar
+    from fastgpu.storage.inspection import columns_of, damaged
+
     exit_code = 0
     for path in args.source:
         columns = columns_of(path)

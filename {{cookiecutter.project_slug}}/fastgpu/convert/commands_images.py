@@ -14,33 +14,18 @@ python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up imag
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fastgpu.convert.array_files import Columns
-from fastgpu.convert.array_images import prepare_images
-from fastgpu.convert.cifar_celeba import open_celeba, open_cifar10
-from fastgpu.convert.command_line import (
-    CommandLine,
-    add_on_error_flag,
-    add_split_flag,
-    add_target_flags,
-    read_target,
-)
-from fastgpu.convert.image_files import RecodedRows, list_csv, list_folder, list_pairs, open_images
-from fastgpu.convert.imagenet import open_imagenet
-from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
-from fastgpu.convert.reading import explain_errors
-from fastgpu.convert.splits import SPLITS
-from fastgpu.convert.synthetic_images import SyntheticImages
-from fastgpu.convert.writing import write_files
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, add_target_flags, write
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
-from fastgpu.storage.encoded import Kept
-from fastgpu.storage.images import Preprocessing, Resize, looks_like_nhwc, open_file
-from fastgpu.storage.sources import decode_images
+
+if TYPE_CHECKING:
+    from fastgpu.convert.array_files import Columns
+    from fastgpu.rows.contract import Source
+    from fastgpu.storage.encoded import Kept
+    from fastgpu.storage.images import Preprocessing
 
 SYNTHETIC_ROWS = 50_000
 
@@ -106,6 +91,9 @@ def add_commands(command_line: CommandLine) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
+    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
+    from fastgpu.storage.images import open_file
+
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
     if args.masks and args.keep_encoded:
@@ -121,21 +109,26 @@ def images(args: Namespace) -> None:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
     parts = listing.parts(args.split, args.seed)
     sources = open_images(parts, lambda name: open_file(root / name), _read_preprocessing(args), args.on_error)
-    write_files(sources, read_target(args))
+    write(sources, args)
 
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or one column of numbers separated by spaces."""
+    from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
+    from fastgpu.convert.reading import explain_errors
+
     with explain_errors(args.source, "a CSV file of UTF-8 text"):
         file = PixelFile(Path(args.source), args.delimiter)
         listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
     parts = listing.parts(args.split, args.seed)
-    write_files({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, read_target(args))
+    write({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, args)
 
 
 def cifar10(args: Namespace) -> None:
     """Convert CIFAR-10 as published: the python or the binary archive, or its folder."""
-    write_files(open_cifar10(Path(args.source)), read_target(args))
+    from fastgpu.convert.cifar_celeba import open_cifar10
+
+    write(open_cifar10(Path(args.source)), args)
 
 
 def celeba(args: Namespace) -> None:
@@ -143,8 +136,9 @@ def celeba(args: Namespace) -> None:
 
     The lists are list_attr_celeba.txt and list_eval_partition.txt.
     """
-    parts = open_celeba(Path(args.source), _read_preprocessing(args), args.on_error)
-    write_files(parts, read_target(args))
+    from fastgpu.convert.cifar_celeba import open_celeba
+
+    write(open_celeba(Path(args.source), _read_preprocessing(args), args.on_error), args)
 
 
 def imagenet(args: Namespace) -> None:
@@ -152,19 +146,26 @@ def imagenet(args: Namespace) -> None:
 
     The classes of val are in its folders, in LOC_val_solution.csv, or in ILSVRC2012_devkit_t12.tar.gz beside it.
     """
-    parts = open_imagenet(Path(args.source), _read_preprocessing(args), args.on_error)
-    write_files(parts, read_target(args))
+    from fastgpu.convert.imagenet import open_imagenet
+
+    write(open_imagenet(Path(args.source), _read_preprocessing(args), args.on_error), args)
 
 
-def prepare_arrays(columns: Columns, args: Namespace) -> Columns:
+def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     """What the command `arrays` does with images."""
+    from fastgpu.convert.array_images import prepare_images
+
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
 
 
-def recode(source: Source, args: Namespace) -> Source:
+def recode(source: "Source", args: Namespace) -> "Source":
     """What the command `repack` does with images: as they are, from bytes to pixels, or from pixels to bytes."""
+    from fastgpu.convert.image_files import RecodedRows
+    from fastgpu.storage.encoded import Kept
+    from fastgpu.storage.sources import decode_images
+
     report_nhwc(source)
     if args.quality:
         return RecodedRows(source, Kept(args.size and min(args.size), args.quality))
@@ -173,8 +174,10 @@ def recode(source: Source, args: Namespace) -> Source:
     return decode_images(source, args.size) if args.size else source
 
 
-def report_nhwc(source: Source) -> None:
+def report_nhwc(source: "Source") -> None:
     """Print which fields look like images whose channels are last. The command `repack` writes rows as they are."""
+    from fastgpu.storage.images import looks_like_nhwc
+
     for name, field in source.fields.items():
         if looks_like_nhwc(field.shape) and source.attributes.get("layout") != "nchw":
             print(
@@ -183,12 +186,15 @@ def report_nhwc(source: Source) -> None:
             )
 
 
-def make_images(args: Namespace) -> Mapping[str, Source]:
+def make_images(args: Namespace) -> Mapping[str, "Source"]:
     """Made-up images: for each class one picture, under noise."""
+    from fastgpu.convert.splits import SPLITS
+    from fastgpu.convert.synthetic_images import SyntheticImages
+
     n_rows = args.rows or SYNTHETIC_ROWS
     if not args.split:
         return {"": SyntheticImages(n_rows, args.shape, args.classes, seed=args.seed)}
-    borders = [0, *(round(n_rows * share) for share in np.cumsum(args.split))]
+    borders = [0, *(round(n_rows * share) for share in accumulate(args.split))]
     return {
         name: SyntheticImages(stop - start, args.shape, args.classes, seed=args.seed, part=part)
         for part, (name, start, stop) in enumerate(zip(SPLITS, borders[:-1], borders[1:], strict=False))
@@ -210,7 +216,7 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resize",
-        choices=get_args(Resize),
+        choices=("shorter", "exact", "pad"),
         default="shorter",
         help="shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders",
     )
@@ -221,13 +227,14 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
         help="write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images "
         "whose shorter side is longer become smaller JPEG files",
     )
-    parser.add_argument(
-        "--quality", type=_parse_quality, default=Kept().quality, help=f"of those; default: {Kept().quality}"
-    )
+    parser.add_argument("--quality", type=_parse_quality, default=92, help="of those; default: 92")
     add_on_error_flag(parser, "image")
 
 
-def _read_preprocessing(args: Namespace) -> Preprocessing | Kept:
+def _read_preprocessing(args: Namespace) -> "Preprocessing | Kept":
+    from fastgpu.storage.encoded import Kept
+    from fastgpu.storage.images import Preprocessing
+
     if args.keep_encoded:
         if args.crop or args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
             raise UserError("--keep-encoded takes --size SIDE, one number; drop --crop, --resize and --size HxW")

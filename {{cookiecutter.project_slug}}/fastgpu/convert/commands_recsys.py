@@ -8,31 +8,28 @@ python convert.py synthetic made-up.h5 --kind interactions          made-up user
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fastgpu.convert import commands_files
-from fastgpu.convert.array_files import open_arrays
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_target_flags, read_target
-from fastgpu.convert.interactions import HeldOutSplit, hold_out_users
-from fastgpu.convert.movielens import COLUMNS, read_ratings
-from fastgpu.convert.synthetic_interactions import make_interactions
-from fastgpu.convert.writing import progress_bar, write_files
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_target_flags, write
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
 
+if TYPE_CHECKING:
+    from fastgpu.convert.interactions import HeldOutSplit
+    from fastgpu.rows.contract import Source
+
+COLUMNS = "userId,movieId,rating"
 SYNTHETIC_USERS = 6000
 SYNTHETIC_SPLIT = 0.9
 
 
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for users and items."""
-    columns = ",".join(COLUMNS)
-    parser = command_line.add(movielens, "ratings.csv, or the zip file that holds it")
+    parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
     add_target_flags(parser)
     parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
-    parser.add_argument("--columns", default=columns, help=f"columns of the CSV; default: {columns}")
+    parser.add_argument("--columns", default=COLUMNS, help=f"columns of the CSV; default: {COLUMNS}")
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
@@ -47,10 +44,14 @@ def add_commands(command_line: CommandLine) -> None:
 
 
 def movielens(args: Namespace) -> None:
-    """Convert MovieLens as published: ratings.csv, or the zip file that holds it.
+    """Convert MovieLens as published (the ratings, or the zip file that holds them), or a CSV of whole numbers.
 
     Users are held out as Liang et al. (2018) do.
     """
+    from fastgpu.convert.interactions import hold_out_users
+    from fastgpu.convert.movielens import read_ratings
+    from fastgpu.convert.writing import progress_bar
+
     with progress_bar(0, "rows", "read") as bar:
 
         def show(n_rows: int, share_done: float) -> None:
@@ -70,6 +71,11 @@ def arrays(args: Namespace) -> None:
     if not args.held_out:
         commands_files.arrays(args)
         return
+    import numpy as np
+
+    from fastgpu.convert.array_files import open_arrays
+    from fastgpu.convert.interactions import hold_out_users
+
     source = open_arrays(args.source)
     first_field = next(iter(source.fields))
     if list(source.lengths) != [first_field]:
@@ -79,8 +85,10 @@ def arrays(args: Namespace) -> None:
     _write_split(hold_out_users(source.name, users, rows.values, args.held_out), args)
 
 
-def make_parts(args: Namespace) -> Mapping[str, Source]:
+def make_parts(args: Namespace) -> Mapping[str, "Source"]:
     """Made-up interactions: items that users like, drawn from a law that can be learned."""
+    from fastgpu.convert.synthetic_interactions import make_interactions
+
     n_users = args.rows or SYNTHETIC_USERS
     if args.items < 20 or args.mean_items > args.items / 4 or n_users < 20:
         raise UserError(
@@ -96,7 +104,7 @@ def make_parts(args: Namespace) -> Mapping[str, Source]:
     return parts
 
 
-def _write_split(split: HeldOutSplit, args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+def _write_split(split: "HeldOutSplit", args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
     if split.n_repeated:
         print(f"events that repeat an earlier one of the same user and item, and do not count: {split.n_repeated:,}")
     n_train_items = split.parts["train"].fields["items"].n_items
@@ -108,4 +116,4 @@ def _write_split(split: HeldOutSplit, args: Namespace, skipped_lines: Sequence[s
         n_hidden = split.parts[name].lengths["held_out"]
         n_without = (n_hidden == 0).sum()
         print(f"{name}: {n_hidden.sum():,} items to be found; {n_without:,} of {len(n_hidden):,} users have none")
-    write_files(split.parts, read_target(args), skipped_lines)
+    write(split.parts, args, skipped_lines)

@@ -25,7 +25,7 @@ from fastgpu.storage.images import (
     Preprocessing,
     decode,
     decode_pair,
-    describe_change,
+    describe_changes,
     find_images,
     format_size,
     is_image,
@@ -245,7 +245,7 @@ class ImageFiles(DecodedRows):
         self._open = open_file
         self._preprocessing = preprocessing
         self._lock = Lock()
-        self._change_of_row: dict[int, str] = {}
+        self._changes_of_row: dict[int, list[str]] = {}
         self.size = size or self._find_size()
         self.fields = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
         if listing.labels is None:
@@ -255,8 +255,8 @@ class ImageFiles(DecodedRows):
 
     @property
     def changes(self) -> list[str]:
-        rows = [row for row, change in sorted(self._change_of_row.items()) if change and row not in self.failed]
-        counts = Counter(self._change_of_row[row] for row in rows)
+        rows = sorted(self._changes_of_row.keys() - self.failed.keys())
+        counts = Counter(change for row in rows for change in self._changes_of_row[row])
         return [f"{change}: {count:,} of {len(self):,} images" for change, count in counts.items()]
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
@@ -285,7 +285,7 @@ class ImageFiles(DecodedRows):
 
     def _decode(self, row: int) -> dict[str, np.ndarray]:
         with explain_broken(self._where(row)), self._open(self._listing.names[row]) as file:
-            self._change_of_row[row] = describe_change(file)
+            self._changes_of_row[row] = describe_changes(file)
             file.seek(0)
             if not self._listing.masks:
                 return {"images": decode(file, self._preprocessing)}

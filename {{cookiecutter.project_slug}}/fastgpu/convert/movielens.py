@@ -1,4 +1,4 @@
-"""MovieLens as GroupLens publishes it: ratings.csv of ml-20m, ml-25m, ml-32m or latest, or the zip file that holds it.
+"""MovieLens as GroupLens publishes it: ratings.csv, ratings.dat or u.data, or the zip file that holds it.
 
 Its licence forbids passing the data on. Fetch it from https://grouplens.org/datasets/movielens.
 """
@@ -22,7 +22,12 @@ from fastgpu.process.launch import UserError
 PARSED_ROWS = 1_000_000
 """Lines that are parsed at a time."""
 COLUMNS = ("userId", "movieId", "rating")
+PUBLISHED = ("ratings.csv", "ratings.dat", "u.data")
+"""Names of the ratings in the zip files: of ml-20m and later ones, of ml-1m and ml-10m, and of ml-100k."""
+WITHOUT_HEADER = re.compile(r"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
+"""A line of ratings.dat or u.data."""
 RATING = np.dtype([("user", np.int32), ("item", np.int32), ("rating", np.float32)])
+ID_CURE = "users and items should be whole numbers below 10^9: pandas.factorize makes them of other ids"
 MAX_HEADER_CHARS = 1 << 16
 MAX_EXPANSION = 100
 """Maximum ratio of the size of a file to its size in the zip file. Ratings reach 4 to 5; more is a decompression bomb.
@@ -48,20 +53,24 @@ def read_ratings(
     on_error: OnError = "stop",
     on_progress: Callable[[int, float], object] = lambda n_rows, share_done: None,
 ) -> Ratings:
-    """Users and items of the ratings > `above` in ratings.csv.
+    """Users and items of the ratings > `above` in a file of ratings.
 
-    columns: names of the columns of the user, the item and the rating. on_progress: called with the number of rows that
-    were read since the last call, and the share of the file that is done. Raises UserError with file and line for a
-    line that is not a rating; or with on_error="skip", if more than 1 % of the lines are not.
+    columns: names of the columns of the user, the item and the rating, separated by a comma, `;` or a tab; without a
+    header, they are the first ones. on_progress: called with the number of rows that were read since the last call, and
+    the share of the file that is done. Raises UserError with file and line for a line that is not a rating; or with
+    on_error="skip", if more than 1 % of the lines are not.
     """
     blocks = [np.empty(0, RATING)]
     skipped: list[str] = []
-    n_lines = 1
     with _open_text(source) as (file, n_bytes):
-        places = _find_columns(source, file.readline(MAX_HEADER_CHARS), columns)
-        is_rating = _line_pattern(places).fullmatch
+        header = file.readline(MAX_HEADER_CHARS)
+        places, delimiter = _find_columns(source, header, columns)
+        is_rating = _line_pattern(places, delimiter).fullmatch
+        n_lines = n_headers = 0 if WITHOUT_HEADER.fullmatch(header) else 1
+        if not n_headers:
+            file.seek(0)
         while lines := list(islice(file, PARSED_ROWS)):
-            block = _parse(lines, places)
+            block = _parse(lines, places, delimiter)
             if block is None:  # NumPy does not say which line is not a rating
                 good_lines = []
                 for number, line in enumerate(lines, n_lines + 1):
@@ -70,15 +79,16 @@ def read_ratings(
                     elif line.strip():
                         skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
                         if on_error == "stop":
-                            raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out")
-                block = _parse(good_lines, places)
+                            raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out; {ID_CURE}")
+                block = _parse(good_lines, places, delimiter)
                 assert block is not None
             n_lines += len(lines)
             blocks.append(block[block["rating"] > above])
             on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
-    if len(skipped) > MAX_SKIPPED_SHARE * (n_lines - 1):
+    n_lines -= n_headers
+    if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
         raise UserError(
-            f"{len(skipped):,} of {n_lines - 1:,} lines are not ratings, more than 1 %; the first: {skipped[0]}"
+            f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %; the first: {skipped[0]}; {ID_CURE}"
         )
     ratings = np.concatenate(blocks)
     if not len(ratings):
@@ -86,29 +96,34 @@ def read_ratings(
     return Ratings(ratings["user"].copy(), ratings["item"].copy(), skipped)
 
 
-def _parse(lines: list[str], places: list[int]) -> np.ndarray | None:
+def _parse(lines: list[str], places: list[int], delimiter: str) -> np.ndarray | None:
     """(rows,) RATING. None if a line is not a rating."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "input contained no data"
         try:
-            block = np.loadtxt(lines, RATING, delimiter=",", usecols=places, comments=None, ndmin=1)
+            block = np.loadtxt(lines, RATING, delimiter=delimiter, usecols=places, comments=None, ndmin=1)
         except ValueError:
             return None
     is_rating = (block["user"] >= 0) & (block["item"] >= 0) & np.isfinite(block["rating"])
     return block if is_rating.all() else None
 
 
-def _line_pattern(places: list[int]) -> re.Pattern[str]:
+def _line_pattern(places: list[int], delimiter: str) -> re.Pattern[str]:
     """Matches a line with whole numbers in the first two places and a number in the third."""
     user, item, rating = places
     patterns = {user: "[0-9]{1,9}", item: "[0-9]{1,9}", rating: r"[0-9]{1,9}(\.[0-9]+)?"}
-    columns = [patterns.get(place, "[^,]*") for place in range(max(places) + 1)]
-    return re.compile(",".join(columns) + r"(,.*)?\s*")
+    separator = re.escape(delimiter)
+    columns = [patterns.get(place, f"[^{separator}]*") for place in range(max(places) + 1)]
+    return re.compile(separator.join(columns) + rf"({separator}.*)?\s*")
 
 
-def _find_columns(source: Path, header: str, columns: Sequence[str]) -> list[int]:
-    """The place of each column in the lines of the file."""
-    names = next(csv.reader([header.lstrip("\ufeff")]), [])
+def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[list[int], str]:
+    """The place of each column in the lines of the file, and the character that separates them."""
+    if line := WITHOUT_HEADER.fullmatch(header):
+        print(f"{source} has no header; its columns are taken for user, item and rating")
+        return ([0, 2, 4], ":") if line[1] == "::" else ([0, 1, 2], "\t")  # between two colons is an empty column
+    delimiter = max(",;\t", key=header.count)
+    names = next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])
     if len(columns) != 3:
         raise UserError(
             f"--columns is {','.join(columns)}; it should name three columns: user, item and rating (events without "
@@ -120,28 +135,29 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> list[int
             f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}; --columns names those of "
             "user, item and rating"
         )
-    return [names.index(name) for name in columns]
+    return [names.index(name) for name in columns], delimiter
 
 
 @contextmanager
 def _open_text(source: Path) -> Iterator[tuple[io.TextIOWrapper, int]]:
-    """The text of ratings.csv, alone or in a zip file, and its size in bytes."""
+    """The text of the ratings, alone or in a zip file, and its size in bytes."""
     with explain_errors(source, "ratings.csv, or a whole zip archive with it"):
         if not zipfile.is_zipfile(source):
             with source.open(encoding="utf-8") as file:
                 yield file, source.stat().st_size
             return
         with zipfile.ZipFile(source) as archive:
-            members = [info for info in archive.infolist() if Path(info.filename).name == "ratings.csv"]
+            members = [info for info in archive.infolist() if Path(info.filename).name in PUBLISHED]
             if len(members) != 1:
                 raise UserError(
-                    f"{source} has {len(members)} files ratings.csv; give a zip file of MovieLens, or the CSV itself"
+                    f"{source} has {len(members)} files {' or '.join(PUBLISHED)}; give a zip file of MovieLens, or the "
+                    "file itself"
                 )
             (info,) = members
             n_packed_bytes = min(info.compress_size, source.stat().st_size)
             if info.file_size > MAX_EXPANSION * n_packed_bytes:  # zipfile unpacks no more than the size it claims
                 raise UserError(
-                    f"{source}: its ratings.csv grows from {n_packed_bytes:,} to {info.file_size:,} bytes: this is "
+                    f"{source}: its {info.filename} grows from {n_packed_bytes:,} to {info.file_size:,} bytes: this is "
                     "not MovieLens"
                 )
             with archive.open(info) as member, io.TextIOWrapper(member, encoding="utf-8") as text:

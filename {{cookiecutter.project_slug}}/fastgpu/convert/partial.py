@@ -3,9 +3,12 @@
 Until then, the files for x.h5 lie in the folder .x.h5.partial beside it, which a lock keeps for one process.
 """
 
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from fastgpu.process.atomic import flush
 from fastgpu.process.launch import UserError
@@ -96,3 +99,36 @@ def _empty(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != LOCK:
             path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------- signals
+
+_received_signals: list[int] = []
+
+
+def exit_on_signals() -> None:
+    """End the process at Ctrl-C and SIGTERM without a traceback; context managers remove what is not complete.
+
+    The exit code is 128 + the number of the signal, as shells have it. Python drops an exception that is raised while
+    a destructor runs, so the handler also remembers the signal, and the loop that writes asks for it.
+    """
+    sys.unraisablehook = report_unraisable
+    signal.signal(signal.SIGINT, _handle)
+    signal.signal(signal.SIGTERM, _handle)
+
+
+def exit_if_signalled() -> None:
+    """Exit if a signal came whose exception was dropped."""
+    if _received_signals:
+        sys.exit(128 + _received_signals[0])
+
+
+def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Report an exception that a destructor raised, unless it is the exit that a signal asked for."""
+    if not isinstance(unraisable.exc_value, SystemExit):
+        sys.__unraisablehook__(unraisable)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    _received_signals.append(number)
+    exit_if_signalled()

@@ -1,6 +1,5 @@
 """Which rows are for training, validation and test: drawn at random, or named by a column."""
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,23 +19,6 @@ SPLITS = tuple(WORDS)
 MAX_SPLITS = 20
 """Files that a column of splits may lead to."""
 SPLIT_OF_WORD = {word: split for split, words in WORDS.items() for word in words}
-
-
-def parse_split(text: str) -> tuple[float, ...]:
-    """The shares of train, val and perhaps test: `0.9` is (0.9, 0.1), `0.8,0.1,0.1` is itself."""
-    try:
-        shares = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        shares = ()
-    if len(shares) == 1:
-        shares = (shares[0], 1 - shares[0])
-    is_whole = abs(sum(shares) - 1) < 1e-6
-    if len(shares) not in (2, 3) or not is_whole or min(shares) <= 0:
-        raise argparse.ArgumentTypeError(
-            f"{text} should be the share to train on, such as 0.9, or the shares of train, val and test, such as "
-            "0.8,0.1,0.1"
-        )
-    return shares
 
 
 def draw_split(labels: np.ndarray, shares: Sequence[float], seed: int) -> dict[str, np.ndarray]:

@@ -3,20 +3,18 @@
 Rows take the random order, the reader threads and the pools of training, and then go to a `Writer`.
 """
 
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.partial import complete_or_absent, partial_folder, remove_unfinished
+from fastgpu.convert.partial import complete_or_absent, exit_if_signalled, partial_folder, remove_unfinished
 from fastgpu.convert.reading import MAX_SKIPPED_SHARE, DecodedRows, describe_broken
 from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import WriteOptions, Writer, check_target
@@ -214,36 +212,3 @@ def _copy_ragged_rows(source: DecodedRows, order: BlockSampler, writer: Writer, 
             write(*waiting)
             waiting = following
         write(*waiting)
-
-
-# ---------------------------------------------------------------------------------------------- signals
-
-_received_signals: list[int] = []
-
-
-def exit_on_signals() -> None:
-    """End the process at Ctrl-C and SIGTERM without a traceback; context managers remove what is not complete.
-
-    The exit code is 128 + the number of the signal, as shells have it. Python drops an exception that is raised while
-    a destructor runs, so the handler also remembers the signal, and the loop that writes asks for it.
-    """
-    sys.unraisablehook = report_unraisable
-    signal.signal(signal.SIGINT, _handle)
-    signal.signal(signal.SIGTERM, _handle)
-
-
-def exit_if_signalled() -> None:
-    """Exit if a signal came whose exception was dropped."""
-    if _received_signals:
-        sys.exit(128 + _received_signals[0])
-
-
-def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Report an exception that a destructor raised, unless it is the exit that a signal asked for."""
-    if not isinstance(unraisable.exc_value, SystemExit):
-        sys.__unraisablehook__(unraisable)
-
-
-def _handle(number: int, frame: FrameType | None) -> None:
-    _received_signals.append(number)
-    exit_if_signalled()

@@ -44,6 +44,10 @@ class Requests:
         """Handle the signals above from now on. Call it in the main thread."""
         self._handlers = {number: signal.signal(number, self._handle) for number in (*STOP, SAVE)}
 
+    def outlive_run(self) -> None:
+        """Keep the handlers when this is closed: the run is over, and a signal could only spoil its orderly end."""
+        self._handlers = {}
+
     def close(self) -> None:
         """Handle signals as before."""
         for number, handler in self._handlers.items():

@@ -11,6 +11,7 @@ import os
 import stat
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -166,15 +167,21 @@ def to_rgb(image: Image.Image) -> Tensor:
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
-def describe_change(file: IO[bytes]) -> str:
-    """What `decode` does to the colors of an image file; empty if nothing. Reads the header alone."""
+def describe_changes(file: IO[bytes]) -> list[str]:
+    """What `decode` does to the colors of an image file, and whether it leaves out frames. Reads headers alone."""
+    changes = []
     with open_image(file) as image:
         layout = str(image.tile)  # of the pixels in the file: Pillow itself reads 16 bits a color as mode RGB
         if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
-            return "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
-        if image.has_transparency_data:
-            return f"{image.mode} to RGB, without the transparency"
-        return "" if image.mode == "RGB" else f"{image.mode} to RGB"
+            changes.append("16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)")
+        elif image.has_transparency_data:
+            changes.append(f"{image.mode} to RGB, without the transparency")
+        elif image.mode != "RGB":
+            changes.append(f"{image.mode} to RGB")
+        with suppress(Exception):  # a file that is damaged behind its first frame may raise anything
+            if getattr(image, "is_animated", False):
+                changes.append("the first of several frames or pages, without the others")
+    return changes
 
 
 def decode_pair(
@@ -255,6 +262,13 @@ def resize_pixels(image_CHW: Tensor, size: tuple[int, int], *, is_mask: bool = F
 def format_size(size: Sequence[int]) -> str:
     """Write (height, width) as `64x48`, the way the command line takes it."""
     return "x".join(str(length) for length in size)
+
+
+def is_one_hot(labels: np.ndarray) -> bool:
+    """Whether labels (N, K) have a single 1 in each row, and 0 elsewhere: a class written as K numbers."""
+    if labels.ndim != 2 or labels.shape[1] < 2:
+        return False
+    return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) == 1).all())
 
 
 def looks_like_nhwc(row_shape: Sequence[int]) -> bool:

@@ -9,13 +9,14 @@ from fastgpu.feed.sizes import Sizes
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
+from fastgpu.rows.order import BlockSampler
 
 MAX_GROUPS_SHOWN = 5
 """Number of sources or classes that are listed one by one."""
 
 
-def describe_feed(source: Source, sizes: Sizes, batch_size: int) -> str:
-    """Where the rows are kept and in which portions they move. batch_size: over all ranks."""
+def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
+    """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
     room = sizes.room
     free_device = format_bytes(room.free_device)
     free_host = format_bytes(room.free_host)
@@ -23,15 +24,18 @@ def describe_feed(source: Source, sizes: Sizes, batch_size: int) -> str:
     text = (
         f"rows: {source.name}, {format_bytes(room.need)} with the validation rows, kept on the {sizes.tier} tier "
         f"(each rank has {free_device} free on its device and {free_host} in RAM)\n"
-        f"batches: {batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} batches in a "
-        f"pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}"
+        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; "
+        f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
+        f"{readers} on each rank: {sizes.n_readers}"
     )
     if source.decoding:
         text += f"\nimages: {source.decoding}"
         if source.stored is not source and sizes.tier == "disk":
             text += "; pixels do not stay in memory, because each epoch takes other parts"
     if source.mixture:
-        text += f"\neach epoch: {_describe_mixture(source.mixture, len(source) // batch_size * batch_size)}"
+        text += f"\neach epoch: {_describe_mixture(source.mixture, order.total_size)}"
+    elif order.total_size < len(source):
+        text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest does not fill a batch"
     return text
 
 

@@ -56,7 +56,7 @@ def write_comparison(runs: Mapping[str, Path], path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--html {path}: {error.strerror}; name a file in a folder that can be written") from None
+        raise UserError(f"-o {path}: {error.strerror}; name a file in a folder that can be written") from None
 
 
 # ---------------------------------------------------------------------------------------------- one run

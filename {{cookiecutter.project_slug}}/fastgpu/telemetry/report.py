@@ -6,6 +6,7 @@ It does not import torch, so `python report.py` answers at once.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from math import isnan
 from pathlib import Path
 from statistics import median
@@ -77,9 +78,15 @@ def read_metrics(folder: Path) -> list[Point]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """{dotted key: value} of the newest config.yaml of a run; empty if there is none."""
+    paths = numbered(folder, "config*.yaml")
+    return _read_settings(paths[-1]) if paths else {}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """{dotted key: value} of a config.yaml; empty if it cannot be read."""
     try:
-        tree = yaml.safe_load(numbered(folder, "config*.yaml")[-1].read_text(encoding="utf-8"))
-    except (IndexError, OSError, ValueError, yaml.YAMLError):
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     config: dict[str, Any] = {}
     for name, value in tree.items():
@@ -201,14 +208,20 @@ def table(points: Sequence[Point]) -> str:
 
 
 def differing_settings(runs: Mapping[str, Path]) -> Table:
-    """The keys of the config that differ between runs, but not their names. runs: {label: folder}."""
-    configs = [read_config(folder) for folder in runs.values()]
-    keys = dict.fromkeys(key for config in configs for key in config)
+    """The keys of the config that differ between runs, or between the parts of a run, but not the names of the runs.
+
+    runs: {label: folder}. A cell of a run whose parts differ is `64, then 128`.
+    """
+    parts_of = [[_read_settings(path) for path in numbered(folder, "config*.yaml")] for folder in runs.values()]
+    keys = dict.fromkeys(key for parts in parts_of for config in parts for key in config)
     lines = [["setting", *runs]]
     for key in keys:
-        values = [json.dumps(config[key], ensure_ascii=False) if key in config else "-" for config in configs]
-        if len(set(values)) > 1 and key != "run.name":
-            lines.append([key, *values])
+        cells = []
+        for parts in parts_of:
+            values = [json.dumps(config[key], ensure_ascii=False) if key in config else "-" for config in parts]
+            cells.append(", then ".join(value for value, _ in groupby(values)) or "-")
+        if (len(set(cells)) > 1 or ", then " in cells[0]) and key != "run.name":
+            lines.append([key, *cells])
     return lines
 
 

@@ -259,6 +259,7 @@ class Run:
 
         It is 128 + the number of the signal, but 0 for a rank that torchrun started: it would restart any other one.
         """
+        self._requests.outlive_run()
         self._log.finish(self._metrics)
         self.close()
         if self._world.is_main:
@@ -299,6 +300,7 @@ class Run:
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
+        self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
         if self._world.is_main:
             forget_starts(self.folder)

@@ -1,5 +1,8 @@
 """What the ranks share while they train: gradients, running statistics, and seeds that differ."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -46,6 +49,17 @@ def average_buffers(model: nn.Module, world: World) -> None:
     for buffer in model.buffers():
         if world.world_size > 1 and buffer.is_floating_point():
             world.all_reduce_sum(buffer).div_(world.world_size)
+
+
+@contextmanager
+def keep_state(model: nn.Module, world: World) -> Iterator[None]:
+    """Undo, at the end, what happens to the model's buffers and to torch's random numbers. Gradients stay."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
 
 
 def reseed(world: World, *numbers: int) -> torch.Generator:

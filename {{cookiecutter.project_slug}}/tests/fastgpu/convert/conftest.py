@@ -27,7 +27,7 @@ def convert(
     def run(*arguments: str | Path) -> Result:
         capsys.readouterr()
         try:
-            code = convert_script.main([str(argument) for argument in arguments])
+            code = convert_script.main(convert_script.parse([str(argument) for argument in arguments]))
         except SystemExit as error:
             code = error.code
         output = capsys.readouterr()

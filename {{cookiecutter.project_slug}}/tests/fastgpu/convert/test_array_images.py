@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from harness import numbered
 
+from fastgpu.convert import array_images
+from fastgpu.process.launch import UserError
+
 RNG = np.random.default_rng(0)
 
 
@@ -70,6 +73,46 @@ def test_a_range_becomes_bytes_from_hdf5_too(tmp_path, convert):
     assert convert("arrays", *sources, "c.h5", *flags, "100:4000", "--clip").returncode == 0
     expected = np.rint((np.clip(images.astype(float), 100, 4000) - 100) * 255 / 3900)
     np.testing.assert_array_equal(read(tmp_path / "c.h5")[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "written"),
+    [(bool, np.uint8), (np.float64, np.float32), (np.float32, np.float32), (np.uint16, np.uint16)],
+)
+def test_images_and_labels_get_a_type_that_can_be_trained_on(capsys, dtype, written):
+    images = np.zeros((20, 1, 4, 4), dtype)
+    images[15] = 1
+    labels = np.arange(20) % 2 == 0
+    prepared = array_images.prepare_images({"images": images, "labels": labels, "x": images}, None, None, clip=False)
+    assert prepared["images"].dtype == prepared["images"][3:9].dtype == written
+    np.testing.assert_array_equal(prepared["images"][:20], images)
+    assert prepared["labels"][:20].dtype == np.uint8
+    assert prepared["labels"][:20].tolist() == labels.tolist()
+    assert prepared["x"] is images
+    shown = capsys.readouterr().out
+    assert "labels, bool, are written as uint8\n" in shown
+    assert (f"images, {images.dtype}, are written as {np.dtype(written)}\n" in shown) == (dtype != written)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint32])
+def test_images_of_other_integers_become_bytes_by_range_only(dtype):
+    images = np.arange(256, dtype=dtype).reshape(4, 1, 8, 8)
+    with pytest.raises(UserError, match=rf"images are {images.dtype}; .* --to uint8 --range 0:255 writes"):
+        array_images.prepare_images({"images": images}, None, None, clip=False)
+    prepared = array_images.prepare_images({"images": images}, None, (0, 255), clip=False)
+    assert prepared["images"].dtype == np.uint8
+    np.testing.assert_array_equal(prepared["images"][:4], images)
+
+
+def test_one_hot_floats_become_the_numbers_of_classes(capsys):
+    numbers = np.array([2, 0, 1, 1])
+    columns = {"labels": np.eye(3)[numbers]}
+    prepared = array_images.prepare_images(columns, None, None, clip=False)
+    assert prepared["labels"][:4].tolist() == numbers.tolist()
+    assert capsys.readouterr().out == "labels (4, 3) with a single 1 in each row are written as classes (4,)\n"
+    for others in (columns["labels"] * 0.9, columns["labels"].astype(np.uint8), np.ones((4, 3)), np.ones((4, 1), int)):
+        kept = array_images.prepare_images({"labels": others}, None, None, clip=False)["labels"]
+        assert kept[:4].tolist() == others.reshape(4, *kept.shape[1:]).tolist()
 
 
 @pytest.mark.parametrize(

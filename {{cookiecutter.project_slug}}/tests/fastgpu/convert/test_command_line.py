@@ -1,5 +1,14 @@
 """The commands that convert.py has are those of the modules commands_*.py in its room."""
 
+import subprocess
+import sys
+from typing import get_args
+
+from harness import ROOT
+
+from fastgpu.convert.reading import OnError
+from fastgpu.convert.writer import Compression
+
 SHARED = {"arrays", "repack", "info", "verify"}
 
 
@@ -17,3 +26,16 @@ def test_help_lists_every_command_with_an_example(convert):
     for command in commands:
         assert f"python convert.py {command} " in result.stdout
         assert convert(command, "--help").returncode == 0
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    code = "import sys, convert; convert.CommandLine(''); sys.exit(bool({'torch', 'h5py', 'numpy'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_flags_allow_what_the_code_knows(convert):
+    for command in listed(convert("--help").stdout):
+        text = convert(command, "--help").stdout
+        for flag, kind in (("--compression", Compression), ("--on-error", OnError)):
+            assert f"{flag} {{" not in text or f"{flag} {{{','.join(get_args(kind))}}}" in text
+    assert "--compression {" in convert("arrays", "--help").stdout

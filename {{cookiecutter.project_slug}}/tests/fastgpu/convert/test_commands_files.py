@@ -101,11 +101,24 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
     )
     result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5")
     assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("mine:Photos called with 60\n")
     with h5py.File(tmp_path / "new.h5") as file:
         labels = file["labels"][:]
         assert sorted(labels.tolist()) == list(range(60))
         assert labels.tolist() != list(range(60))
         np.testing.assert_array_equal(file["images"][:, 0, 0, 0], labels)
+
+
+def test_repack_takes_patterns_as_training_does(tmp_path, convert):
+    for part in range(3):
+        with h5py.File(tmp_path / f"old-{part}.h5", "w") as file:
+            file["a/images"], file["a/labels"] = numbered(20), np.arange(20) + 20 * part
+    result = convert("repack", "old-*.h5::/a", "new.h5")
+    assert result.returncode == 0, result.stderr
+    assert sorted(rows_of(tmp_path / "new.h5")[1]) == list(range(60))
+    result = convert("repack", "none-*.h5", "new.h5")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no file matches none-*.h5" in result.stderr
 
 
 def test_what_was_repacked_is_verified_on_the_way(write, tmp_path, convert):

@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import get_args
 
 import h5py
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 from fastgpu.convert.image_files import list_csv, list_folder
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
-from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.images import Preprocessing, Resize
 
 RNG = np.random.default_rng(0)
 
@@ -355,6 +356,10 @@ def test_images_that_a_csv_names_twice_are_counted(tmp_path, capsys):
     assert "an earlier line names, too, and perhaps for another split: 1\n" in capsys.readouterr().out
 
 
+def test_flags_allow_what_the_code_knows(convert):
+    assert f"--resize {{{','.join(get_args(Resize))}}}" in convert("images", "--help").stdout
+
+
 def test_images_that_lose_something_are_counted(tmp_path, convert):
     folder = folder_of(tmp_path / "photos", {"a": 200})
     deep = np.full((8, 10), 300, np.uint16)
@@ -362,10 +367,16 @@ def test_images_that_lose_something_are_counted(tmp_path, convert):
     Image.new("RGBA", (10, 8)).save(folder / "a/clear.png")
     Image.new("CMYK", (10, 8)).save(folder / "a/print.jpg")
     (folder / "a/broken.png").write_bytes(b"no image")
+    frames = [Image.new("RGB", (10, 8), (value, 0, 0)) for value in (0, 90)]
+    for kind in ("webp", "png", "tiff"):
+        frames[0].save(folder / f"a/frames.{kind}", save_all=True, append_images=frames[1:])
+    frames[0].convert("P").save(folder / "a/frames.gif", save_all=True, append_images=frames[1:])
     shown = convert("images", folder, "x.h5", "--on-error", "skip").stdout
     changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
     assert changes == [
-        "  changed  16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`): 1 of 204 images",
-        "  changed  CMYK to RGB: 1 of 204 images",
-        "  changed  RGBA to RGB, without the transparency: 1 of 204 images",
+        "  changed  16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`): 1 of 208 images",
+        "  changed  CMYK to RGB: 1 of 208 images",
+        "  changed  P to RGB: 1 of 208 images",
+        "  changed  RGBA to RGB, without the transparency: 1 of 208 images",
+        "  changed  the first of several frames or pages, without the others: 4 of 208 images",
     ]

@@ -53,6 +53,43 @@ def test_columns_may_have_other_names_and_places(tmp_path):
     assert (found.users.tolist(), found.items.tolist()) == ([7, 9], [70, 90])
 
 
+@pytest.mark.parametrize("delimiter", ["::", "\t"])
+@pytest.mark.parametrize("parsed", [1, 700, 1_000_000])
+def test_the_older_formats_have_no_header(tmp_path, monkeypatch, capsys, delimiter, parsed):
+    monkeypatch.setattr(movielens, "PARSED_ROWS", parsed)
+    users, items, given = (column[:1000] for column in ratings())
+    given = np.ceil(given).astype(int)
+    name = "ratings.dat" if delimiter == "::" else "u.data"
+    lines = [delimiter.join(map(str, (*line, 978300760))) for line in zip(users, items, given, strict=True)]
+    (tmp_path / name).write_text("\n".join([*lines, ""]))
+    with zipfile.ZipFile(tmp_path / "ml.zip", "w") as archive:
+        archive.write(tmp_path / name, f"ml/{name}")
+    for source in (tmp_path / name, tmp_path / "ml.zip"):
+        found = read_ratings(source)
+        np.testing.assert_array_equal(found.users, users[given > 3.5])
+        np.testing.assert_array_equal(found.items, items[given > 3.5])
+        assert "has no header; its columns are taken for user, item and rating\n" in capsys.readouterr().out
+    lines[6] = delimiter.join(("7", "x", "5"))
+    (tmp_path / name).write_text("\n".join(lines))
+    with pytest.raises(UserError, match=rf"{name}:7: '7.*x.*5' is not"):
+        read_ratings(tmp_path / name)
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_columns_may_be_separated_by_other_characters(tmp_path, separator):
+    text = "who,what,stars\n7,70,5\n8,80,1\n".replace(",", separator)
+    (tmp_path / "x.csv").write_text(text)
+    found = read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"])
+    assert (found.users.tolist(), found.items.tolist()) == ([7], [70])
+
+
+def test_ids_of_text_are_refused_with_the_cure(tmp_path):
+    (tmp_path / "x.csv").write_text("who,what,stars\nann,a7,5\n")
+    for on_error in ("stop", "skip"):
+        with pytest.raises(UserError, match=r"x.csv:2: 'ann,a7,5' .*whole numbers below 10\^9: pandas.factorize makes"):
+            read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"], on_error=on_error)
+
+
 BROKEN = ["a,2,3.0,4", "1,2", "1,2,nan,4", "-1,2,3.0,4", "1,2,,4", "1;2;3", "9999999999,2,3.0,4", "1,2,inf,4", "\x00"]
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastgpu.convert.splits import draw_split, group_splits, parse_split
+from fastgpu.convert.command_line import parse_split
+from fastgpu.convert.splits import draw_split, group_splits
 from fastgpu.process.launch import UserError
 
 

@@ -149,7 +149,7 @@ def test_labels_to_evaluate_are_checked_as_those_of_validation_rows():
     images = np.zeros((2, 3, 8, 8), np.uint8)
     check_labelled(trained, Arrays("more bytes", {"images": images, "labels": np.array([0, 3])}))
     check_labelled(trained, Arrays("fewer bytes", {"images": images, "labels": np.array([0, 3], np.uint8)}))
-    with pytest.raises(UserError, match=r"made up: labels run from 0 to 9; allowed are 0 to 3"):
+    with pytest.raises(UserError, match=r"made up: labels are \[9\] in 1 of 2 rows; allowed are 0 to 3"):
         check_labelled(trained, Arrays("made up", {"images": images, "labels": np.array([0, 9])}))
 
 

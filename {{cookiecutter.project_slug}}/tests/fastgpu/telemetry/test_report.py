@@ -160,6 +160,13 @@ def test_only_settings_that_differ_are_compared(tmp_path):
     assert differing_settings(runs) == [["setting", "a", "b"], ["data.batch_size", "64", "128"], ["data.x", "-", '"é"']]
 
 
+def test_settings_that_a_resumed_run_changed_are_shown(tmp_path):
+    folder = write_run(tmp_path / "a")
+    for number, size, tier in (("", 64, "disk"), ("-2", 64, "disk"), ("-10", 128, "disk")):
+        (folder / f"config{number}.yaml").write_text(f"data: {{batch_size: {size}, tier: {tier}}}\n")
+    assert differing_settings({"a": folder, "b": folder})[1:] == [["data.batch_size", "64, then 128", "64, then 128"]]
+
+
 def test_values_are_compared_as_sums_over_sums_with_their_spread(tmp_path):
     intervals = {
         "a": [Throughput(9, 9, 9, 9, 9), Throughput(1, 0, 100, 100, 1), Throughput(3, 0, 900, 900, 3)],

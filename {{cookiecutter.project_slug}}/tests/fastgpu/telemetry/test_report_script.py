@@ -22,7 +22,7 @@ def test_the_page_of_a_run_that_was_killed(tmp_path):
 
 def test_runs_of_one_name_in_two_folders_are_compared(tmp_path):
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a", 9)]
-    done = run("--compare", *runs, "--html", tmp_path / "ab.html")
+    done = run("--compare", *runs, "-o", tmp_path / "ab.html")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(str(folder) in done.stdout for folder in runs)
     assert (tmp_path / "ab.html").exists()
@@ -33,8 +33,8 @@ def test_runs_of_one_name_in_two_folders_are_compared(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere holds no metrics.jsonl with points; name the folder of a run"),
-        (["--html", "x.html", "a"], "--html is x.html; it names the page of --compare: give both"),
-        (["--compare", "{a}", "--html", "/nowhere/x.html"], "--html /nowhere/x.html: No such file or directory; name"),
+        (["-o", "x.html", "a"], "-o is x.html; it names the page of --compare: give both"),
+        (["--compare", "{a}", "--html", "/nowhere/x.html"], "-o /nowhere/x.html: No such file or directory; name"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, arguments, message):

@@ -1,0 +1,226 @@
+"""launch/slurm.sh on two nodes: runs are preempted, cancelled, out of time, and lose processes and nodes."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from harness import copy_project, same_weights, write_minimal
+from slurm_cluster import Cluster, is_installed
+from template import PROJECT
+
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_installed(), reason="needs root, slurmctld and slurmd")]
+EPOCHS = 20
+STEPS = EPOCHS * 21
+SLOW_WORKLOAD = """\
+import os
+import time
+
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    def loss(self, model, batch):
+        time.sleep(float(os.environ.get("STEP_S", "0.02")))
+        return super().loss(model, batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose steps take 20 ms, and `runs/untouched`: four ranks without Slurm."""
+    folder = tmp_path_factory.mktemp("project")
+    write_minimal(folder)
+    copy_project(folder)
+    shutil.copytree(PROJECT / "launch", folder / "launch")
+    (folder / "workloads/slow.py").write_text(SLOW_WORKLOAD)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["run"] = {}
+    config["workload"] = "slow"
+    config["train"]["epochs"] = EPOCHS
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+    (folder / "other.sh").write_text("#!/usr/bin/env bash\nsleep 1\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    subprocess.run([*torchrun, "train.py", "run.name=untouched"], cwd=folder, check=True)
+    return folder
+
+
+class Job:
+    """A job of launch/slurm.sh with two processes on each of two nodes."""
+
+    def __init__(self, cluster: Cluster, project: Path, *words: str, options: tuple[str, ...] = (), procs: int = 2):
+        self.cluster = cluster
+        self.project = project
+        given = ("--gpus-per-node=0", "--cpus-per-task=2", *options, "launch/slurm.sh", *words)
+        self.id = cluster.submit(project, *given, PROCS=str(procs))
+        self.run = project / "runs" / f"slurm-{self.id}"
+
+    @property
+    def log(self) -> str:
+        logs = list(self.project.glob(f"*-{self.id}.out"))
+        return logs[0].read_text() if logs else ""
+
+    @property
+    def restarts(self) -> int:
+        return int(self.cluster.job(self.id)["Restarts"])
+
+    @property
+    def starts(self) -> list[int]:
+        """The step at which each start of the run began."""
+        return [int(step) for step in re.findall(r"(?m), at step (\d+)$", self.log)]
+
+    @property
+    def stops(self) -> list[int]:
+        """The step at which the run was asked to stop each time."""
+        return [int(step) for step in re.findall(r"asked to stop at step (\d+)", self.log)]
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until the run has begun for that time, and has taken some steps."""
+        self.cluster.wait_until(lambda: len(self.starts) >= number, lambda: self.log)
+        time.sleep(1)
+
+    def wait_for_end(self) -> str:
+        return self.cluster.wait_for_state(self.id, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The ranks (`train.py`) or the agents (`torchrun`) of the job."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            is_agent = any(word.endswith("torchrun") for word in words)
+            if f"run.name={self.run.name}" in words and is_agent == (name == "torchrun"):
+                found.append(process)
+        return found
+
+
+@pytest.fixture
+def submit(cluster, project):
+    """submit(*words, options=...) is a Job."""
+
+    def submit(*words: str, **options) -> Job:
+        return Job(cluster, project, *words, **options)
+
+    return submit
+
+
+def assert_equal_end(job: Job) -> None:
+    assert job.wait_for_end() == "COMPLETED", job.log
+    assert same_weights(job.run, job.project / "runs/untouched")
+    assert job.starts[0] == 0
+    assert job.starts[1:] == job.stops, job.log  # no step was taken twice
+
+
+@pytest.mark.parametrize(("nodes", "procs"), [(2, 2), (1, 4)])
+def test_four_processes_end_as_four_without_slurm(submit, nodes, procs):
+    job = submit(options=(f"--nodes={nodes}",), procs=procs)
+    assert_equal_end(job)
+    assert "4 CPU processes over gloo" in job.log
+    assert job.restarts == 0
+
+
+def test_a_job_preempted_twice_goes_on_where_it_stopped(submit, cluster, project, record_property):
+    job = submit()
+    for number in (1, 2):
+        job.wait_for_start(number)
+        preempted = time.monotonic()
+        other = cluster.submit(project, "--partition=high", "--nodes=2", "--exclusive", "other.sh")
+        cluster.wait_for_state(other, "RUNNING", "COMPLETED")
+        record_property("seconds from preemption to the other job", round(time.monotonic() - preempted, 1))
+        cluster.wait_until(lambda number=number: job.restarts == number, lambda: job.log)
+        cluster.wait_for_state(job.id, "RUNNING")
+        allocated = time.monotonic()
+        job.wait_for_start(number + 1)
+        record_property("seconds from allocation to training", round(time.monotonic() - allocated, 1))
+    assert_equal_end(job)
+    assert len(job.stops) == 2
+
+
+def test_a_job_whose_time_is_over_goes_on(submit, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.3")
+    job = submit(options=("--time=3", "--signal=TERM@75"))  # after 75 to 105 s: Slurm looks every half minute
+    assert_equal_end(job)
+    assert job.restarts == len(job.stops) > 0
+
+
+def test_a_mistake_ends_the_job_before_anything_starts(submit, record_property):
+    began = time.monotonic()
+    job = submit("data.batch_siz=3")
+    assert job.wait_for_end() == "FAILED"
+    record_property("seconds from submission to the end", round(time.monotonic() - began, 1))
+    assert job.cluster.job(job.id)["ExitCode"] == "2:0"
+    assert job.restarts == 0
+    assert "unknown key data.batch_siz (did you mean data.batch_size?)" in job.log
+    assert not job.run.exists()
+
+
+def test_a_killed_rank_is_restarted_by_torchrun(submit):
+    job = submit("run.checkpoint_every_steps=20")
+    job.wait_for_start(1)
+    job.processes("train.py")[-1].kill()
+    assert job.wait_for_end() == "COMPLETED", job.log
+    assert same_weights(job.run, job.project / "runs/untouched")
+    assert job.restarts == 0
+    assert len(job.starts) == 2
+
+
+def test_a_job_whose_torchrun_is_killed_is_queued_again(submit):
+    job = submit("run.checkpoint_every_steps=20")
+    job.wait_for_start(1)
+    job.processes("torchrun")[-1].kill()
+    assert job.wait_for_end() == "COMPLETED", job.log
+    assert same_weights(job.run, job.project / "runs/untouched")
+    assert job.restarts == 1
+
+
+def test_a_job_that_loses_a_node_is_queued_again(submit, cluster):
+    job = submit("run.checkpoint_every_steps=20")
+    job.wait_for_start(1)
+    cluster.daemons["c2"].kill()
+    cluster.daemons["c2"].wait()
+    cluster.wait_until(lambda: job.restarts == 1, lambda: job.log)
+    cluster.start_node("c2")
+    assert job.wait_for_end() == "COMPLETED", job.log
+    assert same_weights(job.run, job.project / "runs/untouched")
+    assert not job.processes("train.py")
+
+
+def test_a_cancelled_job_has_saved_its_step_and_stays_away(submit, cluster):
+    job = submit()
+    job.wait_for_start(1)
+    cluster.call("scancel", job.id)
+    assert job.wait_for_end() == "CANCELLED"
+    cluster.wait_until(lambda: not job.processes("train.py"))
+    assert len(job.stops) == 1
+    assert (job.run / f"checkpoints/last-{job.stops[0]}").exists() or (job.run / "stopped.json").exists()
+    assert job.restarts == 0
+
+
+def test_a_chain_of_jobs_ends_one_run(submit, cluster, monkeypatch):
+    monkeypatch.setenv("RUN_NAME", "chain")
+    options = ("--job-name=chain", "--dependency=singleton", "--no-requeue")
+    jobs = [submit(options=options) for _ in range(3)]
+    for job in jobs:
+        job.run = job.project / "runs/chain"
+    jobs[0].wait_for_start(1)
+    cluster.call("scancel", "--signal=TERM", jobs[0].id)
+    assert [job.wait_for_end() for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"], "".join(j.log for j in jobs)
+    assert jobs[0].stops == jobs[1].starts
+    assert same_weights(jobs[0].run, jobs[0].project / "runs/untouched")
