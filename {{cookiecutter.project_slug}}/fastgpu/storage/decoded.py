@@ -5,6 +5,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import UnidentifiedImageError
 
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
@@ -148,9 +149,10 @@ class DecodedImages(Source):
         return columns
 
     def _is_damaged(self, row: int, error: Exception) -> RankError:
+        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
         if isinstance(self._encoded, Subset):
             row = int(self._encoded.row_ids[row])
-        return RankError(f"{self.name}: the image in row {row:,} cannot be decoded: {error}; {RESTORE}")
+        return RankError(f"{self.name}: the image in row {row:,} cannot be decoded: {reason}; {RESTORE}")
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
