@@ -22,12 +22,12 @@ def rates(monkeypatch):
 
 
 def write_encoded(path) -> None:
-    """Twenty JPEG files of 60 x 80 pixels, about 1 kB each."""
+    """Twenty JPEG files of 240 x 320 pixels, about 2 kB each."""
     rng = np.random.default_rng(0)
     files = []
     for _ in range(20):
         file = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((80, 60)).save(file, "JPEG")
+        Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((320, 240)).save(file, "JPEG")
         files.append(file.getvalue())
     with h5py.File(path, "w") as file:
         group = file.create_group("images")
@@ -40,7 +40,7 @@ def write_encoded(path) -> None:
     ("rates_of_machine", "best", "has_echo"),
     [
         ((1e9, 1e9), "pixels, 56 x 56: python convert.py repack x.h5 NEW.h5 --size 56", False),
-        ((4e6, 1e9), "encoded, as they are, as the rows lie now", False),
+        ((6e6, 1e9), "encoded, as they are, as the rows lie now", False),
         ((1e5, 1e9), "encoded, shorter side 64: python convert.py repack x.h5 NEW.h5 --size 64 --quality 92", True),
         ((1e5, 1), "pixels, 56 x 56: python convert.py repack x.h5 NEW.h5 --size 56", True),
     ],
