@@ -57,7 +57,7 @@ class DecodedImages(Source):
         self.fields = {**encoded.fields, **dict.fromkeys(self._encoded_fields, pixels)}
         self._block_start = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
         if simplejpeg is None:
-            warn("simplejpeg is not installed: Pillow decodes JPEG files, about half as fast (pip install simplejpeg)")
+            warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
 
     def __len__(self) -> int:
         return len(self._encoded)

@@ -5,16 +5,19 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import CPU, read_rows
+from harness import ALONE, CPU, read_rows
 from PIL import Image
 
+from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.process.config import Loader
+from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.decoded import CENTRE_SHARE, DecodedImages
 from fastgpu.storage.encoded import Box, EncodedImage, decode_centre, draw, random_box
+from fastgpu.storage.sources import open_source
 from fastgpu.storage.store import open_store
 from fastgpu.storage.subset import Subset
 
@@ -37,7 +40,7 @@ def photos(n_rows: int = N_ROWS) -> list[bytes]:
 
 
 FILES = photos()
-ALONE = Shard(0, 1, 4)
+ONE_RANK = Shard(0, 1, 4)
 
 
 def write_encoded(path: Path, files: list[bytes], codec: str = "jpeg+png") -> Path:
@@ -55,7 +58,7 @@ def store(tmp_path) -> Source:
     return open_store("data.train", str(write_encoded(tmp_path / "encoded.h5", FILES)), FIELDS)
 
 
-def feed_of(source: Source, tier: str = "disk", n_readers: int = 2, shard: Shard = ALONE) -> Feed:
+def feed_of(source: Source, tier: str = "disk", n_readers: int = 2, shard: Shard = ONE_RANK) -> Feed:
     batch_size = 8 // shard.world_size
     order = BlockSampler(source.block_rows, batch_size, shard=shard, pool_batches=3, seed=5)
     return make_feed(source, order, Placement(tier, CPU, n_readers), Loader())
@@ -146,3 +149,32 @@ def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
         file["images/values"] = np.zeros(sum(map(len, FILES[:3])), np.int32)
     with pytest.raises(UserError, match=r"images has the attribute codec, but its values are no bytes"):
         open_store("data.train", str(path), FIELDS)
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+
+def sizes_of(path: Path, **values: object) -> Sizes:
+    data = Data(train=str(path), val="20%", fields=FIELDS, batch_size=8, **values)
+    sources = tuple(open_source(data, split, Loader(), Hdf5()) for split in ("train", "val"))
+    return choose_sizes(data, Loader(), sources, ALONE, accumulation=1)
+
+
+def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tmp_path):
+    path = write_encoded(tmp_path / "x.h5", FILES)
+    fixed = sizes_of(path, image_size=16)
+    random = sizes_of(path, image_size=16, min_crop_scale=0.3)
+    assert (fixed.tier, random.tier) == ("device", "disk")
+    assert fixed.room.need == N_ROWS * (3 * 16 * 16 + 8)
+    assert random.n_readers == available_cpus()
+    with pytest.raises(
+        UserError, match=r"data\.tier is device, but each epoch decodes other parts .* use disk, or host"
+    ):
+        sizes_of(path, image_size=16, min_crop_scale=0.3, tier="device")
+
+
+def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
+    with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
+        sizes_of(write_encoded(tmp_path / "x.h5", FILES))
+    sizes_of(write(90), min_crop_scale=0.5)
+    assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
