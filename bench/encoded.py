@@ -35,7 +35,7 @@ from fastgpu.storage.encoded import Box, draw, random_box, simplejpeg
 from fastgpu.storage.store import open_store
 
 FOLDER = Path(__file__).parent / "data" / "encoded"
-N_IMAGES = 2000
+N_IMAGES = 1000
 BATCH = 256
 SIZE = (224, 224)
 MIN_SCALE = 0.08

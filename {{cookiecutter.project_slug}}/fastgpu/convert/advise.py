@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import RecodedRows
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Source
-from fastgpu.storage.encoded import EncodedImage, Kept, draw, keep, random_box
+from fastgpu.storage.encoded import Kept, decode_random, draw, keep
 from fastgpu.storage.layout import BLOCK_BYTES
 
 MARGIN = 1.15
@@ -111,8 +111,7 @@ def _decoded_per_s(files: Sequence[bytes], size: int) -> float:
     draws = draw(0, 0, np.arange(len(files))).tolist()
     t0 = time.thread_time()
     for data, numbers in zip(files, draws, strict=True):
-        image = EncodedImage(np.frombuffer(data, np.uint8))
-        image.decode(random_box(numbers, image.height, image.width, MIN_SCALE), (size, size))
+        decode_random(np.frombuffer(data, np.uint8), (size, size), numbers, MIN_SCALE)
     return available_cpus() * len(files) / (time.thread_time() - t0)
 
 

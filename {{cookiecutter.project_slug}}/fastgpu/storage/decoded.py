@@ -11,7 +11,7 @@ from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.encoded import EncodedImage, decode_centre, draw, random_box, simplejpeg
+from fastgpu.storage.encoded import decode_centre, decode_random, draw, simplejpeg
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.subset import Subset
@@ -112,27 +112,22 @@ class DecodedImages(Source):
         for read in reads:
             first_row = int(self._block_start[read.block]) + read.first
             rows = np.arange(first_row, first_row + len(read.places))
-            draws: list[list[float] | None] = [None] * len(rows)
-            if isinstance(read, _RandomRead):
-                draws = draw(*read.seed, rows).tolist()
+            draws = draw(*read.seed, rows).tolist() if isinstance(read, _RandomRead) else []
             for name, column in self._read_encoded(read, rows).items():
                 if name in self._encoded_fields:
                     for number, place in enumerate(read.places.tolist()):
                         data = column.values[column.offsets[number] : column.offsets[number + 1]]
                         try:
-                            out[name][place] = self._decode_row(data, draws[number])
+                            if draws:
+                                out[name][place] = decode_random(data, self._size, draws[number], self._min_scale)
+                            else:
+                                out[name][place] = decode_centre(data, self._size, self._centre_share)
                         except Exception as error:  # a decoder may raise anything for damaged bytes
                             raise self._is_damaged(first_row + number, error) from None
                 elif isinstance(column, RaggedArray):
                     out[name].values[out[name].places(read.places)] = column.values
                 else:
                     out[name][read.places] = column
-
-    def _decode_row(self, data: np.ndarray, draws: list[float] | None) -> np.ndarray:
-        if draws is None:
-            return decode_centre(data, self._size, self._centre_share)
-        image = EncodedImage(data)
-        return image.decode(random_box(draws, image.height, image.width, self._min_scale), self._size)
 
     def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
         """All fields of some rows as they are stored, valid until this thread reads again."""
@@ -141,7 +136,7 @@ class DecodedImages(Source):
             if field.is_ragged:
                 offsets = np.zeros(len(rows) + 1, np.int64)
                 np.cumsum(self._encoded.lengths[name][rows], out=offsets[1:])
-                memory = scratch(int(offsets[-1]) * field.dtype.itemsize, name)
+                memory = scratch(int(offsets[-1]) * field.dtype.itemsize, f"field {name}")
                 columns[name] = RaggedArray(memory.view(field.dtype), offsets)
             else:
                 columns[name] = np.empty((len(rows), *field.shape), field.dtype)
@@ -156,7 +151,9 @@ class DecodedImages(Source):
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        return f"row {variables['first_row'] + variables.get('number', 0):,} of {self.name}"
+        if "data" not in variables:
+            return self.name
+        return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
 
 
 class _RandomRead(BlockRead):

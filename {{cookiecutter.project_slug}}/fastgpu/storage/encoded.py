@@ -191,6 +191,12 @@ def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.n
     return image.decode(centre_box(image.height, image.width, size, share), size)
 
 
+def decode_random(data: np.ndarray, size: tuple[int, int], draws: Sequence[float], min_scale: float) -> np.ndarray:
+    """A random part of an image, resized (see `random_box`): uint8 (3, H, W), valid until this thread decodes again."""
+    image = EncodedImage(data)
+    return image.decode(random_box(draws, image.height, image.width, min_scale), size)
+
+
 # ---------------------------------------------------------------------------------------------- making them smaller
 
 

@@ -1,4 +1,5 @@
 import io
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -11,12 +12,12 @@ from PIL import Image
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Data, Hdf5, Loader
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.decoded import CENTRE_SHARE, DecodedImages
-from fastgpu.storage.encoded import Box, EncodedImage, decode_centre, draw, random_box
+from fastgpu.storage.encoded import Box, EncodedImage, decode_centre, decode_random, draw
 from fastgpu.storage.sources import open_source
 from fastgpu.storage.store import open_store
 from fastgpu.storage.subset import Subset
@@ -75,9 +76,8 @@ def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]
 
 
 def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
-    image = EncodedImage(np.frombuffer(FILES[row], np.uint8))
     (draws,) = draw(5, epoch, np.array([row])).tolist()
-    return image.decode(random_box(draws, image.height, image.width, min_scale), SIZE).tobytes()
+    return decode_random(np.frombuffer(FILES[row], np.uint8), SIZE, draws, min_scale).tobytes()
 
 
 def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):
@@ -131,6 +131,22 @@ def test_a_part_of_a_source_has_its_rows_and_columns(store):
     for number, row in enumerate(rows["labels"]):
         expected = decode_centre(np.frombuffer(FILES[row], np.uint8), SIZE, 1.0)
         np.testing.assert_array_equal(rows["images"][number], expected)
+
+
+def test_a_field_may_have_any_name(store, tmp_path):
+    for name in ("pixels", "file"):  # as scratch memory is called elsewhere
+        renamed = open_store("x", str(tmp_path / "encoded.h5"), {name: "images"})
+        expected = read_rows(DecodedImages(store, SIZE))["images"]
+        np.testing.assert_array_equal(read_rows(DecodedImages(renamed, SIZE))[name], expected)
+
+
+def test_a_row_that_hangs_is_named(store, monkeypatch):
+    source = DecodedImages(store, SIZE, 0.5)
+    monkeypatch.setattr("fastgpu.storage.decoded.decode_random", lambda *arguments: time.sleep(3))
+    order = BlockSampler(source.block_rows, 8, seed=5)
+    feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
+    with pytest.raises(HangError, match=r"no rows have come from row \d+ of \S+encoded\.h5: it hangs"):
+        next(feed.pools(0))
 
 
 @pytest.mark.parametrize("is_subset", [False, True])
