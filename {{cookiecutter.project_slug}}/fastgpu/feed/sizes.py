@@ -76,14 +76,12 @@ def choose_sizes(
             free_device=_free_device_bytes(world),
             free_host=free_host_bytes() // world.local_world_size,
         )
-        is_random = source.stored is not source
-        if is_random and data.tier == "device":
+        if data.tier == "device" and source.stored is not source:
             raise UserError(
                 f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
                 f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
             )
-        can_stay = not uses_workers and not is_random and all(offsets_fit(each) for each in sources)
-        tier = choose_tier(data.tier, room, source.name, can_stay)
+        tier = choose_tier(data.tier, room, source.name, can_stay=all(may_stay(each) for each in sources))
         if uses_workers:
             batch_bytes = batch_size * source.row_bytes
             n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
@@ -194,6 +192,8 @@ def _free_device_bytes(world: World) -> int:
     return free_host_bytes() // world.local_world_size
 
 
-def offsets_fit(source: Source) -> bool:
-    """Whether 32-bit offsets can count the values of all rows, so that they may stay in memory."""
+def may_stay(source: Source) -> bool:
+    """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
+    if isinstance(source, DatasetSource) or source.stored is not source:
+        return False
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())

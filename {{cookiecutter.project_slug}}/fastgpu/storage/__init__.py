@@ -11,8 +11,6 @@ layout.py       where the rows of a dataset lie, and how they are read
 file.py         one open file: system calls, page cache, scratch memory
 codecs.py       compression, undone by each thread on its own
 arrays.py       NumPy arrays as a source
-encoded.py      any part of one encoded image, decoded and resized
-decoded.py      encoded images as a source of pixels
 dataset.py      a torch Dataset as a source, read by worker processes
 inspection.py   reports on files: layout, advice, damage
 """
