@@ -13,7 +13,7 @@ from harness import free_port
 
 NODES = ("c1", "c2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol")
-TIMEOUT_S = 180
+TIMEOUT_S = 400
 GPUS = 8
 CONFIG = """\
 ClusterName=test

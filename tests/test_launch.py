@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from harness import TIMEOUT_S, copy_project, metrics_of, write_minimal
+from harness import TIMEOUT_S, copy_project, free_port, metrics_of, write_minimal
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from template import PROJECT
 
@@ -125,14 +125,11 @@ def project(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def started(project: Path, *nodes: tuple[list[str], dict[str, str]], words: str = "") -> Iterator[list]:
+def started(project: Path, *nodes: tuple[list[str], dict[str, str]], port: int, words: str = "") -> Iterator[list]:
     """The nodes as processes of this machine: one rank each, another port, other folders."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     here = {
         "train-0.train": "127.0.0.1",
-        "29500": port,
+        "29500": str(port),
         "/data/train-*.h5": "rows.h5::/train",
         "/data/val-*.h5": f"rows.h5::/val {words}".strip(),
         "/runs": str(project / "runs"),
@@ -164,22 +161,35 @@ def outputs(processes: list) -> list[str]:
     return [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
 
 
+def wait_until(holds: Callable[[], bool], node: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert node.poll() is None, outputs([node])
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.slow
-def test_two_nodes_stop_together_when_one_is_evicted_and_go_on_together(project):
+def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(project):
     run = project / "runs/train"
-    with started(project, kubernetes_node(), kubernetes_node()) as nodes:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list(run.glob("checkpoints/last-*")):
-            assert nodes[0].poll() is None, outputs(nodes)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        nodes[1].send_signal(signal.SIGTERM)
-        printed = outputs(nodes)
-        assert [node.returncode for node in nodes] == [143, 143], printed
-    assert (run / "stopped.json").exists()
-    with started(project, trainer_node(), skypilot_node()) as nodes:
-        printed = outputs(nodes)
-        assert [node.returncode for node in nodes] == [0, 0], printed
+    port = free_port()
+    with ExitStack() as stack:
+        (stays,) = stack.enter_context(started(project, kubernetes_node(), port=port))
+        wait_until(lambda: is_open(port), stays)  # it hosts the rendezvous
+        (evicted,) = stack.enter_context(started(project, skypilot_node(), port=port))
+        wait_until(lambda: bool(list(run.glob("checkpoints/last-*"))), stays)
+        evicted.send_signal(signal.SIGTERM)
+        printed = outputs([evicted])
+        assert evicted.returncode == 143, printed
+        assert (run / "stopped.json").exists()
+        (joins,) = stack.enter_context(started(project, trainer_node(), port=port))
+        printed = outputs([stays, joins])
+        assert [stays.returncode, joins.returncode] == [0, 0], printed
     assert metrics_of(run)[-1]["step"] == 30 * 21
     assert not (run / "stopped.json").exists()
     assert "2 CPU processes over gloo" in "".join(printed)
@@ -187,7 +197,7 @@ def test_two_nodes_stop_together_when_one_is_evicted_and_go_on_together(project)
 
 @pytest.mark.slow
 def test_a_mistake_ends_the_node_before_torchrun_starts(project):
-    with started(project, kubernetes_node(), words="data.batch_size=33") as nodes:
+    with started(project, kubernetes_node(), port=free_port(), words="data.batch_size=33") as nodes:
         (printed,) = outputs(nodes)
     assert nodes[0].returncode == 2
     assert printed.splitlines()[-1].startswith("error: data.batch_size is 33; it should be a multiple of 2")

@@ -61,6 +61,7 @@ from pathlib import Path
 import train
 from fastgpu.diagnose import preflight, result
 from fastgpu.diagnose.bench import Bench, Program
+from fastgpu.diagnose.numa import find_misplaced
 from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import judge, settings_to_try
 from fastgpu.process.config import Config
@@ -72,6 +73,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     # ------------------------------------------------------------ look, measure, judge
     with world.raise_on_every_rank():
         findings = preflight.look(cfg.data, cfg.run, world)
+    findings += find_misplaced(world)
     world.print_once("\n".join(map(str, findings)))
     bench = Bench(cfg, world, Program(train.build, train.train_step), args.seconds)
     measured = bench.measure()

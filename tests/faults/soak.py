@@ -277,7 +277,10 @@ def answer_to_stop(run: Run, fault: str, met_at: str) -> str:
         step = json.loads(marker.read_text())["step"]
         assert step in run.steps_saved(), f"{fault}: stopped at step {step}, checkpoints {run.steps_saved()}"
         number = signal.Signals[fault.split()[0]]
-        is_told = run.kind != "process" or run.launcher.returncode == 128 + number
+        is_told = run.kind != "process" or run.launcher.returncode in (
+            128 + number,
+            -number,
+        )  # a shell says 128 to both
         assert is_told, f"{fault}: exit code {run.launcher.returncode}"
         return "stopped with a checkpoint of its step"
     if is_done(run):

@@ -7,19 +7,21 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import lcm
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import workloads
-from fastgpu.feed.sizes import choose_sizes
+from fastgpu.feed.sizes import choose_canonical_ranks, choose_rank_batch, choose_sizes
 from fastgpu.feed.tiers import make_order, pool_capacity
-from fastgpu.process.config import Config, Optim, Run
+from fastgpu.process.config import Config, Data, Optim, Run
 from fastgpu.process.config_loader import read_options
-from fastgpu.process.launch import Launch, UserError
+from fastgpu.process.launch import Launch, UserError, planned_world_sizes
 from fastgpu.process.machine import format_bytes
 from fastgpu.process.world import World, join
+from fastgpu.rows.contract import Source
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import KEEP_LAST
 from fastgpu.telemetry.describe import describe_feed
@@ -55,6 +57,7 @@ def check(cfg: Config, launch: Launch) -> None:
     sources = open_sources(cfg.data, cfg.loader, cfg.hdf5, world)
     workload = workloads.make(cfg.workload, options, sources, world)
     sizes = choose_sizes(cfg.data, cfg.loader, sources, world, accumulation=cfg.optim.accumulation_steps)
+    _check_world_sizes(planned_world_sizes(launch), cfg.data, sources[0], cfg.optim.accumulation_steps)
     orders = (make_order(sources[0], sizes, world, cfg.run.seed), make_order(sources[1], sizes, world, None))
     world.print_once(f"{world}\n{describe_feed(sources[0], sizes, orders[0])}")
     for key, source, order in zip(("data.train", "data.val"), sources, orders, strict=True):
@@ -70,6 +73,22 @@ def check(cfg: Config, launch: Launch) -> None:
     free = _check_folder(cfg.run, resolved.flat(), _checkpoint_bytes(model, cfg.optim, bool(cfg.train.ema)))
     world.print_once(f"run.folder: {format_bytes(free)} free in {cfg.run.folder}")
     world.print_once(f"checked in {time.perf_counter() - t0:.1f} s; nothing was started")
+
+
+def _check_world_sizes(world_sizes: list[int], data: Data, source: Source, accumulation: int) -> None:
+    """Check that a job can change its size inside an epoch: the batches must be the same for all numbers of ranks."""
+    canonical_ranks = {}
+    for world_size in world_sizes:
+        choose_rank_batch(data.batch_size, world_size, accumulation, source)
+        chosen = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world_size, source)
+        canonical_ranks[chosen] = world_size
+    if len(canonical_ranks) > 1:
+        meanings = ", ".join(f"{number} for {world_size} ranks" for number, world_size in canonical_ranks.items())
+        raise UserError(
+            f"data.canonical_ranks is {data.canonical_ranks}, which means {meanings}: the batches would change with "
+            f"the number of nodes (PET_NNODES); set data.canonical_ranks={lcm(*world_sizes)}, which must divide "
+            f"data.batch_size ({data.batch_size})"
+        )
 
 
 def _model_without_weights(workload: Workload) -> nn.Module:

@@ -2,7 +2,8 @@
 # One node of a job: checks config, data and model, then starts torchrun. Run it on every node, in the project's folder:
 #     PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=first-node:29500 RUN_NAME=a bash launch/node.sh data.batch_size=512
 # torchrun takes its options from PET_<OPTION>. RUN_FOLDER (default: runs) must be the same folder on all nodes.
-# ONLY=check and ONLY=train do one half.
+# ONLY=check and ONLY=train do one half. PET_NNODES=1:2: nodes may leave and join while the job runs, but that of
+# PET_RDZV_ENDPOINT must stay.
 #
 # Exit codes: 0 the run is finished; 2 a person has to change something, nothing was started; 143 (or STOP_CODE) asked to
 # stop, start it again to go on; 1 torchrun gave up.
@@ -11,6 +12,10 @@ set -euo pipefail
 export PET_RDZV_BACKEND=c10d       # the default, static, does not bring nodes together again after a restart
 export PET_RDZV_ENDPOINT=${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:?name of the first node}:${PET_MASTER_PORT:-29500}}
 export PET_RDZV_ID=${PET_RDZV_ID:-$RUN_NAME}
+if [[ $PET_NNODES == *:* ]]; then
+  export PET_MAX_RESTARTS=${PET_MAX_RESTARTS:-30}        # each node that leaves costs one, each that joins costs none
+  export PET_RDZV_CONF=${PET_RDZV_CONF:-last_call_timeout=5}     # seconds to wait for more nodes; they may come later
+fi
 export PET_MAX_RESTARTS=${PET_MAX_RESTARTS:-3}
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR2      # to be passed on: the ranks save and stop
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # nodes may count restarts differently, so every restart needs a new store
@@ -19,23 +24,35 @@ set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume
 
 # torchrun restarts whatever fails, so a mistake must show before it starts.
 if [ "${ONLY:-check}" = check ]; then
-  WORLD_SIZE=$((PET_NNODES * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
+  WORLD_SIZE=$((${PET_NNODES#*:} * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
 fi
 if [ "${ONLY:-train}" != train ]; then
   exit
 fi
 
-torchrun "$@" &
-trap 'kill -TERM $!' TERM INT      # a shell does not pass signals on by itself
+# Each rank runs on the CPUs next to its GPU. NUMA_BINDING= leaves the ranks free.
+numa=""
+if nvidia-smi -L >/dev/null 2>&1; then
+  numa=${NUMA_BINDING-node}
+fi
+if [ -n "$numa" ] && ! command -v numactl >/dev/null; then
+  echo "warning: numactl is not installed, so the ranks are not bound to the CPUs next to their GPUs" >&2
+  numa=""
+fi
+torchrun ${numa:+"--numa-binding=$numa"} "$@" &
+asked=0
+trap 'asked=1; kill -TERM $!' TERM INT     # a shell does not pass signals on by itself
 code=0
 wait $! || code=$?
 if kill -0 $! 2>/dev/null; then    # the signal interrupted the wait; the ranks are saving
   code=0
   wait $! || code=$?
 fi
-# If one node is asked to stop, all ranks save and end with 0, and so does torchrun on the other nodes: a job would take
-# them for finished and go on without them. The file in the folder of the run tells the difference.
+# torchrun ends with 1 if it is asked to stop, and with 0 if its ranks were. A file in the folder of the run says that they
+# have saved.
 if [ -e "$run/stopped.json" ]; then
   code=${STOP_CODE:-143}
+elif [ "$((asked * code))" != 0 ]; then    # before the first step
+  code=143
 fi
 exit "$code"

@@ -20,6 +20,10 @@ MAX_LINE = 1000
 """Characters of a line of a message. It may quote what a damaged file holds, whatever its length."""
 
 
+RECORDED = ("CUDA_", "FI_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
+"""Beginnings of the environment variables that change how NCCL, CUDA, OpenMP and torch work."""
+
+
 class UserError(ValueError):
     """An error that a person can fix. The message names the key or path, the value, what is allowed, and the cure."""
 
@@ -43,6 +47,8 @@ class Launch(NamedTuple):
     """How often torchrun has restarted the processes of this job."""
     is_launched: bool = False
     """Whether torchrun started this process and waits for its end."""
+    shares_store: bool = False
+    """Whether torchrun keeps one store for all restarts of the processes."""
 
     @property
     def is_local_main(self) -> bool:
@@ -53,10 +59,24 @@ class Launch(NamedTuple):
 def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
+    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-2], strict=True)]
     rank, world_size, local_rank, local_world_size, attempt = numbers
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-    return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched)
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched, shares_store)
+
+
+def planned_world_sizes(launch: Launch) -> list[int]:
+    """The numbers of processes that the job may have: several if PET_NNODES, which torchrun reads, is MIN:MAX."""
+    min_nodes, _, max_nodes = os.environ.get("PET_NNODES", "").partition(":")
+    if not max_nodes:
+        return [launch.world_size]
+    return [n_nodes * launch.local_world_size for n_nodes in range(int(min_nodes), int(max_nodes) + 1)]
+
+
+def read_environment() -> dict[str, str]:
+    """{variable: value} of all that `RECORDED` names. This project sets none of them; torchrun and clusters do."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}
 
 
 def warn(text: str) -> None:

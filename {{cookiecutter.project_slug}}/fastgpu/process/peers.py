@@ -1,7 +1,8 @@
 """Why a job has ended: what the other ranks are told when one of them ends.
 
 A rank whose peer is gone sees a connection that closes, with no word of who closed it. So every rank leaves a note in
-the store of the job: where it runs, and what ended it.
+the store of the job: where it runs, and what ended it. The number of requests that a rank makes to the store does not
+grow with the number of ranks: 1,024 ranks that each ask for every other one are a million requests.
 """
 
 import json
@@ -14,40 +15,50 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import Launch, UserError
 
 NOTE_S = 3.0
 """How long to wait for the last words of a rank: they and the end of its connection come by different ways."""
 POLL_S = 0.1
+MAX_TOLD = 4
+"""How many ranks that left a reason are named."""
 
 
 class Peers:
     """The notes of all ranks of a job."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
+    def __init__(self, store: dist.Store, launch: Launch):
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._rank = launch.rank
+        self._world_size = launch.world_size
+        first = launch.rank - launch.local_rank
+        self._local_ranks = range(first, first + launch.local_world_size)
         self._host = socket.gethostname()
-        self._write(f"at{rank}", [self._host, os.getpid()])
+        self._write(f"at{self._rank}", [self._host, os.getpid()])
 
     def check_device(self, device: str) -> None:
         """Raise UserError on every rank if a rank has another type of device than rank 0: the two could never meet."""
-        self._store.set(f"device{self._rank}", device)
-        devices = [
-            each.decode() for each in self._store.multi_get([f"device{rank}" for rank in range(self._world_size)])
-        ]
-        for rank, each in enumerate(devices):
-            if each != devices[0]:
-                host, first_host = (self._read(f"at{number}")[0] for number in (rank, 0))
-                raise UserError(
-                    f"the device is {each} on rank {rank} ({host}) and {devices[0]} on rank 0 ({first_host}); check "
-                    "nvidia-smi on both machines, or set dist.device"
-                )
+        if self._rank == 0:
+            self._store.set("device", device)
+        first_device = self._store.get("device").decode()  # waits for rank 0
+        if device != first_device:
+            host, first_host = (self._read(f"at{rank}")[0] for rank in (self._rank, 0))
+            message = (
+                f"the device is {device} on rank {self._rank} ({host}) and {first_device} on rank 0 ({first_host}); "
+                "check nvidia-smi on both machines, or set dist.device"
+            )
+            self._store.set("another device", json.dumps(message))
+        if self._store.add("compared", 1) >= self._world_size:
+            self._store.set("all compared", "")
+        self._store.wait(["all compared"])
+        if message := self._read("another device"):
+            raise UserError(message)
 
     def tell(self, reason: str) -> None:
         """Leave the reason why this rank ends."""
         self._write(f"end{self._rank}", f"{reason} (at {time.strftime('%H:%M:%S')})")
+        with suppress(RuntimeError):
+            self._write(f"told{self._store.add('told', 1)}", self._rank)
 
     def explain(self) -> str:
         """What has happened to the ranks that have ended or stand still, in one line."""
@@ -55,8 +66,28 @@ class Peers:
         fates: list[str] = []
         while not fates and time.monotonic() < until:
             time.sleep(POLL_S)
-            fates = [fate for rank in range(self._world_size) if rank != self._rank and (fate := self._fate(rank))]
+            fates = self._fates(self._suspects()) or self._fates(self._first_missing())
         return "; ".join(fates) or "no rank has said why: look at the output of the others, and at their machines"
+
+    def _suspects(self) -> list[int]:
+        """The first ranks that left a reason, and all others of this machine."""
+        told = [self._read(f"told{number}") for number in range(1, MAX_TOLD + 1)]
+        return sorted({*told, *self._local_ranks} - {None, self._rank})
+
+    def _first_missing(self) -> list[int]:
+        """The first rank that has not been heard of, by bisection; empty if all have been."""
+        come, end = 0, self._world_size  # all ranks below `come` have been heard of, and rank `end` has not
+        with suppress(RuntimeError):
+            while come < end:
+                middle = (come + end) // 2
+                if self._store.check([f"at{rank}" for rank in range(come, middle + 1)]):
+                    come = middle + 1
+                else:
+                    end = middle
+        return [end] if end < self._world_size else []
+
+    def _fates(self, ranks: list[int]) -> list[str]:
+        return [fate for rank in ranks if (fate := self._fate(rank))]
 
     def _fate(self, rank: int) -> str | None:
         """What is known of a rank. None: it seems to be well."""

@@ -3,10 +3,12 @@
 import gc
 import hashlib
 import json
+import math
+import resource
 import signal
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, RankError, UserError
+from fastgpu.process.launch import HangError, Launch, RankError, UserError, warn
 from fastgpu.process.peers import Peers, is_lost_peer
 from fastgpu.process.signals import end_soon
 
+MAX_MACHINES = 16
+"""Counters of so many machines are logged one by one. At 128 machines of 8 GPUs, a point would have 13,000 scalars."""
+SPARE_FILES = 512
+"""Open files besides the connections of the store: of the data, the log, NCCL."""
 SAME = "all ranks need the same settings, rows and code"
 
 
@@ -92,25 +98,34 @@ class World:
         values[self.rank] = value
         return self.all_reduce_sum(values).tolist()
 
-    def broadcast(self, value: Any) -> Any:
-        """The value of rank 0 on every rank (pickled, only among the processes of this job)."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of one rank on every rank (pickled, only among the processes of this job)."""
         box = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(box, device=self.device)
+            dist.broadcast_object_list(box, source, device=self.device)
         return box[0]
 
-    def gather_by_node(self, values: dict[str, float]) -> dict[str, float]:
-        """The values of the first rank of every machine: those of rank 0 by name, others as `machine1/<name>`."""
+    def gather_by_node(self, values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+        """The values of the first rank of every machine: those of rank 0 by name, others as `machine1/<name>`.
+
+        Of more than MAX_MACHINES machines, the lowest and the highest value of each name are returned instead of the
+        others, as `min/<name>` and `max/<name>`. names: all that any machine may have, the same on every rank. Values
+        with other names are lost on several machines. Only tensors of a fixed size are exchanged.
+        """
         if self.world_size == self.local_world_size:
-            return values
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, (self.local_rank == 0, values))
-        machines = [of_rank for is_local_main, of_rank in gathered if is_local_main]
-        merged: dict[str, float] = {}
-        for number, of_machine in enumerate(machines):
-            prefix = f"machine{number}/" if number else ""
-            merged |= {prefix + name: value for name, value in of_machine.items()}
-        return merged
+            return dict(values)
+        is_first = [rank == 1.0 for rank in self.all_gather(float(self.local_rank == 0))]
+        table = torch.zeros((sum(is_first), len(names)), dtype=torch.float64, device=self.device)
+        if self.local_rank == 0:
+            own = [values.get(name, math.nan) for name in names]
+            table[sum(is_first[: self.rank])] = torch.tensor(own, dtype=torch.float64)
+        self.all_reduce_sum(table)
+        rows = {f"machine{number}/" if number else "": row for number, row in enumerate(table)}
+        if len(rows) > MAX_MACHINES:
+            lowest = table.nan_to_num(math.inf).amin(0)
+            rows = {"": table[0], "min/": lowest, "max/": table.nan_to_num(-math.inf).amax(0)}
+        named = {prefix: zip(names, row.tolist(), strict=True) for prefix, row in rows.items()}
+        return {prefix + name: each for prefix, row in named.items() for name, each in row if math.isfinite(each)}
 
     @contextmanager
     def raise_on_every_rank(self) -> Iterator[None]:
@@ -125,13 +140,9 @@ class World:
             raise  # a process that is to end by force ends alone
         except UserError as error:
             own = str(error)
-        errors = [own]
-        if self.world_size > 1:
-            errors = [None] * self.world_size
-            dist.all_gather_object(errors, own)
-        first = next((error for error in errors if error), None)
-        if first:
-            raise UserError(first)
+        failed = self.all_gather(float(own is not None))
+        if any(failed):
+            raise UserError(self.broadcast(own, source=failed.index(1.0)))
 
     def check_same(self, values: Mapping[str, object], cure: str = SAME) -> None:
         """Raise UserError on every rank if a value of a rank differs from that of rank 0. It names both values.
@@ -142,15 +153,14 @@ class World:
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
         if len(set(self.all_gather(int.from_bytes(digest[:6], "big")))) == 1:  # a float64 holds 53 bits
             return
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, (socket.gethostname(), texts))
-        first_host, first = gathered[0]
-        for rank, (host, of_rank) in enumerate(gathered):
-            names = [name for name in first | of_rank if of_rank.get(name) != first.get(name)]
+        host = socket.gethostname()
+        first_host, first = self.broadcast((host, texts))
+        with self.raise_on_every_rank():
+            names = [name for name in first | texts if texts.get(name) != first.get(name)]
             if names:
                 more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
                 raise UserError(
-                    f"{names[0]} is {of_rank.get(names[0], 'missing')} on rank {rank} ({host}) and "
+                    f"{names[0]} is {texts.get(names[0], 'missing')} on rank {self.rank} ({host}) and "
                     f"{first.get(names[0], 'missing')} on rank 0 ({first_host}){more}; {cure}"
                 )
 
@@ -177,10 +187,17 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
     # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
     # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts
     # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
+    if launch.shares_store and launch.local_world_size < launch.world_size:
+        warn(
+            "the ranks may not find each other after a restart, or after a machine has joined or left: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, with --rdzv-backend=c10d"
+        )
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
+    if world.is_main:
+        _allow_connections(world.world_size)
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
-    peers = Peers(dist.PrefixStore("peers", store), world.rank, world.world_size)
+    peers = Peers(dist.PrefixStore("peers", store), launch)
     try:
         peers.check_device(device.type)
         dist.init_process_group(
@@ -215,6 +232,14 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
         peers.tell(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         raise
     _leave()
+
+
+def _allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, often 1024, for rank 0: it may hold the store, to which every rank has a
+    connection. Ranks beyond the limit could not join ("Connection reset by peer")."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < world_size + SPARE_FILES:  # -1: there is none
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _flight_recorder(device: torch.device) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, read_environment, warn
 from fastgpu.process.lock import FolderLock
 from fastgpu.process.signals import Requests
 from fastgpu.process.world import World
@@ -37,6 +38,7 @@ from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.telemetry.snapshot import copy_to_host
 from fastgpu.telemetry.starts import forget_starts, note_start, refuse_without_progress
+from fastgpu.telemetry.tags import machine_names
 from fastgpu.training.parallel import average_buffers
 
 STOPPED = "stopped.json"
@@ -149,7 +151,8 @@ class Run:
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
-        self._monitor = Monitor(counters, self._world.gather_by_node)
+        names = machine_names(int(self._world.all_reduce_max(self._world.local_world_size)))
+        self._monitor = Monitor(counters, partial(self._world.gather_by_node, names=names))
         machine = self._world.identity | {"row_bytes": row_bytes}
         self._log = Log(
             self.folder if self._world.is_main else None,
@@ -257,7 +260,9 @@ class Run:
     def stop(self) -> int:
         """Say that the run was asked to stop, in its folder, too. Returns the exit code.
 
-        It is 128 + the number of the signal, but 0 for a rank that torchrun started: it would restart any other one.
+        It is 128 + the number of the signal, but 0 if torchrun started all ranks on this machine: it would restart
+        them. On several machines it should: where one of them leaves, the others go on as soon as another one joins, or
+        without it (--nnodes=1:2). A machine that leaves starts nothing again, whatever its ranks end with.
         """
         self._requests.outlive_run()
         self._log.finish(self._metrics)
@@ -270,7 +275,8 @@ class Run:
         self._world.print_once(
             f"asked to stop at step {self.progress.step}, which is saved; run.resume=auto continues from there"
         )
-        return 0 if self._world.is_launched else 128 + self._stop_signal
+        is_one_machine = self._world.world_size == self._world.local_world_size
+        return 0 if self._world.is_launched and is_one_machine else 128 + self._stop_signal
 
     def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
@@ -472,7 +478,7 @@ def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
 
 
 def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
-    """run.json: command, versions, GPU, commit, model and metrics."""
+    """run.json: command, versions, environment, GPU, commit, model and metrics."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
         with suppress(PackageNotFoundError):
@@ -482,6 +488,7 @@ def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "template_version": TEMPLATE_VERSION,
         "versions": versions,
+        "environment": read_environment(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "machine": platform.platform(),
         "git_commit": _git("rev-parse", "HEAD"),

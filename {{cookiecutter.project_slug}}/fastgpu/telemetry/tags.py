@@ -1,7 +1,8 @@
 """Every scalar that a run logs: one table for TensorBoard's charts, the summary and report.html.
 
 A tag is `group/name_unit`. A job on several machines logs the tags of `gpu<n>` and `host` once for each machine, those
-of the second one as `machine1/host/...`.
+of the second one as `machine1/host/...`. On more than 16 machines the lowest and the highest value of any machine take
+the place of all but the first one's, as `min/host/...` and `max/host/...`.
 """
 
 import re
@@ -39,8 +40,12 @@ class Tag(NamedTuple):
     def pattern(self) -> str:
         """A regular expression that matches the names of this tag on every machine."""
         pattern = self.name.replace("<n>", r"\d+").replace("<metric>", r"\w+")
-        is_of_machine = self.name.startswith(("gpu", "host/"))
-        return rf"(machine\d+/)?{pattern}" if is_of_machine else pattern
+        return rf"((machine\d+|min|max)/)?{pattern}" if self.is_of_machine else pattern
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether every machine has this scalar."""
+        return self.name.startswith(("gpu", "host/"))
 
     def names(self, logged: Iterable[str]) -> list[str]:
         """The logged names that belong to this tag."""
@@ -96,6 +101,13 @@ TAGS = (
     Tag("host/disk_read_mb_per_s", "MB/s", title="disk reads", chart=DISK),
     Tag("host/page_cache_refaults_per_s", "pages/s", chart=PAGE_CACHE),
 )
+
+
+def machine_names(n_gpus: int) -> list[str]:
+    """The names of all scalars that a machine with so many GPUs may have."""
+    names = [tag.name for tag in TAGS if tag.is_of_machine]
+    of_gpus = [name.replace("<n>", str(number)) for number in range(n_gpus) for name in names if "<n>" in name]
+    return [name for name in names if "<n>" not in name] + of_gpus
 
 
 @cache

@@ -1,6 +1,8 @@
 """Several machines: two torchruns on this one, which share the folder of the run. Any of their processes may die."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,29 +11,77 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import TIMEOUT_S, free_port, metrics_of, run_train, same_weights, train_command
+import torch
+from harness import (
+    ALONE,
+    ROOT,
+    TIMEOUT_S,
+    copy_project,
+    free_port,
+    metrics_of,
+    run_train,
+    same_weights,
+    train_command,
+    weights_of,
+    write_minimal,
+)
+
+import train as script
+from fastgpu.process.config_loader import load_config
+from workloads import minimal
 
 WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "log.to=[]", "train.epochs=40")
 
 
-class Job:
-    """Two agents, each of which starts one rank."""
+NOTING = """
+import json
+import os
+import time
+from pathlib import Path
 
-    def __init__(self, *words: str, restarts: int = 3):
+from fastgpu.process.launch import read_launch
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    def transform(self, batch, rng):
+        launch = read_launch()
+        with open(os.environ["ROWS"], "a") as file:
+            file.write(json.dumps([launch.world_size, launch.rank, batch["x"][:, 0].tolist()]) + "\\n")
+        if Path("slow").exists():
+            time.sleep(0.2)
+        return batch
+"""
+"""A workload that writes down the first number of each row of each batch, slowly if there is a file `slow`."""
+
+
+class Job:
+    """Agents, each of which starts one rank."""
+
+    def __init__(self, *words: str, restarts: int = 3, nodes: str = "2", root: Path = ROOT):
         self.words = words
         self.restarts = restarts
+        self.nodes = nodes
+        self.root = root
+        self.environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         self.port = free_port()
         self.agents: list[subprocess.Popen] = []
 
     def start_agent(self, cwd: Path | None = None) -> subprocess.Popen:
         """Start an agent of the next node, as the launch files do."""
-        launcher = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={self.restarts}", "--local-addr=127.0.0.1"]
+        launcher = [
+            f"--nnodes={self.nodes}",
+            "--nproc-per-node=1",
+            f"--max-restarts={self.restarts}",
+            "--local-addr=127.0.0.1",
+        ]
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
+        rendezvous.append("--rdzv-conf=last_call_timeout=2")
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *rendezvous]
         agent = subprocess.Popen(
-            [*command, *train_command(*self.words)[1:]],
+            [*command, *train_command(*self.words, root=self.root)[1:]],
             cwd=cwd,
-            env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -112,6 +162,7 @@ def test_one_machine_without_the_data_is_one_line(folder, jobs):
     elsewhere.mkdir()
     (elsewhere / "config.yaml").write_text((folder / "config.yaml").read_text())
     job = jobs(restarts=0)
+    del job.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
     job.start_agent()
     time.sleep(2)
     job.start_agent(cwd=elsewhere)
@@ -121,3 +172,63 @@ def test_one_machine_without_the_data_is_one_line(folder, jobs):
         assert len(lines) == 1, output
         assert "rows.h5 does not exist (looked in" in lines.pop()
         assert "UserError" not in output  # what follows is the report of torchrun
+    assert "".join(outputs).count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine") == 1
+
+
+def global_batches(path: Path) -> list[tuple[int, list[float]]]:
+    """(number of ranks, rows of all ranks in their order) of each step that was made."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    batches = []
+    while lines and len(lines) >= lines[0][0]:
+        world_size = lines[0][0]
+        ranks = sorted(lines[:world_size])  # no rank begins a step before all have begun the one before
+        assert [line[:2] for line in ranks] == [[world_size, rank] for rank in range(world_size)]
+        batches.append((world_size, [row for *_, rows in ranks for row in rows]))
+        del lines[:world_size]
+    return batches
+
+
+@pytest.mark.slow
+def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jobs, monkeypatch):
+    root = copy_project(folder)
+    (root / "workloads/noting.py").write_text(NOTING)
+    write_minimal(folder, n_rows=5000)
+    words = ("workload=noting", "run.resume=auto", "log.to=[]", "train.epochs=1", "data.batch_size=8")
+    rows = folder / "rows.txt"
+    monkeypatch.setenv("ROWS", str(rows))
+    slow = folder / "slow"
+    slow.touch()
+    job = jobs(*words, nodes="1:2", root=root)
+    stays = job.start_agent()
+    wait_for_steps(rows, stays, world_size=1)
+    leaves = job.start_agent()
+    wait_for_steps(rows, stays, world_size=2)
+    leaves.send_signal(signal.SIGTERM)
+    leaves.communicate(timeout=TIMEOUT_S)
+    assert (folder / "runs/a/stopped.json").exists()
+    slow.unlink()
+    output, _ = stays.communicate(timeout=TIMEOUT_S)
+    assert stays.returncode == 0, output
+    assert not (folder / "runs/a/stopped.json").exists()
+    batches = global_batches(rows)
+    sizes = [size for size, _ in batches]
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [1, 2, 1]
+
+    alone: list[list[float]] = []
+    monkeypatch.setattr(
+        minimal.Workload, "transform", lambda _, batch, rng: alone.append(batch["x"][:, 0].tolist()) or batch
+    )
+    script.train(load_config([*words[1:], "run.name=alone"]), ALONE)
+    assert [row_ids for _, row_ids in batches] == alone  # none is lost, none is made twice
+    ours, theirs = weights_of(folder / "runs/a"), weights_of(folder / "runs/alone")
+    for name, values in ours.items():  # two ranks add the gradients in another order
+        torch.testing.assert_close(values, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def wait_for_steps(rows: Path, agent: subprocess.Popen, world_size: int) -> None:
+    """Wait until the last five steps were made by so many ranks."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while [size for size, _ in global_batches(rows)[-5:]] != [world_size] * 5:
+        assert agent.poll() is None, agent.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.05)

@@ -72,6 +72,18 @@ def test_the_batch_is_checked_for_the_ranks_of_the_job(folder):
     check_words("data.batch_size=40", launch=Launch())
 
 
+def test_every_size_that_a_job_may_have_is_checked(folder, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "1:2")
+    with pytest.raises(UserError, match="means 8 for 8 ranks, 16 for 16 ranks: the batches would change .*ranks=16"):
+        check_words()
+    check_words("data.canonical_ranks=16")
+    monkeypatch.setenv("PET_NNODES", "1:3")
+    with pytest.raises(UserError, match=r"data.batch_size is 32; it should be a multiple of 24 \(24 ranks"):
+        check_words()
+    monkeypatch.setenv("PET_NNODES", "1:2")
+    check_words(launch=Launch(world_size=2))
+
+
 def test_a_damaged_first_block_is_found_in_any_shard(folder):
     for number in range(3):
         shutil.copyfile("rows.h5", f"part-{number}.h5")

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -10,9 +11,12 @@ import torch
 import torch.distributed as dist
 from harness import ALONE, CPU, in_world
 
+from fastgpu.process import world as world_module
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, RankError, UserError
-from fastgpu.process.world import World, _flight_recorder, join
+from fastgpu.process.world import World, _allow_connections, _flight_recorder, join
+
+NAMES = ("gpu0/power_w", "host/rss_gib")
 
 
 def error_of(function: Callable[[], Any]) -> str | None:
@@ -39,6 +43,14 @@ def raise_on_one_rank(world: World) -> None:
             raise UserError("disk of rank 1 is full")
 
 
+def gather_as_many(world: World) -> dict[str, float]:
+    """The counters as they are logged if two machines are too many to log each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world_module, "MAX_MACHINES", 1)
+        own = {"gpu0/power_w": 300.0} if world.rank else {}
+        return world.gather_by_node({"host/rss_gib": float(world.rank), **own}, NAMES)
+
+
 def use_world(world: World) -> dict[str, Any]:
     """Everything that two ranks do together, in one job: starting processes takes seconds."""
     as_first_local_rank = dataclasses.replace(world, local_world_size=1, local_rank=0)
@@ -55,8 +67,9 @@ def use_world(world: World) -> dict[str, Any]:
         "value of one rank": error_of(lambda: world.check_same({"x.py": "ab"} if world.rank else {})),
         "everywhere": error_of(lambda: world.check_everywhere(True, "no room")),
         "not everywhere": error_of(lambda: world.check_everywhere(world.rank == 0, "no room")),
-        "one machine": world.gather_by_node({"host/rss_gib": float(world.rank)}),
-        "two machines": as_first_local_rank.gather_by_node({"host/rss_gib": float(world.rank)}),
+        "one machine": world.gather_by_node({"host/rss_gib": float(world.rank)}, NAMES),
+        "two machines": as_first_local_rank.gather_by_node({"host/rss_gib": float(world.rank)}, NAMES),
+        "many machines": gather_as_many(as_first_local_rank),
         "gpus of the second rank": as_second_local_rank.gpus,
         "key": store.underlying_store.get(f"attempt0/rank {world.rank}"),
     }
@@ -106,9 +119,16 @@ def test_a_condition_that_fails_on_one_rank_fails_on_every_rank(ranks):
 def test_values_of_each_machine_come_together(ranks):
     for number, rank in enumerate(ranks):
         assert rank["one machine"] == {"host/rss_gib": float(number)}
-        assert rank["two machines"] == {"host/rss_gib": 0.0, "machine1/host/rss_gib": 1.0}
         assert rank["gpus of the second rank"] is None  # one monitor for each machine
-    assert ALONE.gather_by_node({"a": 1.0}) == {"a": 1.0}
+    assert ranks[0]["two machines"] == {"host/rss_gib": 0.0, "machine1/host/rss_gib": 1.0}
+    assert ranks[0]["many machines"] == {
+        "host/rss_gib": 0.0,
+        "min/gpu0/power_w": 300.0,
+        "max/gpu0/power_w": 300.0,
+        "min/host/rss_gib": 0.0,
+        "max/host/rss_gib": 1.0,
+    }
+    assert ALONE.gather_by_node({"a": 1.0}, []) == {"a": 1.0}
     assert ALONE.gpus == []
 
 
@@ -153,7 +173,7 @@ def store(monkeypatch) -> dist.Store:
     store = dist.HashStore()
     rank_1 = dist.PrefixStore("peers", dist.PrefixStore("attempt0", store))
     rank_1.set("at1", json.dumps(["node-b", 7]))
-    rank_1.set("device1", "cpu")
+    rank_1.add("compared", 1)
     monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
@@ -204,11 +224,24 @@ def test_ranks_that_never_meet_are_one_line_too(store, monkeypatch):
 
 
 def test_a_node_without_its_gpu_is_named(store):
-    store.set("device1", "cuda")
-    with pytest.raises(UserError, match=r"the device is cuda on rank 1 \(node-b\) and cpu on rank 0 .*nvidia-smi"):
+    message = "the device is cuda on rank 1 (node-b) and cpu on rank 0 (node-a)"
+    store.set("another device", json.dumps(message))
+    with pytest.raises(UserError, match=re.escape(message)):
         end_by(AssertionError("not reached"))
 
 
 def test_the_flight_recorder_is_for_nccl():
     assert _flight_recorder(CPU) == ""
     assert "TORCH_FR_DUMP_TEMP_FILE" in _flight_recorder(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [((1024, 4096), (4096, 4096)), ((2048, 4096), None), ((1024, -1), (-1, -1)), ((-1, -1), None)],
+)
+def test_rank_0_may_hold_a_connection_to_each_rank(monkeypatch, limits, expected):
+    chosen = []
+    monkeypatch.setattr(world_module.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(world_module.resource, "setrlimit", lambda _, value: chosen.append(value))
+    _allow_connections(1024)
+    assert chosen == ([expected] if expected else [])

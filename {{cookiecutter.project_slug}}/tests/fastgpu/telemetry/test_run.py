@@ -51,12 +51,16 @@ def test_the_echo_factor_that_was_found_is_in_the_config(tmp_path, model):
     assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["data"]["echo"] == 2.5
 
 
-def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
+def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     with started_run(tmp_path, model):
         pass
     description = json.loads((tmp_path / "a" / "run.json").read_text())
     assert description["template_version"] == TEMPLATE_VERSION
     assert description["model"] == CARD
+    assert description["environment"]["NCCL_DEBUG"] == "WARN"
+    assert "WANDB_API_KEY" not in description["environment"]
     assert {"torch", "h5py", "numpy", "python", "cuda"} <= set(description["versions"])
     assert {"command", "started", "gpu", "git_commit", "git_changes"} <= set(description)
 
