@@ -5,7 +5,8 @@ python bench/encoded.py
 All decode the same made-up JPEG files, cut the same kind of random part (8 to 100 % of the area) and resize it to 224 x
 224. The DataLoader reads files from a folder, one worker process for each CPU, batches of 256; the feed reads the HDF5
 file of `convert.py images --keep-encoded`, one reader thread for each CPU. Each contender is a process of its own that
-reads one epoch before it is measured for two. `bare` is a loop of one thread over decoder and resize, with the bytes in memory.
+reads one epoch before it is measured for two. `bare` is a loop of one thread over decoder and resize, with the bytes in
+memory.
 """
 
 import json
