@@ -19,7 +19,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
+from fastgpu.rows.field import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
@@ -52,7 +52,10 @@ class Store(Source):
             if field.is_ragged:
                 lengths = np.concatenate([np.diff(file.indptr[name]).astype(np.int32) for file in files])
                 self.lengths[name] = lengths
-                self.fields[name] = field._replace(mean_values=float(lengths.mean()))  # over all files
+                codecs = {codec for file in files for codec in file.fields[name].codec.split("+")}
+                self.fields[name] = field._replace(  # over all files
+                    mean_values=float(lengths.mean()), codec="+".join(sorted(codecs))
+                )
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
@@ -285,7 +288,14 @@ class _File:
             field_ranges = ranges
             if name in self.indptr:  # a range of rows is a range of values
                 indptr = self.indptr[name]
-                field_ranges = [RowRange(int(indptr[start]), target.places(places)) for start, places in ranges]
+                if self.fields[name].row_bytes >= LONG_ROW_BYTES:
+                    field_ranges = [
+                        RowRange(int(indptr[start + first]), values)
+                        for start, places in ranges
+                        for first, values in target.runs(places)
+                    ]
+                else:
+                    field_ranges = [RowRange(int(indptr[start]), target.places(places)) for start, places in ranges]
                 target = target.values
             if name in self.columns:
                 column = self.columns[name]
