@@ -33,6 +33,13 @@ def celeba(folder: Path) -> None:
     celeba_in(folder / "celeba", packed=True, rows=40)
 
 
+def imagenet(folder: Path) -> None:
+    """The tar files of ImageNet, with few rows."""
+    from test_imagenet import imagenet_in
+
+    imagenet_in(folder / "imagenet")
+
+
 def photos(folder: Path) -> None:
     """A CSV and images of several sizes."""
     rng = np.random.default_rng(0)
@@ -65,6 +72,7 @@ MAKE_DATA = {
     "cifar10": cifar10,
     "celeba": celeba,
     "csv-images": photos,
+    "imagenet": imagenet,
     "recsys": nothing,
     "segmentation": photos_with_masks,
 }

@@ -343,7 +343,8 @@ def can_meet(run: Run, name: str) -> bool:
     """Whether a run of this kind has what the fault is aimed at."""
     if "worker" in name:
         return run.kind == "dataset"
-    return run.kind != "process" or "torchrun" not in name
+    needs_others = "torchrun" in name or name == "SIGSTOP to a rank"  # a process alone may be stopped, as by Ctrl-Z
+    return run.kind != "process" or not needs_others
 
 
 def soak(run: Run, usual: Untouched, names: list[str]) -> Outcome:

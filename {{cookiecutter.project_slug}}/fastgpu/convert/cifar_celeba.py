@@ -9,16 +9,17 @@ import io
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
 
-from fastgpu.convert.image_files import ImageFiles, Listing, OpenFile, open_images
-from fastgpu.convert.reading import MAX_ERROR_CHARS, OnError, explain_errors
+from fastgpu.convert.image_files import Listing, OpenFile, open_images
+from fastgpu.convert.reading import MAX_ERROR_CHARS, DecodedRows, OnError, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.encoded import Kept
 from fastgpu.storage.images import Preprocessing, open_file
 
 MAX_MEMBER_BYTES = 256 << 20
@@ -82,7 +83,7 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
         return
     with (
         explain_errors(source, "a whole tar archive"),
-        _LimitedGzip(source) as file,
+        LimitedGzip(source) as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):
         for member in archive:
@@ -93,7 +94,7 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
             pass
 
 
-class _LimitedGzip(gzip.GzipFile):
+class LimitedGzip(gzip.GzipFile):
     """A gzip file of which at most MAX_MEMBER_BYTES are read. What its headers claim does not matter."""
 
     def read(self, size: int | None = -1) -> bytes:
@@ -147,7 +148,7 @@ def _unpickle(content: bytes) -> Any:
 # ---------------------------------------------------------------------------------------------- CelebA
 
 
-def open_celeba(folder: Path, preprocessing: Preprocessing, on_error: OnError) -> dict[str, ImageFiles]:
+def open_celeba(folder: Path, preprocessing: Preprocessing | Kept, on_error: OnError) -> Mapping[str, DecodedRows]:
     """{"train", "val", "test"}: the official split. Labels are 40 attributes, uint8 (N, 40), 1 where one is present.
 
     folder: it holds img_align_celeba (or .zip), list_attr_celeba.txt and list_eval_partition.txt. Raises UserError if

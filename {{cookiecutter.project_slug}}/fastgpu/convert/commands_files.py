@@ -31,7 +31,7 @@ def add_commands(command_line: CommandLine) -> None:
     parser = command_line.add(
         repack, "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset", many=True
     )
-    parser.set_defaults(check=lambda source: None)
+    parser.set_defaults(recode=lambda source, args: source)
     add_target_flags(parser)
     parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
@@ -68,8 +68,7 @@ def repack(args: Namespace) -> None:
         source.name = f"{args.dataset} called with {path}"
     else:
         source = _open_files(args.source, fields, args.trust_links)
-    args.check(source)
-    write({"": source}, args)
+    write({"": args.recode(source, args)}, args)
 
 
 def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> "Source":

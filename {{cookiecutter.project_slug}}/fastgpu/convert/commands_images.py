@@ -2,10 +2,13 @@
 
 python convert.py images photos/ photos.h5 --size 64 --split 0.9    a folder for each class -> photos-train.h5, -val.h5
 python convert.py images photos.csv photos.h5 --size 64             or a CSV with lines of path,label
+python convert.py images photos/ photos.h5 --keep-encoded           the JPEG files themselves, decoded in each epoch
 python convert.py images photos/ cells.h5 --masks masks/ --size 64  images and masks of the same names
 python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with the pixels in it
 python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
 python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
+python convert.py imagenet imagenet/ imagenet.h5 --keep-encoded     -> imagenet-train.h5, imagenet-val.h5
+python convert.py advise photos-train.h5 --rows-per-s 2600          pixels or encoded images: what feeds that rate?
 python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up images, to try things with
 """
 
@@ -22,6 +25,7 @@ from fastgpu.process.launch import UserError
 if TYPE_CHECKING:
     from fastgpu.convert.array_files import Columns
     from fastgpu.rows.contract import Source
+    from fastgpu.storage.encoded import Kept
     from fastgpu.storage.images import Preprocessing
 
 SYNTHETIC_ROWS = 50_000
@@ -58,13 +62,31 @@ def add_commands(command_line: CommandLine) -> None:
     parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
 
-    command_line.commands.choices["repack"].set_defaults(check=report_nhwc)
+    parser = command_line.commands.choices["repack"]
+    parser.set_defaults(recode=recode)
+    parser.add_argument(
+        "--size",
+        type=_parse_size,
+        metavar="HxW",
+        help="decode encoded images to pixels; with --quality: make them smaller",
+    )
+    parser.add_argument("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
 
     add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
 
     parser = command_line.add(celeba, "folder with the images and the two lists")
     add_target_flags(parser)
     _add_decoding_flags(parser)
+
+    parser = command_line.add(imagenet, "folder with train and val, or with the tar files")
+    add_target_flags(parser)
+    _add_decoding_flags(parser)
+
+    parser = command_line.add(advise, "file.h5 with images, encoded or as pixels")
+    parser.add_argument(
+        "--rows-per-s", type=float, required=True, help="rows that this machine should train on a second"
+    )
+    parser.add_argument("--size", type=int, default=224, help="height and width to train on; default: 224")
 
     parser = command_line.add_synthetic("images", make_images)
     parser.add_argument(
@@ -81,6 +103,8 @@ def images(args: Namespace) -> None:
 
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
+    if args.masks and args.keep_encoded:
+        raise UserError("--keep-encoded is for images with labels; drop it, or --masks")
     if args.masks:
         listing = list_pairs(source, args.masks, args.on_error)
     elif source.is_dir():
@@ -124,6 +148,27 @@ def celeba(args: Namespace) -> None:
     write(open_celeba(Path(args.source), _read_preprocessing(args), args.on_error), args)
 
 
+def imagenet(args: Namespace) -> None:
+    """Convert ImageNet (ILSVRC 2012) as published: a folder with train and val, or with the tar files.
+
+    The classes of val are in its folders, in LOC_val_solution.csv, or in ILSVRC2012_devkit_t12.tar.gz beside it.
+    """
+    from fastgpu.convert.imagenet import open_imagenet
+
+    write(open_imagenet(Path(args.source), _read_preprocessing(args), args.on_error), args)
+
+
+def advise(args: Namespace) -> None:
+    """Measure this disk and these CPUs, and say whether pixels or encoded images feed the training."""
+    from fastgpu.convert.advise import advise as measure
+    from fastgpu.storage.store import open_store
+
+    if min(args.rows_per_s, args.size) <= 0:
+        raise UserError(f"--rows-per-s is {args.rows_per_s:g} and --size {args.size}; both should be above 0")
+    source = open_store("FILE", args.source, {"images": "images"})
+    print(*measure(args.source, source, args.size, args.rows_per_s), sep="\n")
+
+
 def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     """What the command `arrays` does with images."""
     from fastgpu.convert.array_images import prepare_images
@@ -131,6 +176,20 @@ def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
+
+
+def recode(source: "Source", args: Namespace) -> "Source":
+    """What the command `repack` does with images: as they are, from bytes to pixels, or from pixels to bytes."""
+    from fastgpu.convert.image_files import RecodedRows
+    from fastgpu.storage.encoded import Kept
+    from fastgpu.storage.sources import decode_images
+
+    report_nhwc(source)
+    if args.quality:
+        return RecodedRows(source, Kept(args.size and min(args.size), args.quality))
+    if args.size and not any(field.codec for field in source.fields.values()):
+        raise UserError(f"--size is for encoded images, and {source.name} has none; drop it, or add --quality")
+    return decode_images(source, args.size) if args.size else source
 
 
 def report_nhwc(source: "Source") -> None:
@@ -180,13 +239,31 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
         help="shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders",
     )
     parser.add_argument("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
+    parser.add_argument(
+        "--keep-encoded",
+        action="store_true",
+        help="write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images "
+        "whose shorter side is longer become smaller JPEG files",
+    )
+    parser.add_argument("--quality", type=_parse_quality, default=92, help="of those; default: 92")
     add_on_error_flag(parser, "image")
 
 
-def _read_preprocessing(args: Namespace) -> "Preprocessing":
+def _read_preprocessing(args: Namespace) -> "Preprocessing | Kept":
+    from fastgpu.storage.encoded import Kept
     from fastgpu.storage.images import Preprocessing
 
+    if args.keep_encoded:
+        if args.crop or args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
+            raise UserError("--keep-encoded takes --size SIDE, one number; drop --crop, --resize and --size HxW")
+        return Kept(args.size and args.size[0], args.quality)
     return Preprocessing(args.size, args.resize, args.crop)
+
+
+def _parse_quality(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise ArgumentTypeError(f"{text!r} is not a quality of JPEG files, 1 to 100")
+    return int(text)
 
 
 def _parse_size(text: str) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
@@ -16,7 +16,10 @@ from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_f
 from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
 from fastgpu.convert.tables import parse_labels, read_table
 from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.encoded import Kept, keep, to_jpeg
 from fastgpu.storage.images import (
     IGNORED_CLASS,
     Preprocessing,
@@ -35,6 +38,8 @@ OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
+PROBED_SIZES = 32
+"""Files that are looked at to estimate the bytes of encoded rows."""
 
 
 class Listing(NamedTuple):
@@ -54,6 +59,11 @@ class Listing(NamedTuple):
     """Whether the masks hold 0 and 255, which is class 1."""
     splits: Mapping[str, np.ndarray] = MappingProxyType({})
     """{split: row numbers}, if the source says it."""
+
+    def where(self, row: int) -> str:
+        """The place of a file in the folder or CSV, for messages."""
+        line = f":{self.lines[row]}" if self.lines else ""
+        return f"{self.source}{line}: {self.names[row]}"
 
     def choose(self, rows: np.ndarray) -> "Listing":
         """The files at these places of the list."""
@@ -195,11 +205,14 @@ def list_csv(
 
 
 def open_images(
-    parts: Mapping[str, Listing], open_file: OpenFile, preprocessing: Preprocessing, on_error: OnError
-) -> dict[str, "ImageFiles"]:
-    """The rows of each split. All have the size of the first image that can be decoded, if --size is not given."""
+    parts: Mapping[str, Listing], open_file: OpenFile, preprocessing: Preprocessing | Kept, on_error: OnError
+) -> Mapping[str, DecodedRows]:
+    """The rows of each split. All have the size of the first image that can be decoded, if --size is not given; or any
+    size, if they are kept encoded."""
+    if isinstance(preprocessing, Kept):
+        return {split: EncodedFiles(listing, open_file, preprocessing, on_error) for split, listing in parts.items()}
     size = preprocessing.size
-    sources = {}
+    sources: dict[str, ImageFiles] = {}
     for split, listing in parts.items():
         sources[split] = ImageFiles(listing, open_file, preprocessing, size=size, on_error=on_error)
         size = sources[split].size
@@ -268,27 +281,19 @@ class ImageFiles(DecodedRows):
         return self._where(variables["row"]) if "row" in variables else self.name
 
     def _where(self, row: int) -> str:
-        line = f":{self._listing.lines[row]}" if self._listing.lines else ""
-        return f"{self.name}{line}: {self._listing.names[row]}"
+        return self._listing.where(row)
 
     def _decode(self, row: int) -> dict[str, np.ndarray]:
-        try:
-            with self._open(self._listing.names[row]) as file:
-                self._changes_of_row[row] = describe_changes(file)
-                file.seek(0)
-                if not self._listing.masks:
-                    return {"images": decode(file, self._preprocessing)}
-                with open_file(self._listing.masks[row]) as mask_file:
-                    image_CHW, mask_HW = decode_pair(
-                        file, mask_file, self._preprocessing, is_binary=self._listing.is_binary
-                    )
-                return {"images": image_CHW, "masks": mask_HW}
-        except FileNotFoundError:
-            raise BrokenRowError(f"{self._where(row)} does not exist") from None
-        except UnidentifiedImageError:
-            raise BrokenRowError(f"{self._where(row)} is not an image that Pillow knows") from None
-        except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise BrokenRowError(f"{self._where(row)} cannot be decoded: {error}") from None
+        with explain_broken(self._where(row)), self._open(self._listing.names[row]) as file:
+            self._changes_of_row[row] = describe_changes(file)
+            file.seek(0)
+            if not self._listing.masks:
+                return {"images": decode(file, self._preprocessing)}
+            with open_file(self._listing.masks[row]) as mask_file:
+                image_CHW, mask_HW = decode_pair(
+                    file, mask_file, self._preprocessing, is_binary=self._listing.is_binary
+                )
+            return {"images": image_CHW, "masks": mask_HW}
 
     def _find_size(self) -> tuple[int, int]:
         for row in range(min(PROBED_FILES, len(self))):
@@ -298,3 +303,94 @@ class ImageFiles(DecodedRows):
             except BrokenRowError as error:
                 self.failed[row] = str(error)
         raise UserError(f"{self.name}: none of these images can be decoded:\n  " + list_first(self.reasons, "\n  "))
+
+
+class EncodedFiles(DecodedRows):
+    """Rows `images`, the bytes of image files, and `labels`. Each file is decoded once, to find the broken ones."""
+
+    def __init__(self, listing: Listing, open_file: OpenFile, kept: Kept, on_error: OnError):
+        if not listing.names or listing.labels is None:
+            raise UserError(f"{listing.source} has no images with labels")
+        super().__init__(listing.source, len(listing.names), {"labels": listing.labels}, on_error=on_error)
+        self.attributes = listing.attributes
+        self._listing = listing
+        self._open = open_file
+        self._kept = kept
+        self.fields = {"images": estimate_field(self, "images")}
+        self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
+
+    def decode(self, row: int) -> Mapping[str, np.ndarray]:
+        """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
+        where = self._listing.where(row)
+        with explain_broken(where), self._open(self._listing.names[row]) as file:
+            return {"images": np.frombuffer(keep(file.read(), self._kept), np.uint8)}
+
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
+        return variables.get("where", self.name)
+
+
+class RecodedRows(DecodedRows):
+    """Rows of another source, with the bytes of image files in place of its encoded images, or of its pixels."""
+
+    def __init__(self, source: Source, kept: Kept):
+        """Raises UserError if the source has neither encoded images nor uint8 (N, 3, H, W)."""
+        super().__init__(source.name, len(source), {}, on_error="stop")
+        self.attributes = source.attributes
+        self._source = source
+        self._kept = kept
+        self._block_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
+        self.fields = dict(source.fields)
+        for name, field in source.fields.items():
+            if field.codec or (field.dtype == np.uint8 and len(field.shape) == 3 and field.shape[0] == 3):
+                self.fields[name] = estimate_field(self, name)
+        if self.fields == source.fields:
+            raise UserError(f"{source.name} has no images to encode; they are uint8 (N, 3, height, width)")
+
+    def column(self, name: str) -> np.ndarray:
+        """One field of all rows that is in memory. Raises KeyError for the others."""
+        return self._source.column(name)
+
+    def decode(self, row: int) -> Mapping[str, np.ndarray]:
+        """One row. Thread-safe. Raises BrokenRowError if its image cannot be decoded."""
+        block = int(np.searchsorted(self._block_start, row, "right")) - 1
+        out: dict[str, Any] = {}
+        for name, field in self._source.fields.items():
+            if field.is_ragged:
+                offsets = np.array([0, self._source.lengths[name][row]])
+                out[name] = RaggedArray(np.empty(offsets[1], field.dtype), offsets)
+            else:
+                out[name] = np.empty((1, *field.shape), field.dtype)
+        self._source.read([BlockRead(block, row - int(self._block_start[block]), np.array([0]))], out)
+        values = {name: column.values if isinstance(column, RaggedArray) else column[0] for name, column in out.items()}
+        with explain_broken(f"{self.name}: row {row:,}"):
+            for name, field in self._source.fields.items():
+                if field.codec:
+                    values[name] = np.frombuffer(keep(values[name].tobytes(), self._kept), np.uint8)
+                elif self.fields[name].codec:
+                    values[name] = np.frombuffer(to_jpeg(values[name], self._kept.quality), np.uint8)
+        return values
+
+
+def estimate_field(source: DecodedRows, name: str) -> Field:
+    """The field of encoded images, whose mean size is that of a few rows. Raises BrokenRowError if all are broken."""
+    sizes = []
+    for row in np.linspace(0, len(source) - 1, min(PROBED_SIZES, len(source))).astype(int).tolist():
+        with suppress(BrokenRowError):
+            sizes.append(source.decode(row)[name].nbytes)
+    if not sizes:
+        source.decode(0)
+    return Field(np.dtype(np.uint8), (), float(np.mean(sizes)), codec="encoded")
+
+
+@contextmanager
+def explain_broken(where: str) -> Iterator[None]:
+    """Turn the errors of an image into a BrokenRowError. where: its place, for the message."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise BrokenRowError(f"{where} does not exist") from None
+    except UnidentifiedImageError:
+        raise BrokenRowError(f"{where} is not an image that Pillow knows") from None
+    except Exception as error:  # a decoder may raise anything for damaged bytes
+        raise BrokenRowError(f"{where} cannot be decoded: {error}") from None

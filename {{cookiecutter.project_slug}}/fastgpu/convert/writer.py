@@ -5,6 +5,7 @@
     items/indptr (N + 1,), items/indices  ragged rows of item numbers, a CSR matrix as anndata writes it: those of row n
                                           are indices[indptr[n] : indptr[n + 1]]; its `data`, all 1, takes no room
     weights/indptr, weights/values        ragged rows of other values
+    images/indptr, images/values          the bytes of image files; the group's attribute `codec` names their formats
     attributes                            fastgpu_format = 1, and what the caller knows about the rows
 
 Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of 4 KiB.
@@ -27,7 +28,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.field import CODECS, Field
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import codecs
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
@@ -373,6 +374,7 @@ class RaggedColumn:
     ):
         self._group = group
         self._n_items = field.n_items
+        self._codecs: set[str] | None = set() if field.codec else None
         self._n_values = 0
         block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, n_rows // MIN_BLOCKS))
         block_values = max(MIN_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
@@ -386,6 +388,8 @@ class RaggedColumn:
 
     def append(self, rows: RaggedArray) -> None:
         """The next rows. Their memory may be used again afterwards."""
+        if self._codecs is not None:
+            self._codecs |= {CODECS.get(byte, "other") for byte in np.unique(rows.values[rows.offsets[:-1]]).tolist()}
         self._values.append(rows.values[: rows.offsets[-1]])
         self._indptr.append(self._n_values + rows.offsets[1:].astype(INDPTR.dtype))
         self._n_values += int(rows.offsets[-1])
@@ -394,6 +398,8 @@ class RaggedColumn:
         """Write what waits. Item numbers become a CSR matrix as anndata writes it, whose values are all 1."""
         self._values.finish()
         self._indptr.finish()
+        if self._codecs:
+            _write_attributes(self._group, {"codec": "+".join(sorted(self._codecs))})
         if self._n_items:  # `data` is never written, so it takes no room and reads as its fill value
             shape = (self._n_values,)
             self._group.create_dataset("data", shape, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
@@ -407,20 +413,32 @@ class RaggedColumn:
 
 
 class ImageStatistics:
-    """Mean and standard deviation of each channel of the first uint8 field (C, H, W), from rows spread over all."""
+    """Mean and standard deviation of each channel of the first uint8 field (C, H, W), from rows spread over all.
+
+    Encoded images are decoded for this.
+    """
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
-        images = [name for name, field in fields.items() if field.dtype == np.uint8 and len(field.shape) == 3]
+        bytes_of = {name: field for name, field in fields.items() if field.dtype == np.uint8}
+        images = {name: field for name, field in bytes_of.items() if field.codec or len(field.shape) == 3}
         self._name = next(iter(images), None)
+        self._decode = None
+        if self._name is not None and images[self._name].codec:
+            self._decode = import_module("fastgpu.storage.encoded").decode_whole
         self._row_step = -(-n_rows // STATISTICS_ROWS)
         self._rng = np.random.default_rng(0)
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares
 
-    def add(self, rows: Mapping[str, np.ndarray], start: int) -> None:
+    def add(self, rows: Mapping[str, Any], start: int) -> None:
         """Take note of the next rows. start: number of the first of them."""
         if self._name is None:
             return
-        for image_CHW in rows[self._name][-start % self._row_step :: self._row_step]:
+        images = rows[self._name]
+        for row in range(-start % self._row_step, len(images), self._row_step):
+            if self._decode:
+                image_CHW = self._decode(images.values[images.offsets[row] : images.offsets[row + 1]])
+            else:
+                image_CHW = images[row]
             pixels = image_CHW.reshape(len(image_CHW), -1)
             if pixels.shape[1] > STATISTICS_PIXELS:  # one of each part at random: a fixed step could stay in a column
                 borders = np.arange(STATISTICS_PIXELS + 1) * pixels.shape[1] // STATISTICS_PIXELS

@@ -5,9 +5,10 @@ Rows take the random order, the reader threads and the pools of training, and th
 
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from fastgpu.convert.writer import WriteOptions, Writer, check_target
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
 
 POOL_BYTES = 1 << 30
@@ -155,6 +157,9 @@ def _describe_order(source: Source, order: BlockSampler) -> str:
 def _copy_rows(source: Source, order: BlockSampler, writer: Writer, failed: Mapping[int, str], *, name: str) -> None:
     """Write all rows but those in `failed`, which grows while rows are read."""
     placement = Placement("disk", torch.device("cpu"), writer.options.threads)
+    if isinstance(source, DecodedRows) and any(field.is_ragged for field in source.fields.values()):
+        _copy_ragged_rows(source, order, writer, name=name)
+        return
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
     with closing(feed), progress_bar(len(source), "rows", name) as bar:
         for pool in feed.pools(0):
@@ -169,3 +174,41 @@ def _copy_rows(source: Source, order: BlockSampler, writer: Writer, failed: Mapp
                 writer.append(rows)
                 bar.update(stop - start)
                 exit_if_signalled()
+
+
+def _copy_ragged_rows(source: DecodedRows, order: BlockSampler, writer: Writer, *, name: str) -> None:
+    """Write all rows but those in `source.failed`. How many values a row has is known only when it has been read."""
+    with (
+        ThreadPoolExecutor(writer.options.threads, "reader") as threads,
+        progress_bar(len(source), "rows", name) as bar,
+    ):
+
+        def read(row_ids: np.ndarray) -> tuple[np.ndarray, dict[str, Any], list[Future[None]]]:
+            out: dict[str, Any] = {}
+            for field_name, field in source.fields.items():
+                shape = (len(row_ids), *field.shape)
+                out[field_name] = [None] * len(row_ids) if field.is_ragged else np.empty(shape, field.dtype)
+            reads = [BlockRead(row, 0, np.array([place])) for place, row in enumerate(row_ids.tolist())]
+            return row_ids, out, [threads.submit(source.read, [each], out) for each in reads]
+
+        def write(row_ids: np.ndarray, out: dict[str, Any], jobs: list[Future[None]]) -> None:
+            for job in jobs:
+                job.result()
+            is_kept = ~np.isin(row_ids, list(source.failed))
+            for field_name, column in out.items():
+                if isinstance(column, list):
+                    values = [each for each in column if each is not None]
+                    offsets = np.cumsum([0, *map(len, values)])
+                    out[field_name] = RaggedArray(np.concatenate([*values, np.empty(0, np.uint8)]), offsets)
+                else:
+                    out[field_name] = column[is_kept]
+            writer.append(out)
+            bar.update(len(row_ids))
+            exit_if_signalled()
+
+        pools = map(read, map(order.row_ids, order.pools(0)))
+        waiting = next(pools)
+        for following in pools:  # is being read while the one before it is written
+            write(*waiting)
+            waiting = following
+        write(*waiting)

@@ -15,7 +15,7 @@ from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_fe
 from fastgpu.diagnose.result import save
 from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, Setting, as_words
 from fastgpu.feed.echo import max_echo
-from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, offsets_fit
+from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
 from fastgpu.feed.tiers import Placement, make_order
 from fastgpu.process.config import Config, Tier
 from fastgpu.process.config_loader import read_options
@@ -148,7 +148,7 @@ class Bench:
         config = parts.config
         lighter = parts.workload.lighter
         uses_workers = self.sizes.uses_workers
-        can_stay = not uses_workers and offsets_fit(source) and offsets_fit(parts.val_source)
+        can_stay = may_stay(source) and may_stay(parts.val_source)
         nearest_tier = choose_tier("auto", self.sizes.room, source.name, can_stay)
         is_unused = {
             Setting("train.compile", True): not config.train.compile,
@@ -172,6 +172,7 @@ class Bench:
                 Setting(f"model.{key}", value) for key, value in lighter.items() if config.model[key] != value
             ),
             repack_command=repack if uses_workers else "",
+            advise_command=f"python convert.py advise {config.data.train} --rows-per-s ROWS" if source.decoding else "",
             faster=tuple(faster) if self.world.device.type == "cuda" else (),
         )
 

@@ -198,6 +198,8 @@ class Facts(NamedTuple):
     """Settings that each make the transform do less."""
     repack_command: str = ""
     """The command that decodes the user's own Dataset once and for all."""
+    advise_command: str = ""
+    """The command that compares other ways to store encoded images."""
     faster: tuple[Setting, ...] = ()
     """Settings that are not in use and may make a step faster."""
 
@@ -465,6 +467,8 @@ def _with_step(m: Measured, step_s: float) -> float:
 def _see_also(cause: Cause, facts: Facts) -> str:
     if cause == "DECODE" and facts.repack_command:
         return f"decode once instead of in each epoch: {facts.repack_command}"
+    if cause == "DECODE" and facts.advise_command:
+        return f"smaller JPEG files, or pixels, which {facts.advise_command} compares"
     if cause == "DECODE" and facts.filters:
         return f"store the rows without {facts.filters}: python convert.py repack"
     if cause == "READ":

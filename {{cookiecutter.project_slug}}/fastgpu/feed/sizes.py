@@ -72,17 +72,22 @@ def choose_sizes(
         pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
         uses_workers = isinstance(source, DatasetSource)
         room = Room(
-            need=len(source) * source.row_bytes + len(val_source) * val_source.row_bytes,
+            need=sum(len(each) * each.stored.row_bytes for each in sources),
             free_device=_free_device_bytes(world),
             free_host=free_host_bytes() // world.local_world_size,
         )
-        can_stay = not uses_workers and all(offsets_fit(each) for each in sources)
-        tier = choose_tier(data.tier, room, source.name, can_stay)
+        if data.tier == "device" and source.stored is not source:
+            raise UserError(
+                f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
+                f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
+            )
+        tier = choose_tier(data.tier, room, source.name, can_stay=all(may_stay(each) for each in sources))
         if uses_workers:
             batch_bytes = batch_size * source.row_bytes
             n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
         else:
-            n_readers = choose_readers(loader.num_readers, world.local_world_size)
+            max_readers = available_cpus() if source.decoding else MAX_READERS
+            n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
         if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
             warn("loader.prefetch_pools has no effect on the device tier")
         if text := class_order_warning(source, pool_batches * data.batch_size):
@@ -130,11 +135,12 @@ def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Sourc
     return max(1, min(len(source), POOL_BYTES // source.row_bytes) // batch_size)
 
 
-def choose_readers(num_readers: int | Auto, local_world_size: int) -> int:
-    """auto: the CPUs of this rank, at most 8. `diagnose.py --tune` measures whether another number is better."""
+def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: int = MAX_READERS) -> int:
+    """auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them. `diagnose.py --tune` measures
+    whether another number is better."""
     if num_readers != "auto":
         return num_readers
-    return max(1, min(MAX_READERS, available_cpus() // local_world_size))
+    return max(1, min(max_readers, available_cpus() // local_world_size))
 
 
 def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int, shm: str = "/dev/shm") -> int:
@@ -161,7 +167,7 @@ def choose_tier(tier: Tier | Auto, room: Room, name: str, can_stay: bool = True)
     """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
 
     can_stay: False if `auto` must not keep the rows in memory, because they may change from epoch to epoch (a Dataset
-    with augmentation), or because they have more values than 32-bit offsets can count.
+    with augmentation, random parts of encoded images), or because they have more values than 32-bit offsets can count.
     """
     if tier == "disk":
         return tier
@@ -186,6 +192,8 @@ def _free_device_bytes(world: World) -> int:
     return free_host_bytes() // world.local_world_size
 
 
-def offsets_fit(source: Source) -> bool:
-    """Whether 32-bit offsets can count the values of all rows, so that they may stay in memory."""
+def may_stay(source: Source) -> bool:
+    """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
+    if isinstance(source, DatasetSource) or source.stored is not source:
+        return False
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())

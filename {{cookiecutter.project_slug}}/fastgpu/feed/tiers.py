@@ -79,9 +79,11 @@ def make_feed(source: Source, order: BlockSampler, placement: Placement, loader:
         pool = Rows.empty(source.fields, capacity.n_rows, device, n_values=capacity.values)
         return ResidentFeed(resident, order, pool)
     if tier == "host":
-        columns = _read_all(source, placement._replace(device=torch.device("cpu")), loader).numpy()
-        n_items = {name: field.n_items for name, field in source.fields.items()}
-        source = Arrays(source.name, columns, source.attributes, block_rows=source.block_rows, n_items=n_items)
+        stored = source.stored
+        columns = _read_all(stored, placement._replace(device=torch.device("cpu")), loader).numpy()
+        n_items = {name: field.n_items for name, field in stored.fields.items()}
+        arrays = Arrays(stored.name, columns, stored.attributes, block_rows=stored.block_rows, n_items=n_items)
+        source = source.over(arrays)
         n_readers = max(1, n_readers)
     return StreamedFeed(source, order, placement._replace(n_readers=n_readers), loader)
 

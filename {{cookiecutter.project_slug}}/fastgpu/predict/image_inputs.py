@@ -10,6 +10,7 @@ from PIL import Image, UnidentifiedImageError
 from fastgpu.process.launch import RankError, UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
+from fastgpu.storage.encoded import decode_centre
 from fastgpu.storage.images import Preprocessing, decode, find_images, format_size, open_file
 
 REASONS: dict[type[Exception], str] = {
@@ -90,7 +91,12 @@ class ImageFiles(Source):
 
     def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
         with open_file(path) as file:
-            image_CHW = decode(file, self._preprocessing or Preprocessing())
+            prepared = self._preprocessing or Preprocessing()
+            if prepared.centre_share and prepared.size:
+                data = np.frombuffer(file.read(), np.uint8)
+                image_CHW = decode_centre(data, prepared.size, prepared.centre_share)
+            else:
+                image_CHW = decode(file, prepared)
         if image_CHW.shape[1:] != shape[-2:]:
             raise ValueError(
                 f"it has {format_size(image_CHW.shape[1:])} pixels, the model takes {format_size(shape[-2:])}, and its "

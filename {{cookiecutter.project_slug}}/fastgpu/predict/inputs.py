@@ -1,5 +1,6 @@
 """HDF5 files, arrays or image files as rows, and the pools that the model takes them from."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,6 +21,7 @@ from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
 from fastgpu.storage.hdf5 import list_contents, open_file, open_group
+from fastgpu.storage.sources import decode_images
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.unconverted import refuse_unconverted
 
@@ -66,6 +68,9 @@ def open_inputs(
     else:
         source = _open_arrays(paths, list(fields))
     for name, field in fields.items():
+        if source.fields[name].codec and len(field.shape) == 3:
+            preprocessing = json.loads(card["attributes"].get("preprocessing", "{}"))
+            source = decode_images(source, field.shape[1:], centre_share=preprocessing.get("centre_share"))
         if not _fits(source.fields[name], field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     return Inputs(source)

@@ -81,6 +81,11 @@ class Data(Section):
     """classes: each epoch has equally many rows of each value of the field `labels`, and as many rows as data.train."""
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
+    image_size: CountOrZero = 0
+    """Height and width that encoded images are decoded to (files of `convert.py images --keep-encoded`)."""
+    min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Encoded images: in each epoch, train on another random part of at least this share of the area (0.08 to 0.35 for
+    photographs), and validate on the centre, 7/8 of the sides. 1: the centre, all of it, in both."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
     tier: Tier | Auto = "auto"
@@ -113,7 +118,7 @@ class Loader(Section):
     """How rows are read ahead of the training loop."""
 
     num_readers: Count | Auto = "auto"
-    """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8."""
+    """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8 unless they decode images."""
     prefetch_pools: Count = 2
     """Pools prepared ahead of the one in use. Each has its own staging memory. No effect on the device tier."""
     pin_memory: bool = True

@@ -90,6 +90,8 @@ class Source(Protocol):
     """How often rows are trained on in each epoch. None: each row once."""
     by_h5py: bool = False
     """Whether only the HDF5 library can read the rows, one thread at a time."""
+    decoding: str = ""
+    """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
 
     def __len__(self) -> int: ...
 
@@ -102,6 +104,15 @@ class Source(Protocol):
     def identity(self) -> dict[str, object]:
         """What tells these rows from others, as far as it is cheap to know. All ranks must have the same."""
         return {"the number of rows": len(self)} | {f"field {name}": field for name, field in self.fields.items()}
+
+    @property
+    def stored(self) -> "Source":
+        """The rows that may be kept in memory: other ones than these, if each epoch makes new rows of them."""
+        return self
+
+    def over(self, stored: "Source") -> "Source":
+        """These rows, read from a copy of `stored` in memory."""
+        return stored
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""

@@ -7,6 +7,7 @@ Shapes: B rows, N values of all rows together.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,12 @@ class RaggedArray(NamedTuple):
         places = np.repeat(starts - ends + counts, counts)
         places += np.arange(len(places))
         return places
+
+    def runs(self, rows: np.ndarray) -> Iterator[tuple[int, range]]:
+        """(index of its first row in `rows`, indices of its values) for each run of neighbours in `rows`."""
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        for first, stop in pairwise([0, *cuts.tolist(), len(rows)]):
+            yield first, range(int(self.offsets[rows[first]]), int(self.offsets[rows[stop - 1] + 1]))
 
 
 @dataclass(frozen=True)

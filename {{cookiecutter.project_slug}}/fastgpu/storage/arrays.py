@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
+from fastgpu.rows.field import LONG_ROW_BYTES, Field
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
 
@@ -69,7 +69,11 @@ class Arrays(Source):
             start = int(self._block_start[block]) + first
             stop = start + len(places)
             for name, column in self._columns.items():
-                if isinstance(column, RaggedArray):
+                if isinstance(column, RaggedArray) and self.fields[name].row_bytes >= LONG_ROW_BYTES:
+                    for row, target in out[name].runs(places):
+                        begin = int(column.offsets[start + row])
+                        out[name].values[target.start : target.stop] = column.values[begin : begin + len(target)]
+                elif isinstance(column, RaggedArray):
                     values = column.values[column.offsets[start] : column.offsets[stop]]
                     out[name].values[out[name].places(places)] = values
                 else:

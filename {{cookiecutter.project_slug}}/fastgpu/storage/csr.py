@@ -5,9 +5,11 @@
     item numbers of each row     items/indptr, items/indices, shape           items: items
     values that belong to them   items/indptr, items/data                     weights: items/data
     other ragged values          words/indptr, words/values                   words: words
+    encoded images               images/indptr, images/values, codec          images: images
 
 A CSR matrix is written as anndata writes it (https://anndata.readthedocs.io/en/stable/fileformat-prose.html): row n has
-indices[indptr[n] : indptr[n + 1]], and the attribute `shape` is (rows, items).
+indices[indptr[n] : indptr[n + 1]], and the attribute `shape` is (rows, items). The values of an encoded image are the
+bytes of an image file; the attribute `codec` of the group says that they are, and names the formats.
 """
 
 from typing import NamedTuple
@@ -30,6 +32,8 @@ class FieldData(NamedTuple):
     """(rows + 1,): where the values of each row begin. None: the field is not ragged."""
     n_items: int | None = None
     """If the values are item numbers: the number of items."""
+    codec: str = ""
+    """If the values of a row are an image file: the formats of these files."""
 
     @property
     def n_rows(self) -> int:
@@ -44,7 +48,7 @@ class FieldData(NamedTuple):
         dtype = value_field.dtype
         if self.n_items:
             dtype = OFFSET_DTYPE  # item numbers fit it, whatever type the file has
-        return Field(dtype, value_field.shape, len(self.values) / max(1, self.n_rows), self.n_items)
+        return Field(dtype, value_field.shape, len(self.values) / max(1, self.n_rows), self.n_items, self.codec)
 
 
 def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) -> FieldData:
@@ -54,6 +58,7 @@ def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) ->
     """
     group = root.get(name)
     n_items = None
+    codec = ""
     if not isinstance(group, h5py.Group) or "indptr" not in group:
         values = open_dataset(root, name, where, trust_links=options.trust_links)
         is_cut_by_indptr = values.ndim == 1 and "indptr" in values.parent
@@ -61,11 +66,14 @@ def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) ->
             return FieldData(values)
     elif "values" in group:
         values = open_dataset(root, f"{name}/values", where, trust_links=options.trust_links)
+        codec = str(attributes_of(group, f"{where}: {name}").get("codec", ""))
+        if codec and (values.ndim != 1 or values.dtype != np.uint8):
+            raise UserError(f"{where}: {name} has the attribute codec, but its values are no bytes, uint8 (N,)")
     else:
         values = open_dataset(root, f"{name}/indices", where, trust_links=options.trust_links)
         n_items = _read_n_items(group, values, f"{where}: {name}")
     indptr = open_dataset(values.parent, "indptr", f"{where}: {name}", trust_links=options.trust_links)
-    return FieldData(values, indptr, n_items)
+    return FieldData(values, indptr, n_items, codec)
 
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:

@@ -112,9 +112,9 @@ class OpenFile:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
-        scratch = _scratch(count)
-        self.preadv([scratch.data], offset)
-        return scratch
+        memory = scratch(count)
+        self.preadv([memory.data], offset)
+        return memory
 
     def will_need(self, offset: int, count: int) -> None:
         """Ask the kernel to start reading those bytes from the disk."""
@@ -163,8 +163,9 @@ class OpenFile:
             raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
 
-def _scratch(size: int) -> np.ndarray:
-    """(size,) uint8 that belong to this thread until it asks again. The steady loop allocates nothing."""
-    if getattr(_thread_local, "scratch", None) is None or len(_thread_local.scratch) < size:
-        _thread_local.scratch = np.empty(size, np.uint8)
-    return _thread_local.scratch[:size]
+def scratch(size: int, purpose: str = "file") -> np.ndarray:
+    """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing."""
+    memory = _thread_local.__dict__
+    if purpose not in memory or len(memory[purpose]) < size:
+        memory[purpose] = np.empty(size, np.uint8)
+    return memory[purpose][:size]

@@ -39,7 +39,7 @@ IOV_MAX = 1024
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
 
-Piece = tuple[int, int, np.ndarray]
+Piece = tuple[int, int, np.ndarray | range]
 """(chunk, first row in the chunk, places): neighbouring rows of one chunk, and where each of them goes."""
 
 
@@ -47,8 +47,8 @@ class RowRange(NamedTuple):
     """Rows start, start + 1, ... of a dataset, and the place of each in the output."""
 
     start: int
-    places: np.ndarray
-    """(n,) int64, all different."""
+    places: np.ndarray | range
+    """(n,) int64, all different; a range if they are neighbours."""
 
 
 class ReadOptions(NamedTuple):
@@ -276,16 +276,16 @@ class Layout:
         for offset, places in missing:
             self._read_from_disk(offset, places, out)
         for rows, places in copies:
-            out[places] = self._checked(rows)
+            out[_index(places)] = self._checked(rows)
 
-    def _read_from_disk(self, offset: int, places: np.ndarray, out: np.ndarray) -> None:
+    def _read_from_disk(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Read neighbouring rows by system calls."""
         row_bytes = self.field.row_bytes
         if row_bytes < SCATTER_BYTES or not self._dtype.isnative:
-            out[places] = self._checked(self._as_rows(self._file.read(offset, len(places) * row_bytes)))
+            out[_index(places)] = self._checked(self._as_rows(self._file.read(offset, len(places) * row_bytes)))
             return
         memory = out.reshape(-1).view(np.uint8).data
-        targets = [memory[start : start + row_bytes] for start in (places * row_bytes).tolist()]
+        targets = [memory[start : start + row_bytes] for start in (np.asarray(places) * row_bytes).tolist()]
         for i in range(0, len(targets), IOV_MAX):
             self._file.preadv(targets[i : i + IOV_MAX], offset + i * row_bytes)
 
@@ -305,7 +305,7 @@ class Layout:
             if chunk != current:
                 rows = self._read_chunk(chunk)
                 current = chunk
-            out[places] = self._checked(rows[row : row + len(places)])
+            out[_index(places)] = self._checked(rows[row : row + len(places)])
 
     def _read_chunk(self, chunk: int) -> np.ndarray:
         """(rows, *shape): the rows of a chunk, decoded, and checked if `verify` is set. Valid until the next read."""
@@ -355,3 +355,7 @@ class Layout:
             f"{self._name}: item number {wrong} is not in 0 to {self._n_items - 1}, as the attribute shape has it; "
             f"{RESTORE}"
         )
+
+
+def _index(places: np.ndarray | range) -> np.ndarray | slice:
+    return slice(places.start, places.stop) if isinstance(places, range) else places

@@ -1,6 +1,8 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -75,7 +77,29 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
             raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
     elif data.balance == "classes":
         source.mixture = _balance_classes(source)
+    if any(field.codec for field in source.fields.values()):
+        if not data.image_size:
+            raise UserError(
+                f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
+                "on, such as 224"
+            )
+        return decode_images(source, (data.image_size, data.image_size), min_scale=data.min_crop_scale)
+    if data.image_size or data.min_crop_scale < 1:
+        warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
     return source
+
+
+def decode_images(
+    source: Source, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
+) -> Source:
+    """The source, with pixels in place of its encoded images (see `decoded.DecodedImages`).
+
+    Raises UserError if the project has no module that decodes them.
+    """
+    name = "fastgpu.storage.decoded"
+    if not find_spec(name):
+        raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
+    return import_module(name).DecodedImages(source, size, min_scale, centre_share)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

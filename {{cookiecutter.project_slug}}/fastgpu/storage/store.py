@@ -19,7 +19,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
+from fastgpu.rows.field import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
@@ -29,7 +29,8 @@ from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout
 class Store(Source):
     """The rows of one or more HDF5 files, one file after the other.
 
-    `attributes` are those of the first file or group. Picklable, and safe to use after a fork.
+    `attributes` are those of the first file or group, but `mean` and `std` are of all rows. Picklable, and safe to use
+    after a fork.
     """
 
     def __init__(self, files: Sequence["_File"]):
@@ -39,7 +40,7 @@ class Store(Source):
         self.name = first.name
         if len(files) > 1:
             self.name += f" and {len(files) - 1} more"
-        self.attributes: dict[str, Any] = first.attributes
+        self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
         self.filters = first.largest.filters
         self.by_h5py = not first.largest.is_direct
         self.file_rows = [int(file.block_rows.sum()) for file in files]
@@ -51,7 +52,10 @@ class Store(Source):
             if field.is_ragged:
                 lengths = np.concatenate([np.diff(file.indptr[name]).astype(np.int32) for file in files])
                 self.lengths[name] = lengths
-                self.fields[name] = field._replace(mean_values=float(lengths.mean()))  # over all files
+                codecs = {codec for file in files for codec in file.fields[name].codec.split("+")}
+                self.fields[name] = field._replace(  # over all files
+                    mean_values=float(lengths.mean()), codec="+".join(sorted(codecs))
+                )
 
     def __len__(self) -> int:
         return int(self.block_rows.sum())
@@ -119,8 +123,8 @@ def open_store(
     files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
+    check_classes(key, *files)
     for file in files[1:]:
-        check_classes(key, files[0], file)
         for name, field in file.fields.items():
             expected = files[0].fields[name]
             if field.signature != expected.signature:
@@ -140,15 +144,49 @@ def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
             warn(f"{key}: {len(missing):,} of {len(shards):,} shards are missing, the first is {missing[0]}")
 
 
-def check_classes(key: str, source: "Source | _File", other: "Source | _File") -> None:
-    """Raise UserError if both have `class_names`, and a label means another class in each. key: names the other one."""
-    names = zip(source.attributes.get("class_names") or [], other.attributes.get("class_names") or [], strict=False)
-    for label, (name, other_name) in enumerate(names):
-        if name != other_name:
-            raise UserError(
-                f"{key}: label {label} is {other_name} in {other.name} and {name} in {source.name} (attribute "
-                "class_names); convert them together"
-            )
+def check_classes(key: str, *sources: "Source | _File") -> None:
+    """Raise UserError if a label means one class in one source and another one in another. key: names them.
+
+    Prints a warning if only some of them have the attribute `class_names`, which says what the labels mean.
+    """
+    names_of = [source.attributes.get("class_names") or [] for source in sources]
+    named = [source for source, names in zip(sources, names_of, strict=True) if names]
+    for other in named[1:]:
+        names = zip(named[0].attributes["class_names"], other.attributes["class_names"], strict=False)
+        for label, (name, other_name) in enumerate(names):
+            if name != other_name:
+                raise UserError(
+                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {named[0].name} (attribute "
+                    "class_names); convert them together"
+                )
+    unnamed = [source for source, names in zip(sources, names_of, strict=True) if not names]
+    classes = [str(name) for name in named[0].attributes["class_names"]] if named else []
+    if not named or not unnamed or classes == [str(label) for label in range(len(classes))]:
+        return
+    text = f"{key}: {unnamed[0].name} has no class_names; its labels 0, 1, 2... would be {', '.join(classes[:20])}"
+    if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
+        raise UserError(f"{text} as in {named[0].name}: other numbers; convert them together")
+    warn(f"{text} as in {named[0].name}, in this order")
+
+
+def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
+    """The attributes `mean` and `std` of the rows of all files that have them. Nothing if they do not differ."""
+    known = [file for file in files if {"mean", "std"} <= file.attributes.keys()]
+    pairs = [np.broadcast_arrays(file.attributes["mean"], file.attributes["std"]) for file in known]
+    values = [np.array(pair, np.float64) for pair in pairs]
+    if not known or (len(known) == len(files) and all(np.array_equal(value, values[0]) for value in values)):
+        return {}
+    if len(known) < len(files):
+        unknown = next(file for file in files if file not in known)
+        warn(f"{unknown.name} has no attributes mean and std; those of {known[0].name} are used for its rows, too")
+    if len({value.shape for value in values}) > 1:
+        raise UserError(f"{known[0].name} and others have an attribute mean of different shapes; convert them together")
+    means, stds = np.stack(values, axis=1)
+    weights = np.array([file.block_rows.sum() for file in known], np.float64)
+    weights /= weights.sum()
+    mean = np.tensordot(weights, means, 1)
+    variance = np.tensordot(weights, stds**2 + means**2, 1) - mean**2
+    return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(variance, 0)).tolist()}
 
 
 def _check_types(attributes: Mapping[str, Any], where: str) -> None:
@@ -250,7 +288,14 @@ class _File:
             field_ranges = ranges
             if name in self.indptr:  # a range of rows is a range of values
                 indptr = self.indptr[name]
-                field_ranges = [RowRange(int(indptr[start]), target.places(places)) for start, places in ranges]
+                if self.fields[name].row_bytes >= LONG_ROW_BYTES:
+                    field_ranges = [
+                        RowRange(int(indptr[start + first]), values)
+                        for start, places in ranges
+                        for first, values in target.runs(places)
+                    ]
+                else:
+                    field_ranges = [RowRange(int(indptr[start]), target.places(places)) for start, places in ranges]
                 target = target.values
             if name in self.columns:
                 column = self.columns[name]

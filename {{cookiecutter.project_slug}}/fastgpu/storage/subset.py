@@ -34,7 +34,8 @@ class Subset(Source):
             self.lengths[field] = lengths[row_ids]
             self.fields[field] = source.fields[field]._replace(mean_values=float(lengths[row_ids].mean()))
         self._source = source
-        self._row_ids = row_ids
+        self.row_ids = row_ids
+        """(n,) the row of the source that each row is."""
         self._source_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
         starts = np.searchsorted(row_ids, self._source_start)
         block_rows = np.diff(starts, append=len(row_ids))
@@ -42,7 +43,7 @@ class Subset(Source):
         self._block_start = starts[block_rows > 0]
 
     def __len__(self) -> int:
-        return len(self._row_ids)
+        return len(self.row_ids)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -51,7 +52,7 @@ class Subset(Source):
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
-        return self._source.column(name)[self._row_ids]
+        return self._source.column(name)[self.row_ids]
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
@@ -65,7 +66,7 @@ class Subset(Source):
         """The same reads in blocks of the source."""
         for block, first, places in reads:
             start = int(self._block_start[block]) + first
-            yield from split_rows(self._row_ids[start : start + len(places)], places, self._source_start)
+            yield from split_rows(self.row_ids[start : start + len(places)], places, self._source_start)
 
 
 def hold_out(source: Source, share: float) -> tuple[Source, Source]:

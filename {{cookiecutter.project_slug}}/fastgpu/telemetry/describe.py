@@ -28,6 +28,10 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
         f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
         f"{readers} on each rank: {sizes.n_readers}"
     )
+    if source.decoding:
+        text += f"\nimages: {source.decoding}"
+        if source.stored is not source and sizes.tier == "disk":
+            text += "; pixels do not stay in memory, because each epoch takes other parts"
     if source.mixture:
         text += f"\neach epoch: {_describe_mixture(source.mixture, order.total_size)}"
     elif order.total_size < len(source):

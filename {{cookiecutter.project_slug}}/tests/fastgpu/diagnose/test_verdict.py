@@ -196,6 +196,7 @@ def test_what_else_would_help():
     command = "python convert.py repack x"
     assert judge(slow_decoding, Facts(repack_command=command)).see_also.endswith(command)
     assert "gzip" in judge(slow_decoding, Facts(filters="gzip")).see_also
+    assert "convert.py advise x.h5" in judge(slow_decoding, Facts(advise_command="convert.py advise x.h5")).see_also
     fed = judge(measured(1.0, 1.0), Facts(faster=(Setting("train.compile", True),)))
     assert (fed.change, fed.certainty, fed.see_also) == ("nothing", "high", "train.compile=true")
 

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, ROOT, convert
+from harness import ALONE, ROOT, convert, read_rows
 from PIL import Image
 from torch import nn
 
@@ -20,7 +20,9 @@ from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.decoded import DecodedImages
 from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.store import open_store
 from workloads.images import Workload
 
 RNG = np.random.default_rng(0)
@@ -42,6 +44,24 @@ def read(source) -> np.ndarray:
     order = make_order(source, 4, ALONE)
     with open_pools(source, order, ALONE) as pools:
         return np.concatenate([rows["images"][: plan.n_real_rows].numpy().copy() for plan, rows in pools])
+
+
+def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(tmp_path):
+    paths = []
+    for number in range(5):
+        paths.append(tmp_path / f"{number}.png")
+        save_image(paths[-1], 20 + number, 30)
+    with h5py.File(tmp_path / "encoded.h5", "w") as file:
+        group = file.create_group("images")
+        group.attrs["codec"] = "png"
+        group["indptr"] = np.cumsum([0, *(path.stat().st_size for path in paths)])
+        group["values"] = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
+    validated = DecodedImages(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}), (8, 8), 0.25)
+    expected = read_rows(validated)["images"]
+    card = {"attributes": validated.attributes, "fields": {"images": {"dataset": "images"}}}
+    for inputs in (list(map(str, paths)), [str(tmp_path / "encoded.h5")]):
+        found = read(open_inputs(inputs, card, color(8), "stop").source)
+        np.testing.assert_array_equal(found, expected)
 
 
 # ---------------------------------------------------------------------------------------------- files

@@ -138,3 +138,43 @@ def test_missing_shards_are_warned_of(write, tmp_path, capsys):
     write(20, name="x-00001-of-00003.h5", start=20)
     open_store("data.train", f"{tmp_path}/x-00000-of-00003.h5", fields)
     assert capsys.readouterr().out == ""
+
+
+def open_with(write, *attributes):
+    """Files of 30, 60, ... numbered rows with these attributes, opened as one."""
+    paths = []
+    for number, own in enumerate(attributes):
+        paths.append(write(30 * (number + 1), name=f"{number}.h5", start=30 * number))
+        with h5py.File(paths[-1], "a") as file:
+            file.attrs.update(own)
+    return open_store("data.train", paths, FIELDS)
+
+
+def test_mean_and_std_are_those_of_the_rows_of_all_files(write):
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(center, spread, (3, n)) for center, spread, n in ((227, 16, 3000), (14, 5, 6000))]
+    store = open_with(write, *({"mean": part.mean(1), "std": part.std(1)} for part in parts))
+    whole = np.concatenate(parts, axis=1)
+    np.testing.assert_allclose(store.attributes["mean"], whole.mean(1))
+    np.testing.assert_allclose(store.attributes["std"], whole.std(1))
+
+
+def test_shards_of_one_conversion_keep_their_mean_and_a_file_without_one_is_named(write, capsys):
+    same = {"mean": [0.1234567], "std": [0.3]}
+    assert open_with(write, same, same).attributes["mean"] == same["mean"]
+    assert capsys.readouterr().out == ""
+    assert open_with(write, {}, same).attributes["mean"] == pytest.approx(same["mean"])
+    assert "0.h5 has no attributes mean and std" in capsys.readouterr().out
+
+
+def test_labels_that_may_mean_other_classes_are_not_mixed_in_silence(write, capsys):
+    open_with(write, {"class_names": ["0", "1", "2"]}, {})
+    assert capsys.readouterr().out == ""
+    open_with(write, {}, {"class_names": ["cat", "dog"]})
+    assert "0.h5 has no class_names; its labels 0, 1, 2... would be cat, dog as in" in capsys.readouterr().out
+    with pytest.raises(
+        UserError, match=r"1.h5 has no class_names; its labels 0, 1, 2... would be 0, 1, 10, 2 as in .*"
+    ):
+        open_with(write, {"class_names": ["0", "1", "10", "2"]}, {})
+    with pytest.raises(UserError, match="label 0 is b in .*1.h5 and a in .*0.h5"):
+        open_with(write, {"class_names": ["a", "b"]}, {"class_names": ["b", "a"]})

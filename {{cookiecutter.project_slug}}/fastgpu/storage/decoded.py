@@ -1,0 +1,182 @@
+"""Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import UnidentifiedImageError
+
+from fastgpu.process.launch import RankError, warn
+from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
+from fastgpu.rows.field import Field
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.encoded import decode_centre, decode_random, draw, simplejpeg
+from fastgpu.storage.file import RESTORE, scratch
+from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.subset import Subset
+
+if TYPE_CHECKING:
+    from fastgpu.rows.order import BlockSampler
+
+CENTRE_SHARE = 224 / 256
+"""Share of the sides that is kept for validation where training sees random parts, which make things look larger."""
+
+
+class DecodedImages(Source):
+    """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size.
+
+    `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1. The
+    part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of readers, and
+    for a resumed run.
+    """
+
+    def __init__(
+        self, encoded: Source, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None
+    ):
+        """size: (height, width) of the rows. min_scale: smallest share of the area of a random part. 1: no such part.
+
+        centre_share: share of the sides of the largest centre that is taken. None: CENTRE_SHARE if there are random
+        parts, otherwise all of it.
+        """
+        self._encoded = encoded
+        self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
+        self._size = size
+        self._min_scale = min_scale
+        self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
+        self.name = encoded.name
+        self.block_rows = encoded.block_rows
+        self.mixture = encoded.mixture
+        self.filters = encoded.filters
+        self.by_h5py = encoded.by_h5py
+        preprocessing = Preprocessing(size, centre_share=self._centre_share)
+        self.attributes = {**encoded.attributes, "preprocessing": preprocessing.to_json()}
+        self.decoding = self._describe_decoding()
+        self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self._encoded_fields}
+        pixels = Field(np.dtype(np.uint8), (3, *size))
+        self.fields = {**encoded.fields, **dict.fromkeys(self._encoded_fields, pixels)}
+        self._block_start = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
+        if simplejpeg is None:
+            warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """That of the encoded rows, and what they become."""
+        return self._encoded.identity | super().identity
+
+    @property
+    def stored(self) -> Source:
+        """The encoded rows, if every epoch sees other parts of them."""
+        return self._encoded if self._min_scale < 1 else self
+
+    def over(self, stored: Source) -> Source:
+        """The same rows, from a copy of `stored` that is kept in memory."""
+        if self._min_scale == 1:
+            return stored
+        source = copy(self)
+        source._encoded = stored
+        return source
+
+    def _describe_decoding(self) -> str:
+        codecs = "+".join(sorted({self._encoded.fields[name].codec for name in self._encoded_fields}))
+        part = "the centre"
+        if self._min_scale < 1:
+            part = f"a random part of {100 * self._min_scale:g} to 100 % of the area"
+            part += f" (validation: the central {100 * self._centre_share:g} % of the sides)"
+        height, width = self._size
+        library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
+        return f"{codecs}, decoded by {library} in the reader threads to {height} x {width} pixels: {part}"
+
+    def column(self, name: str) -> np.ndarray:
+        """One small field of all rows. Raises KeyError if it is not in memory."""
+        return self._encoded.column(name)
+
+    def check_files(self) -> tuple[int, int]:
+        """Those of the encoded rows (see `Source.check_files`)."""
+        return self._encoded.check_files()
+
+    def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
+        """Threads that decode the centres; random parts if the order is random, too."""
+        if self._min_scale < 1 and order.shuffle:
+            return _RandomReader(self, order, n_readers)
+        return super().open_reader(order, n_readers)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        """Decode images to their places: random parts for a `_RandomRead`, otherwise the centres. Thread-safe.
+
+        Raises RankError with the row if an image is damaged.
+        """
+        for read in reads:
+            first_row = int(self._block_start[read.block]) + read.first
+            rows = np.arange(first_row, first_row + len(read.places))
+            draws = draw(*read.seed, rows).tolist() if isinstance(read, _RandomRead) else []
+            for name, column in self._read_encoded(read, rows).items():
+                if name in self._encoded_fields:
+                    for number, place in enumerate(read.places.tolist()):
+                        data = column.values[column.offsets[number] : column.offsets[number + 1]]
+                        try:
+                            if draws:
+                                out[name][place] = decode_random(data, self._size, draws[number], self._min_scale)
+                            else:
+                                out[name][place] = decode_centre(data, self._size, self._centre_share)
+                        except Exception as error:  # a decoder may raise anything for damaged bytes
+                            raise self._is_damaged(first_row + number, error) from None
+                elif isinstance(column, RaggedArray):
+                    out[name].values[out[name].places(read.places)] = column.values
+                else:
+                    out[name][read.places] = column
+
+    def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
+        """All fields of some rows as they are stored, valid until this thread reads again."""
+        columns: dict[str, Any] = {}
+        for name, field in self._encoded.fields.items():
+            if field.is_ragged:
+                offsets = np.zeros(len(rows) + 1, np.int64)
+                np.cumsum(self._encoded.lengths[name][rows], out=offsets[1:])
+                memory = scratch(int(offsets[-1]) * field.dtype.itemsize, f"field {name}")
+                columns[name] = RaggedArray(memory.view(field.dtype), offsets)
+            else:
+                columns[name] = np.empty((len(rows), *field.shape), field.dtype)
+        self._encoded.read([read._replace(places=np.arange(len(rows)))], columns)
+        return columns
+
+    def _is_damaged(self, row: int, error: Exception) -> RankError:
+        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
+        if isinstance(self._encoded, Subset):
+            row = int(self._encoded.row_ids[row])
+        return RankError(f"{self.name}: the image in row {row:,} cannot be decoded: {reason}; {RESTORE}")
+
+    def describe_read(self, variables: Mapping[str, Any]) -> str:
+        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
+        if "data" not in variables:
+            return self.name
+        return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
+
+
+class _RandomRead(BlockRead):
+    """A read that takes random parts."""
+
+    seed: tuple[int, int]
+    """(seed of the run, epoch)"""
+
+
+class _RandomReader(BlockReader):
+    """Reads random parts of images by threads, in the order of a sampler."""
+
+    def __init__(self, source: DecodedImages, order: "BlockSampler", n_threads: int):
+        super().__init__(source, order, n_threads)
+        self._order = order
+        self.pools = self._pools
+
+    def _pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
+        """The pools of an epoch, with reads that know it."""
+        for plan in self._order.pools(epoch, consumed):
+            reads: list[BlockRead] = []
+            for read in plan.reads:
+                random_read = _RandomRead(*read)
+                random_read.seed = (self._order.seed, epoch)
+                reads.append(random_read)
+            yield plan._replace(reads=reads)

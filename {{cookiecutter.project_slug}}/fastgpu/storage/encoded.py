@@ -1,0 +1,237 @@
+"""One encoded image (JPEG, PNG, WebP): the pixels of any part of it, resized, and its bytes made smaller.
+
+JPEG files are decoded by simplejpeg (libjpeg-turbo), everything else by Pillow. Where simplejpeg is not installed,
+Pillow decodes JPEG files, too, to the same pixels. A part is taken from the image decoded at 1/2, 1/4 or 1/8 of its
+size, if the part then still has as many pixels as are asked for.
+
+Shapes: C channels, H and W pixels.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fastgpu.rows.field import CODECS
+from fastgpu.storage.file import scratch
+from fastgpu.storage.images import (
+    EXIF_ON_ITS_SIDE,
+    EXIF_ORIENTATION,
+    check_size,
+    open_image,
+    resize_pixels,
+    to_rgb,
+)
+
+simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
+JPEG_COLORS = ("YCbCr", "Gray", "RGB")
+"""Colors of JPEG files that simplejpeg decodes as Pillow does."""
+FLIPS: dict[int, tuple[int, ...]] = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}
+"""EXIF orientation -> the axes of (C, H, W) that are flipped, after rows and columns have been swapped from 5 on."""
+N_TRIES = 10
+"""Boxes that are tried until one lies inside of the image, as torchvision's RandomResizedCrop does it."""
+N_DRAWS = 2 * N_TRIES + 2
+"""Random numbers for one box."""
+MAX_LOG_RATIO = math.log(4 / 3)
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Box(NamedTuple):
+    """A part of an upright image, in its pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class EncodedImage:
+    """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says."""
+
+    def __init__(self, data: np.ndarray):
+        """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
+        self._data = data
+        self._is_jpeg = False
+        orientation = 1
+        if simplejpeg and data[:2].tobytes() == b"\xff\xd8":
+            try:
+                self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
+                self._is_jpeg = colors in JPEG_COLORS
+            except ValueError:
+                pass  # Pillow may know better, or say what is wrong
+        if self._is_jpeg:
+            check_size(self.height, self.width)
+        if not self._is_jpeg or _may_have_exif(data.data):
+            with open_image(io.BytesIO(data.data)) as image:
+                orientation = image.getexif().get(EXIF_ORIENTATION, 1)
+                self.height, self.width = image.height, image.width
+        self._is_on_its_side = EXIF_ON_ITS_SIDE <= orientation <= max(FLIPS)
+        self._flips = FLIPS.get(orientation, ())
+        if self._is_on_its_side:
+            self.height, self.width = self.width, self.height
+
+    def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
+        """A part of the upright image, resized to (height, width): uint8 (3, H, W).
+
+        It is valid until this thread decodes again. Raises an exception of any kind if the bytes are damaged.
+        """
+        top, left, height, width = box
+        if 1 in self._flips:
+            top = self.height - top - height
+        if 2 in self._flips:
+            left = self.width - left - width
+        whole_size = (self.height, self.width)
+        if self._is_on_its_side:
+            top, left, height, width = left, top, width, height
+            whole_size = (self.width, self.height)
+            size = (size[1], size[0])
+        factor = max(n for n in (1, 2, 4, 8) if n == 1 or (height >= n * size[0] and width >= n * size[1]))
+        pixels_HWC = self._decode_whole(whole_size, factor)
+        if pixels_HWC.shape[:2] == whole_size:
+            factor = 1
+        rows = slice(top // factor, -(-(top + height) // factor))
+        columns = slice(left // factor, -(-(left + width) // factor))
+        # NumPy makes the part contiguous: torch would wake its threads for it, from each of the reader threads.
+        part_CHW = np.ascontiguousarray(pixels_HWC[rows, columns]).transpose(2, 0, 1)
+        if part_CHW.shape[1:] != size:
+            part_CHW = resize_pixels(torch.from_numpy(part_CHW), size).numpy()
+        if self._is_on_its_side:
+            part_CHW = part_CHW.transpose(0, 2, 1)
+        return np.flip(part_CHW, self._flips) if self._flips else part_CHW
+
+    def _decode_whole(self, size: tuple[int, int], factor: int) -> np.ndarray:
+        """All pixels as they are stored, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full.
+
+        size: (height, width) in full.
+        """
+        if self._is_jpeg:
+            height, width = (-(-length // factor) for length in size)
+            try:
+                scale = {"min_height": height, "min_width": width, "min_factor": factor} if factor > 1 else {}
+                return simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
+            except ValueError:
+                pass  # it may be harmless: Pillow decides
+        with open_image(io.BytesIO(self._data.data)) as image:
+            image.draft("RGB", (size[1] // factor, size[0] // factor))
+            return to_rgb(image).permute(1, 2, 0).numpy()
+
+
+def _may_have_exif(data: memoryview) -> bool:
+    """Whether a segment of a JPEG file before the pixels is EXIF data, or the segments are unusual."""
+    at = 2
+    while at + 8 < len(data) and data[at] == 0xFF:
+        if data[at + 1] == 0xDA:  # the pixels begin
+            return False
+        if data[at + 1] == 0xE1 and data[at + 4 : at + 8] == b"Exif":
+            return True
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- boxes
+
+
+def draw(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
+    """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of (seed, epoch, row) alone.
+
+    Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
+    generators", 2014), so that the rows of a block cost a few array operations.
+    """
+    (start,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
+    z = start + steps * np.uint64(GOLDEN_GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)) * 2.0**-53
+
+
+def random_box(draws: Sequence[float], height: int, width: int, min_scale: float) -> Box:
+    """A part of `min_scale` to 1 of the area with an aspect ratio of 3:4 to 4:3, as torchvision's RandomResizedCrop.
+
+    If no try lies inside of the image, it is the largest part in the centre with such a ratio. draws: (N_DRAWS,).
+    Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842.
+    """
+    for number in range(0, 2 * N_TRIES, 2):
+        area = (min_scale + (1 - min_scale) * draws[number]) * height * width
+        ratio = math.exp((2 * draws[number + 1] - 1) * MAX_LOG_RATIO)
+        box_height = round(math.sqrt(area / ratio))
+        box_width = round(math.sqrt(area * ratio))
+        if 0 < box_height <= height and 0 < box_width <= width:
+            top = int(draws[-2] * (height - box_height + 1))
+            left = int(draws[-1] * (width - box_width + 1))
+            return Box(top, left, box_height, box_width)
+    return centre_box(height, width, (min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))))
+
+
+def centre_box(height: int, width: int, shape: tuple[int, int], share: float = 1.0) -> Box:
+    """The largest part in the centre with the aspect ratio of `shape`, or a share of its sides."""
+    scale = share * min(height / shape[0], width / shape[1])
+    box_height = max(1, min(height, round(scale * shape[0])))
+    box_width = max(1, min(width, round(scale * shape[1])))
+    return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+def decode_whole(data: np.ndarray) -> np.ndarray:
+    """All of an image: uint8 (3, H, W), valid until this thread decodes again."""
+    image = EncodedImage(data)
+    size = (image.height, image.width)
+    return image.decode(Box(0, 0, *size), size)
+
+
+def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.ndarray:
+    """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
+    image = EncodedImage(data)
+    return image.decode(centre_box(image.height, image.width, size, share), size)
+
+
+def decode_random(data: np.ndarray, size: tuple[int, int], draws: Sequence[float], min_scale: float) -> np.ndarray:
+    """A random part of an image, resized (see `random_box`): uint8 (3, H, W), valid until this thread decodes again."""
+    image = EncodedImage(data)
+    return image.decode(random_box(draws, image.height, image.width, min_scale), size)
+
+
+# ---------------------------------------------------------------------------------------------- making them smaller
+
+
+class Kept(NamedTuple):
+    """How image files become encoded rows."""
+
+    side: int | None = None
+    """Images whose shorter side is longer become so small. None: all stay as they are."""
+    quality: int = 92
+    """Of the JPEG files that smaller images become."""
+
+
+def keep(data: bytes, kept: Kept) -> bytes:
+    """The bytes of an image file as they are, or of a smaller JPEG file.
+
+    Images in other formats than `CODECS` become PNG files. Raises an exception of any kind if the file is damaged.
+    """
+    image = EncodedImage(np.frombuffer(data, np.uint8))
+    height, width = image.height, image.width
+    whole = Box(0, 0, height, width)
+    if kept.side and min(height, width) > kept.side:
+        scale = kept.side / min(height, width)
+        return to_jpeg(image.decode(whole, (round(height * scale), round(width * scale))), kept.quality)
+    if data[0] not in CODECS:
+        return _save(image.decode(whole, (height, width)), "PNG")
+    image.decode(whole, (1, 1))  # in full, as far as damage goes
+    return data
+
+
+def to_jpeg(image_CHW: np.ndarray, quality: int) -> bytes:
+    """The bytes of a JPEG file. image_CHW: uint8 (3, H, W)."""
+    return _save(image_CHW, "JPEG", quality=quality)
+
+
+def _save(image_CHW: np.ndarray, kind: str, **options: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, **options)
+    return file.getvalue()

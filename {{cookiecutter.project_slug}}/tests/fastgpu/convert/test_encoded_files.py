@@ -1,0 +1,136 @@
+"""convert.py with encoded images: kept as they are, made smaller, and from pixels to bytes and back."""
+
+import io
+import itertools
+
+import h5py
+import numpy as np
+import pytest
+from harness import read_rows
+from PIL import Image
+from test_cifar_celeba import celeba_in
+
+from fastgpu.storage.decoded import DecodedImages
+from fastgpu.storage.encoded import Box, EncodedImage, decode_centre
+from fastgpu.storage.store import open_store
+
+FIELDS = {"images": "images", "labels": "labels"}
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """40 files of two classes; every tenth is a PNG file."""
+    y, x = np.mgrid[:40, :60]
+    for number in range(40):
+        folder = tmp_path / "photos" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        waves = np.stack([y * 3, x * 2, (x + y + number) % 128], 2).astype(np.uint8)
+        Image.fromarray(waves[: 30 + number % 7]).save(folder / f"{number:02d}.{'png' if number % 10 == 0 else 'jpg'}")
+    return tmp_path / "photos"
+
+
+def rows_in(path) -> list[bytes]:
+    column = read_rows(open_store("x", str(path), {"images": "images"}))["images"]
+    return [column.values[start:stop].tobytes() for start, stop in itertools.pairwise(column.offsets)]
+
+
+def test_files_become_rows_byte_for_byte(convert, photos, tmp_path):
+    files = {path.read_bytes(): path.parent.name for path in photos.glob("*/*")}
+    done = convert("images", "photos", "x.h5", "--keep-encoded", "--split", "0.8", "--shards", "2")
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for path in sorted(tmp_path.glob("x-*.h5")):
+        with h5py.File(path) as file:
+            classes = [name.decode() for name in file.attrs["class_names"]]
+            assert set(file["images"].attrs["codec"].decode().split("+")) <= {"jpeg", "png"}
+            assert len(file.attrs["mean"]) == 3
+            labels = file["labels"][:]
+        found |= dict(zip(rows_in(path), [classes[label] for label in labels], strict=True))
+        assert convert("verify", path).stdout.startswith(f"{path}: whole")
+    assert found == files
+    assert "images of any size" in convert("info", "x-train-00000-of-00002.h5").stdout
+
+
+def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):
+    convert("images", "photos", "x.h5", "--keep-encoded")
+    convert("images", "photos", "y.h5", "--size", "30x60")
+    with h5py.File(tmp_path / "x.h5") as x, h5py.File(tmp_path / "y.h5") as y:
+        for name in ("mean", "std"):
+            np.testing.assert_allclose(x.attrs[name], y.attrs[name], atol=4)
+
+
+def test_files_are_made_smaller_once(convert, photos, tmp_path):
+    done = convert("images", "photos", "x.h5", "--keep-encoded", "--size", "20", "--quality", "85")
+    assert done.returncode == 0, done.stderr
+    for data in rows_in(tmp_path / "x.h5"):
+        image = Image.open(io.BytesIO(data))
+        assert image.format == "JPEG"
+        assert min(image.size) == 20
+
+
+def test_broken_files_are_named_or_left_out(convert, photos, tmp_path):
+    for number in range(160):
+        Image.new("RGB", (9, 9), (number, 0, 0)).save(photos / f"a/more {number}.jpg")
+    whole = (photos / "b/01.jpg").read_bytes()
+    (photos / "b/01.jpg").write_bytes(whole[: len(whole) // 2])
+    done = convert("images", "photos", "x.h5", "--keep-encoded")
+    assert done.returncode != 0
+    assert "1 of 200 rows are broken, so nothing was written" in done.stderr
+    assert "b/01.jpg cannot be decoded: " in done.stderr
+    assert not (tmp_path / "x.h5").exists()
+    done = convert("images", "photos", "x.h5", "--keep-encoded", "--on-error", "skip")
+    assert "broken images that were skipped: 1, listed in x.h5.skipped.txt" in done.stdout
+    assert len(rows_in(tmp_path / "x.h5")) == 199
+
+
+def test_celeba_is_kept_encoded(convert, tmp_path):
+    celeba_in(tmp_path / "celeba", packed=True, rows=12)
+    done = convert("celeba", "celeba", "x.h5", "--keep-encoded")
+    assert done.returncode == 0, done.stderr
+    assert sum(len(rows_in(path)) for path in tmp_path.glob("x-*.h5")) == 12
+
+
+def test_a_round_trip_of_pixels_is_close_and_back_to_pixels_is_exact(convert, photos, tmp_path):
+    convert("images", "photos", "pixels.h5", "--size", "30", "--keep-order")
+    done = convert("repack", "pixels.h5", "bytes.h5", "--quality", "95", "--keep-order")
+    assert done.returncode == 0, done.stderr
+    done = convert("repack", "bytes.h5", "again.h5", "--size", "30", "--keep-order")
+    assert done.returncode == 0, done.stderr
+    with h5py.File(tmp_path / "pixels.h5") as first, h5py.File(tmp_path / "again.h5") as again:
+        assert again["images"].shape == (40, 3, 30, 30)
+        np.testing.assert_array_equal(again["labels"], first["labels"])
+        assert np.abs(again["images"][:].astype(int) - first["images"][:]).mean() < 6
+        for data, pixels in zip(rows_in(tmp_path / "bytes.h5"), again["images"], strict=True):
+            np.testing.assert_array_equal(decode_centre(np.frombuffer(data, np.uint8), (30, 30), 1.0), pixels)
+
+
+def test_encoded_rows_are_repacked_byte_for_byte_or_made_smaller(convert, photos, tmp_path):
+    convert("images", "photos", "x.h5", "--keep-encoded")
+    assert convert("repack", "x.h5", "y.h5", "--seed", "3").returncode == 0
+    assert sorted(rows_in(tmp_path / "y.h5")) == sorted(rows_in(tmp_path / "x.h5"))
+    assert rows_in(tmp_path / "y.h5") != rows_in(tmp_path / "x.h5")
+    assert convert("repack", "x.h5", "z.h5", "--size", "20", "--quality", "90").returncode == 0
+    images = [EncodedImage(np.frombuffer(data, np.uint8)) for data in rows_in(tmp_path / "z.h5")]
+    assert {min(image.height, image.width) for image in images} == {20}
+    source = DecodedImages(open_store("x", str(tmp_path / "z.h5"), FIELDS), (20, 20))
+    assert read_rows(source)["images"].shape == (40, 3, 20, 20)
+    assert images[0].decode(Box(0, 0, 20, 20), (20, 20)).shape == (3, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("images", "photos", "x.h5", "--keep-encoded", "--masks", "photos"), "--keep-encoded is for images with lab"),
+        (("images", "photos", "x.h5", "--keep-encoded", "--crop", "9"), "--keep-encoded takes --size SIDE, one number"),
+        (("images", "photos", "x.h5", "--keep-encoded", "--size", "9", "--quality", "0"), "'0' is not a quality of"),
+        (("repack", "pixels.h5", "y.h5", "--size", "9"), "--size is for encoded images, and pixels.h5 has none"),
+        (("repack", "numbers.h5", "y.h5", "--quality", "9"), "numbers.h5 has no images to encode"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(convert, photos, tmp_path, arguments, message):
+    for name, shape in (("pixels", (9, 3, 4, 4)), ("numbers", (9, 4))):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["images"] = np.zeros(shape, np.uint8)
+    done = convert(*arguments)
+    assert done.returncode != 0
+    assert message in done.stderr

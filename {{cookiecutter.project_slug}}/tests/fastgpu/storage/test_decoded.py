@@ -1,0 +1,196 @@
+import io
+import time
+from itertools import chain
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from harness import ALONE, CPU, read_rows
+from PIL import Image
+
+from fastgpu.feed.sizes import Sizes, choose_sizes
+from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.launch import HangError, RankError, UserError
+from fastgpu.process.machine import available_cpus
+from fastgpu.rows.contract import Source
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.storage.decoded import CENTRE_SHARE, DecodedImages
+from fastgpu.storage.encoded import Box, EncodedImage, decode_centre, decode_random, draw
+from fastgpu.storage.sources import open_source
+from fastgpu.storage.store import open_store
+from fastgpu.storage.subset import Subset
+
+N_ROWS = 90
+SIZE = (16, 16)
+FIELDS = {"images": "images", "labels": "labels"}
+
+
+def photos(n_rows: int = N_ROWS) -> list[bytes]:
+    """JPEG and PNG files of different sizes."""
+    rng = np.random.default_rng(0)
+    files = []
+    for number in range(n_rows):
+        height, width = rng.integers(20, 60, 2)
+        corners = rng.integers(0, 256, (3, 3, 3), np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(corners).resize((width, height)).save(file, "PNG" if number % 5 == 0 else "JPEG")
+        files.append(file.getvalue())
+    return files
+
+
+FILES = photos()
+ONE_RANK = Shard(0, 1, 4)
+
+
+def write_encoded(path: Path, files: list[bytes], codec: str = "jpeg+png") -> Path:
+    with h5py.File(path, "w") as file:
+        group = file.create_group("images")
+        group.attrs["codec"] = codec
+        group["indptr"] = np.cumsum([0, *map(len, files)])
+        group["values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["labels"] = np.arange(len(files))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path) -> Source:
+    return open_store("data.train", str(write_encoded(tmp_path / "encoded.h5", FILES)), FIELDS)
+
+
+def feed_of(source: Source, tier: str = "disk", n_readers: int = 2, shard: Shard = ONE_RANK) -> Feed:
+    batch_size = 8 // shard.world_size
+    order = BlockSampler(source.block_rows, batch_size, shard=shard, pool_batches=3, seed=5)
+    return make_feed(source, order, Placement(tier, CPU, n_readers), Loader())
+
+
+def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]]:
+    """(label, pixels) of the rows of an epoch in order."""
+    rows = []
+    for pool in feed.pools(epoch, consumed):
+        images = pool.rows["images"].numpy()
+        rows += [(label, image.tobytes()) for label, image in zip(pool.rows["labels"].tolist(), images, strict=True)]
+    feed.close()
+    return rows
+
+
+def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
+    (draws,) = draw(5, epoch, np.array([row])).tolist()
+    return decode_random(np.frombuffer(FILES[row], np.uint8), SIZE, draws, min_scale).tobytes()
+
+
+def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):
+    for epoch in (0, 1, 7):
+        rows = rows_of(feed_of(DecodedImages(store, SIZE, 0.2)), epoch)
+        assert len(rows) == 88
+        assert rows == [(row, expected_pixels(row, epoch, 0.2)) for row, _ in rows]
+
+
+@pytest.mark.parametrize(("tier", "n_readers"), [("disk", 1), ("disk", 4), ("host", 2)])
+def test_pixels_are_the_same_for_every_tier_and_number_of_readers(store, tier, n_readers):
+    expected = rows_of(feed_of(DecodedImages(store, SIZE, 0.2)), 3)
+    assert rows_of(feed_of(DecodedImages(store, SIZE, 0.2), tier, n_readers), 3) == expected
+
+
+def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
+    source = DecodedImages(store, SIZE, 0.2)
+    expected = rows_of(feed_of(source), 2)
+    for world_size in (2, 4):
+        parts = [rows_of(feed_of(source, shard=Shard(rank, world_size, 4)), 2) for rank in range(world_size)]
+        assert sorted(chain(*parts)) == sorted(expected)
+    assert rows_of(feed_of(source), 2, consumed=40) == expected[40:]
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_without_random_parts_every_tier_gives_the_centres(store, tier):
+    rows = rows_of(feed_of(DecodedImages(store, SIZE), tier), 1)
+    assert rows == [(row, decode_centre(np.frombuffer(FILES[row], np.uint8), SIZE, 1.0).tobytes()) for row, _ in rows]
+
+
+def test_validation_takes_the_central_share_of_the_sides(store):
+    rows = read_rows(DecodedImages(store, SIZE, 0.2))
+    for row in (0, 1, 89):
+        image = EncodedImage(np.frombuffer(FILES[row], np.uint8))
+        side = round(CENTRE_SHARE * min(image.height, image.width))
+        box = Box((image.height - side) // 2, (image.width - side) // 2, side, side)
+        np.testing.assert_array_equal(rows["images"][row], image.decode(box, SIZE))
+
+
+def test_pixels_are_kept_on_no_tier_if_each_epoch_takes_other_parts(store):
+    fixed = DecodedImages(store, SIZE)
+    random = DecodedImages(store, SIZE, 0.2)
+    assert fixed.stored is fixed
+    assert random.stored is store
+
+
+def test_a_part_of_a_source_has_its_rows_and_columns(store):
+    source = DecodedImages(Subset("part", store, np.arange(3, 90, 4)), SIZE)
+    assert source.column("labels").tolist() == list(range(3, 90, 4))
+    rows = read_rows(source)
+    for number, row in enumerate(rows["labels"]):
+        expected = decode_centre(np.frombuffer(FILES[row], np.uint8), SIZE, 1.0)
+        np.testing.assert_array_equal(rows["images"][number], expected)
+
+
+def test_a_field_may_have_any_name(store, tmp_path):
+    for name in ("pixels", "file"):  # as scratch memory is called elsewhere
+        renamed = open_store("x", str(tmp_path / "encoded.h5"), {name: "images"})
+        expected = read_rows(DecodedImages(store, SIZE))["images"]
+        np.testing.assert_array_equal(read_rows(DecodedImages(renamed, SIZE))[name], expected)
+
+
+def test_a_row_that_hangs_is_named(store, monkeypatch):
+    source = DecodedImages(store, SIZE, 0.5)
+    monkeypatch.setattr("fastgpu.storage.decoded.decode_random", lambda *arguments: time.sleep(3))
+    order = BlockSampler(source.block_rows, 8, seed=5)
+    feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
+    with pytest.raises(HangError, match=r"no rows have come from row \d+ of \S+encoded\.h5: it hangs"):
+        next(feed.pools(0))
+
+
+@pytest.mark.parametrize("is_subset", [False, True])
+def test_a_damaged_image_is_named_by_its_row(tmp_path, is_subset):
+    files = [*FILES[:20], FILES[21][: len(FILES[21]) // 2], *FILES[21:40]]
+    store = open_store("data.train", str(write_encoded(tmp_path / "damaged.h5", files)), FIELDS)
+    source = DecodedImages(Subset("part", store, np.arange(11, 40)) if is_subset else store, SIZE, 0.5)
+    with pytest.raises(RankError, match=r"(damaged\.h5|part): the image in row 20 cannot be decoded: \w"):
+        rows_of(feed_of(source), 0)
+
+
+def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
+    path = write_encoded(tmp_path / "x.h5", FILES[:3])
+    with h5py.File(path, "r+") as file:
+        del file["images/values"]
+        file["images/values"] = np.zeros(sum(map(len, FILES[:3])), np.int32)
+    with pytest.raises(UserError, match=r"images has the attribute codec, but its values are no bytes"):
+        open_store("data.train", str(path), FIELDS)
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+
+def sizes_of(path: Path, **values: object) -> Sizes:
+    data = Data(train=str(path), val="20%", fields=FIELDS, batch_size=8, **values)
+    sources = tuple(open_source(data, split, Loader(), Hdf5()) for split in ("train", "val"))
+    return choose_sizes(data, Loader(), sources, ALONE, accumulation=1)
+
+
+def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tmp_path):
+    path = write_encoded(tmp_path / "x.h5", FILES)
+    fixed = sizes_of(path, image_size=16)
+    random = sizes_of(path, image_size=16, min_crop_scale=0.3)
+    assert (fixed.tier, random.tier) == ("device", "disk")
+    assert fixed.room.need == N_ROWS * (3 * 16 * 16 + 8)
+    assert random.n_readers == available_cpus()
+    with pytest.raises(
+        UserError, match=r"data\.tier is device, but each epoch decodes other parts .* use disk, or host"
+    ):
+        sizes_of(path, image_size=16, min_crop_scale=0.3, tier="device")
+
+
+def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
+    with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
+        sizes_of(write_encoded(tmp_path / "x.h5", FILES))
+    sizes_of(write(90), min_crop_scale=0.5)
+    assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
