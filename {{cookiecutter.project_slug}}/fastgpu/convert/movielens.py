@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,19 +65,23 @@ def read_ratings(
     with _open_text(source) as (file, n_bytes):
         header = file.readline(MAX_HEADER_CHARS)
         places, delimiter = _find_columns(source, header, columns)
-        is_rating = _line_pattern(places, delimiter).fullmatch
+        n_columns = len(next(csv.reader([header], delimiter=delimiter)))
+        is_rating = _line_pattern(places, delimiter, n_columns).fullmatch
         n_lines = n_headers = 0 if WITHOUT_HEADER.fullmatch(header) else 1
         if not n_headers:
             file.seek(0)
         while lines := list(islice(file, PARSED_ROWS)):
-            block = _parse(lines, places, delimiter)
+            widths = set(map(str.count, lines, repeat(delimiter)))  # NumPy does not count the columns
+            block = _parse(lines, places, delimiter) if widths <= {0, n_columns - 1} else None
             if block is None:  # NumPy does not say which line is not a rating
                 good_lines = []
                 for number, line in enumerate(lines, n_lines + 1):
                     if is_rating(line):
                         good_lines.append(line)
                     elif line.strip():
-                        skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}")
+                        width = len(next(csv.reader([line], delimiter=delimiter)))
+                        fault = f": {width} columns, not {n_columns} (a decimal comma?)" if width != n_columns else ""
+                        skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}{fault}")
                         if on_error == "stop":
                             raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out; {ID_CURE}")
                 block = _parse(good_lines, places, delimiter)
@@ -108,13 +112,14 @@ def _parse(lines: list[str], places: list[int], delimiter: str) -> np.ndarray | 
     return block if is_rating.all() else None
 
 
-def _line_pattern(places: list[int], delimiter: str) -> re.Pattern[str]:
-    """Matches a line with whole numbers in the first two places and a number in the third."""
+def _line_pattern(places: list[int], delimiter: str, n_columns: int) -> re.Pattern[str]:
+    """Matches a line of `n_columns` with two whole numbers and a number. Quoted text behind may hold the delimiter."""
     user, item, rating = places
     patterns = {user: "[0-9]{1,9}", item: "[0-9]{1,9}", rating: r"[0-9]{1,9}(\.[0-9]+)?"}
     separator = re.escape(delimiter)
     columns = [patterns.get(place, f"[^{separator}]*") for place in range(max(places) + 1)]
-    return re.compile(separator.join(columns) + rf"({separator}.*)?\s*")
+    other = rf'{separator}(?>(?:"[^"]*")+(?={separator}|\s*$)|[^{separator}]*)'
+    return re.compile(separator.join(columns) + f"(?:{other}){{{n_columns - len(columns)}}}" + r"\s*")
 
 
 def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[list[int], str]:

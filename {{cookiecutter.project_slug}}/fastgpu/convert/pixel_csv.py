@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import Listing
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
 from fastgpu.convert.splits import group_splits
-from fastgpu.convert.tables import check_columns, choose_delimiter, parse_labels, read_word, report_unused
+from fastgpu.convert.tables import check_columns, check_width, choose_delimiter, parse_labels, read_word, report_unused
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 
@@ -39,10 +39,7 @@ class PixelFile:
             self._borders.append(self._borders[-1] + len(line))
             if line.strip():
                 fields = self._parse(line.decode())
-                if len(fields) != len(self.header):
-                    raise UserError(
-                        f"{self.path}:{number}: {len(fields):,} columns; its header has {len(self.header):,}"
-                    )
+                check_width(self.path, number, fields, self.header)
                 yield number, fields
 
     def choose_columns(self, fields: Sequence[str], others: Sequence[str], shape: tuple[int, ...] | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastgpu.convert.reading import explain_errors, list_first
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 
 DELIMITERS = (",", ";", "\t")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -44,22 +44,53 @@ def check_columns(path: Path, present: Sequence[str], wanted: Sequence[str], cur
 
 
 def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tuple[dict[str, list[str]], list[int]]:
-    """({column: words}, the line of each row) of a CSV file with a header. Raises UserError if a value is missing."""
+    """({column: words}, the line in which each row begins) of a CSV file with a header.
+
+    Raises UserError with the line of a missing value, a wrong number of columns or an open quote. Warns of line breaks.
+    """
     columns: dict[str, list[str]] = {name: [] for name in wanted}
     lines = []
+    long_rows = []
+    last_line = 0
     with explain_errors(path, "a CSV file of UTF-8 text"), path.open(newline="", encoding="utf-8-sig") as file:
         separator = choose_delimiter(file.readline(), delimiter)
         file.seek(0)
-        reader = csv.DictReader(file, delimiter=separator)
-        check_columns(path, list(reader.fieldnames or []), wanted, "name those to read with --columns PATH,LABEL")
-        report_unused(reader.fieldnames or [], wanted)
-        for entry in reader:
-            for name, words in columns.items():
-                words.append(read_word(path, reader.line_num, name, entry[name]))
-            lines.append(reader.line_num)
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            header = next(reader, [])
+            check_columns(path, header, wanted, "name those to read with --columns PATH,LABEL")
+            report_unused(header, wanted)
+            places = {name: header.index(name) for name in wanted}
+            last_line = reader.line_num
+            for fields in reader:
+                line, last_line = last_line + 1, reader.line_num
+                if not fields:
+                    continue
+                check_width(path, line, fields, header)
+                for name, place in places.items():
+                    columns[name].append(read_word(path, line, name, fields[place]))
+                lines.append(line)
+                if last_line > line:
+                    long_rows.append(line)
+        except csv.Error as error:
+            raise UserError(f"{path}:{last_line + 1}: {error}; close the quotes, or double a stray one") from None
     if not lines:
         raise UserError(f"{path} has no rows below its header")
+    if long_rows:
+        warn(
+            f"{path}:{long_rows[0]}: {len(long_rows):,} of {len(lines):,} rows, this one first, have line breaks in "
+            "quotes; if this quote is a stray one, the lines up to the next quote are lost: double it"
+        )
     return columns, lines
+
+
+def check_width(path: Path, line: int, fields: Sequence[str], header: Sequence[str]) -> None:
+    """Raise UserError if a row has more or fewer columns than the header."""
+    if len(fields) != len(header):
+        raise UserError(
+            f"{path}:{line}: {len(fields):,} columns; its header has {len(header):,}; put quotes around a field that "
+            "holds the character between the columns, or choose another with --delimiter"
+        )
 
 
 def report_unused(present: Sequence[str], used: Container[str]) -> None:
@@ -69,11 +100,13 @@ def report_unused(present: Sequence[str], used: Container[str]) -> None:
         print(f"columns that are not used: {list_first(unused)}")
 
 
-def read_word(path: Path, line: int, column: str, text: str | None) -> str:
-    """A value of a column. Raises UserError if it is missing."""
-    word = (text or "").strip()
+def read_word(path: Path, line: int, column: str, text: str) -> str:
+    """A value of a column. Raises UserError if it is missing or has several lines."""
+    word = text.strip()
     if not word:
         raise UserError(f"{path}:{line}: {column} is missing")
+    if len(text.splitlines()) > 1:
+        raise UserError(f"{path}:{line}: {column} has a line break in quotes; remove it, or the stray quote")
     return word
 
 

@@ -82,7 +82,8 @@ def test_what_is_not_there_is_named(tmp_path):
     [
         ("path,label\na.png,1\nb.png,-1\n", r":3: label -1 is out of range; allowed are 0 to 1"),
         ("path,label\na.png,1\nb.png,7\n", r":3: label 7 is out of range; allowed are 0 to 1"),
-        ("path,label\na.png\n", r":2: label is missing"),
+        ("path,label\na.png\n", r":2: 1 columns; its header has 2"),
+        ("path,label\na.png,\n", r":2: label is missing"),
         ("path,label\n,1\n", r":2: path is missing"),
         ("path,kind\na.png,1\n", r"no column label; it has path, kind; name those to read with --columns"),
         ("path,label,label\na.png,1,2\n", r"2 columns named label"),

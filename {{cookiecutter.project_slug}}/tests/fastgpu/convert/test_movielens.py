@@ -91,19 +91,46 @@ def test_ids_of_text_are_refused_with_the_cure(tmp_path):
 
 
 BROKEN = ["a,2,3.0,4", "1,2", "1,2,nan,4", "-1,2,3.0,4", "1,2,,4", "1;2;3", "9999999999,2,3.0,4", "1,2,inf,4", "\x00"]
+BROKEN += ["1,2,3,75,4", "1,2,3.5,4,", '1,2,"3,75",4', "1,2,4"]
 
 
 @pytest.mark.parametrize("line", BROKEN)
 def test_a_broken_line_is_named_or_skipped(tmp_path, line):
     path = write(tmp_path / "ratings.csv", extra={42: line, 1001: ""})
     with pytest.raises(
-        UserError, match=r"ratings.csv:42: .* is not userId,movieId,rating; --on-error skip leaves such"
+        UserError,
+        match=r"ratings.csv:42: .* is not userId,movieId,rating(: . columns, not 4 .*)?; --on-error skip",
     ):
         read_ratings(path)
     found = read_ratings(path, on_error="skip")
     users, _, given = (np.delete(column, [40, 999]) for column in ratings())
     assert found.users.tolist() == users[given > 3.5].tolist()
     assert [each.split(": ")[0] for each in found.skipped] == [f"{path}:42"]
+
+
+@pytest.mark.parametrize("delimiter", ["::", "\t"])
+@pytest.mark.parametrize("columns", [3, 5])
+def test_lines_without_header_have_as_many_columns_as_the_first(tmp_path, delimiter, columns):
+    lines = [delimiter.join("12545"[:width]) for width in (4, 4, columns, 4)]
+    (tmp_path / "u.data").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"u.data:3: .* [359] columns, not [47] .a decimal comma"):
+        read_ratings(tmp_path / "u.data")
+
+
+def test_a_decimal_comma_is_no_column(tmp_path):
+    lines = ["1,2,3,75" if row % 2 else "1,2,4" for row in range(400)]
+    (tmp_path / "x.csv").write_text("\n".join(["userId,movieId,rating", *lines]))
+    with pytest.raises(UserError, match="x.csv:3: '1,2,3,75' is not .*: 4 columns, not 3 .a decimal comma"):
+        read_ratings(tmp_path / "x.csv", 2)
+    with pytest.raises(UserError, match="200 of 400 lines are not ratings"):
+        read_ratings(tmp_path / "x.csv", 2, on_error="skip")
+
+
+def test_titles_in_quotes_may_hold_the_delimiter(tmp_path):
+    titles = ["Casino", '"American President, The (1995)"', '"""Great"", a, b"', '24" disc', '""', ""]
+    lines = [f"{user},7,5,{title},x" for user, title in enumerate(titles)]
+    (tmp_path / "x.csv").write_text("\n".join(["userId,movieId,rating,title,genre", *lines]))
+    assert read_ratings(tmp_path / "x.csv").users.tolist() == list(range(6))
 
 
 def test_more_than_one_in_a_hundred_broken_lines_fail(tmp_path):

@@ -107,7 +107,7 @@ def test_wrong_pixels_are_named_with_their_lines(tmp_path, convert):
         ("pixels\n1 2 3 4\n", (), "has the columns of pixels alone; name that of the labels"),
         ("label,pixels\n1,1 2 3\n", (), "has 3 pixels in its first row, which is no square; give --shape"),
         ("label,pixels\n1,1 2 3 4\n", ("--shape", "1x3x3"), "has 4 pixels in its first row, but --shape has 9"),
-        ("label,pixels\n1,1 2 3 4\n1,2,3\n", (), "x.csv:3: 3 columns; its header has 2"),
+        ("label,pixels\n1,1 2 3 4\n1,2,3\n", (), "x.csv:3: 3 columns; its header has 2; put quotes around"),
         ("label,pixels\n1,1 2 3 4\n,1 2 3 4\n", (), "x.csv:3: label is missing"),
         ("label,pixels\n", (), "has no rows below its header"),
         ("5,0,0,0,1\n", (), "has numbers in its first line, which should name the columns"),

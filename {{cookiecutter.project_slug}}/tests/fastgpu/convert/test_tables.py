@@ -31,6 +31,36 @@ def test_a_delimiter_can_be_given(tmp_path):
     assert read_table(path, ["label,kind"], "|")[0] == {"label,kind": ["1"]}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,label\na,1\nb,Quercus, robur\n", r"x.csv:3: 3 columns; its header has 2; put quotes .* --delimiter$"),
+        ("path,label\na,1,75\n", r"x.csv:2: 3 columns; its header has 2"),
+        ("path,label,note\na,1,x\n\nb,2\n", r"x.csv:4: 2 columns; its header has 3"),
+        ('path,label,note\na,1,x\nb,2,"24 inch\nc,3,y\n', r"x.csv:3: unexpected end of data; close the quotes"),
+        ('path,label,note\na,1,x\n\nb,2,"24" wide\n', r"x.csv:4: .* expected after .*double a stray one"),
+        ('path,label,note\na,1,"' + "x,y,z\n" * 30_000, r"x.csv:2: field larger than .*close the quotes"),
+        ('path,label\na,1\nb,"2\nc,3\nd,4"\ne,5\n', r"x.csv:3: label has a line break in quotes; remove it"),
+        ('"path,label\na,1\n', r"x.csv:1: unexpected end of data"),
+    ],
+)
+def test_rows_that_lose_text_or_swallow_lines_are_refused_with_the_line_where_they_begin(tmp_path, text, message):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_table(tmp_path / "x.csv", ["path", "label"], None)
+
+
+def test_line_breaks_in_columns_that_are_not_used_are_warned_of(tmp_path, capsys):
+    path = tmp_path / "x.csv"
+    path.write_text('path,label,note\na,1,x\n\nb,2,"24 inch\nc,3,y\nd,4,12 inch"\ne,5,"say ""hi"""\nf,6,"1\n2"\n')
+    columns, lines = read_table(path, ["path", "label"], None)
+    assert (columns["path"], lines) == (["a", "b", "e", "f"], [2, 4, 7, 8])
+    assert f"warning: {path}:4: 2 of 4 rows, this one first, have line breaks in quotes" in capsys.readouterr().out
+    path.write_text('path,label\na,"1"\n')
+    read_table(path, ["path", "label"], None)
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_labels_are_classes_attributes_or_targets():
     labels, attributes = parse(kind="dog cat dog")
     assert (labels.tolist(), attributes) == ([1, 0, 1], {"class_names": ["cat", "dog"]})
