@@ -134,8 +134,9 @@ class Log:
         validation and checkpoints counts, once there were any. 0: nothing is left, or no row has been trained on yet.
         """
         n_rows = self._rows - self._first_rows
+        n_rows_left = max(round(self._planned_rows - self._rows), 0)  # parts of echoed rows add up with rounding
         seconds = time.monotonic() - self._begun
-        return seconds * (self._planned_rows - self._rows) / n_rows if n_rows > 0 else 0.0
+        return seconds * n_rows_left / n_rows if n_rows > 0 else 0.0
 
     def hint_at_slow_cpu(self) -> None:
         """Say once that the run takes long and what shortens it, if it takes more than ten minutes on a CPU."""
