@@ -190,7 +190,8 @@ def test_a_job_whose_torchrun_is_killed_is_queued_again(submit):
     assert job.restarts == 1
 
 
-def test_a_job_that_loses_a_node_is_queued_again(submit, cluster):
+def test_a_job_that_loses_a_node_is_queued_again(submit, cluster, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.2")  # 84 s: Slurm misses a node after 10 to 40 s
     job = submit("run.checkpoint_every_steps=20")
     job.wait_for_start(1)
     cluster.daemons["c2"].kill()
