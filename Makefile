@@ -57,7 +57,7 @@ check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
 	$(IN_PLACE) mypy
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m "not slow and not slurm"'
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m "not slow"'
 
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix

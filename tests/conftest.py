@@ -17,6 +17,12 @@ from template import ROOT, tracked
 Done = subprocess.CompletedProcess[str]
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that start a Slurm cluster run only where `-m slurm` asks for them."""
+    if config.option.markexpr != "slurm":
+        items[:] = [item for item in items if not item.get_closest_marker("slurm")]
+
+
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clean copy of the template, as a user clones it."""
