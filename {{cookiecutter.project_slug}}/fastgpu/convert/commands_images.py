@@ -189,7 +189,11 @@ def recode(source: "Source", args: Namespace) -> "Source":
         return RecodedRows(source, Kept(args.size and min(args.size), args.quality))
     if args.size and not any(field.codec for field in source.fields.values()):
         raise UserError(f"--size is for encoded images, and {source.name} has none; drop it, or add --quality")
-    return decode_images(source, args.size) if args.size else source
+    if not args.size:
+        return source
+    pixels = decode_images(source, args.size)
+    pixels.attributes = {name: value for name, value in pixels.attributes.items() if name not in ("mean", "std")}
+    return pixels  # whose own mean and std are written
 
 
 def report_nhwc(source: "Source") -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
-from math import isnan
+from math import isnan, prod
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -56,14 +56,18 @@ class Verdict(NamedTuple):
 # ---------------------------------------------------------------------------------------------- what a run left
 
 
-def read_metrics(folder: Path) -> list[Point]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The points of metrics.jsonl. A last line that was cut off is left out, and so are points that a resumed run
-    trained again because they came after its checkpoint."""
+    trained again because they came after its checkpoint.
+
+    The first point of a part has `counts` if it is not only about the start: the others are about less than a pool, so
+    it holds the only waiting for rows.
+    """
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    points: list[Point] = []
+    points: list[dict[str, float]] = []
     part = 1.0
     for line in lines:
         with suppress(ValueError):
@@ -73,6 +77,13 @@ def read_metrics(folder: Path) -> list[Point]:
                 resumed_at = point["step"] - point.get("steps", 0)
                 points = [earlier for earlier in points if earlier["step"] <= resumed_at]
             points.append(point)
+    config = read_config(folder)
+    sizes = [config.get("data.pool_batches"), config.get("data.batch_size")]
+    pool_rows = prod(size if isinstance(size, int) else 0 for size in sizes)
+    for _, group in groupby(points, lambda point: point.get("part", 1)):
+        first, *others = group
+        if sum(point.get("fresh_rows", 0) for point in others) < pool_rows:
+            first["counts"] = 1.0
     return points
 
 
@@ -111,7 +122,7 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
 
 def steady(points: Iterable[Point], tag: Tag, name: str) -> list[Point]:
     """The points with this tag. Speeds and shares of the time are without the first one of each part, which holds what
-    happens only at the start; a last value and a peak are those of all points.
+    happens only at the start, unless it `counts` (see `read_metrics`); a last value and a peak are those of all points.
 
     name: the tag's name in the points.
     """
@@ -119,7 +130,7 @@ def steady(points: Iterable[Point], tag: Tag, name: str) -> list[Point]:
     if tag.over_run in ("last", "maximum"):
         return logged
     first = {point.get("part", 1): point for point in reversed(logged)}
-    return [point for point in logged if point is not first[point.get("part", 1)]] or logged
+    return [point for point in logged if "counts" in point or point is not first[point.get("part", 1)]] or logged
 
 
 def combine(points: Sequence[Point], tag: Tag, name: str) -> float:

@@ -59,6 +59,16 @@ def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):
             np.testing.assert_allclose(x.attrs[name], y.attrs[name], atol=4)
 
 
+def test_pixels_have_their_own_statistics(convert, photos, tmp_path):
+    convert("images", "photos", "x.h5", "--keep-encoded")
+    done = convert("repack", "x.h5", "y.h5", "--size", "8")  # much smoother than the files
+    assert done.returncode == 0, done.stderr
+    with h5py.File(tmp_path / "y.h5") as file:
+        pixels = file["images"][:]
+        np.testing.assert_allclose(file.attrs["mean"], pixels.mean((0, 2, 3)), rtol=1e-3)
+        np.testing.assert_allclose(file.attrs["std"], pixels.std((0, 2, 3)), rtol=1e-3)
+
+
 def test_files_are_made_smaller_once(convert, photos, tmp_path):
     done = convert("images", "photos", "x.h5", "--keep-encoded", "--size", "20", "--quality", "85")
     assert done.returncode == 0, done.stderr

@@ -60,6 +60,18 @@ def test_the_start_of_every_part_is_left_out_of_means():
     assert row.value == pytest.approx((1 + 2 + 3) / 3)
 
 
+@pytest.mark.parametrize(("pool_batches", "wait_pct"), [(10, 1.0), (11, 100 * 9.1 / 20)])
+def test_the_start_counts_if_the_rest_is_less_than_a_pool(tmp_path, pool_batches, wait_pct):
+    """All waiting for the rows of a pool lies in its first point."""
+    config = {"data": {"pool_batches": pool_batches, "batch_size": 8}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    intervals = [Throughput(10.0, 9.0, fresh_rows=8, trained_rows=8, steps=1), Throughput(10.0, 0.1, 80, 80, 10)]
+    points = [{"step": step, "time_s": 1.0} | each._asdict() | each.scalars() for step, each in enumerate(intervals)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(point)}\n" for point in points))
+    values = {row.name: row.value for row in summary(read_metrics(tmp_path))}
+    assert values["data/wait_pct"] == pytest.approx(wait_pct)
+
+
 def test_a_run_without_points_or_with_a_cut_line_is_no_error(tmp_path):
     assert table([]) == ""
     assert verdicts(tmp_path, []) == []
