@@ -16,7 +16,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     srun writes down what it was asked for, and ends with $CHECK_CODE for the check and with $CODE for the training.
     """
     programs = {
-        "srun": 'echo "$ONLY $*" >> steps\n[ "$ONLY" = train ] && exit "$CODE"\nexit "${CHECK_CODE:-0}"\n',
+        "srun": 'echo "$LAUNCH_STEP" >> steps\n[ "$LAUNCH_STEP" = train ] && exit "$CODE"\nexit "${CHECK_CODE:-0}"\n',
         "scontrol": 'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; fi\n',
     }
     for name, text in programs.items():

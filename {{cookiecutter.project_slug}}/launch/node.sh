@@ -2,7 +2,7 @@
 # One node of a job: checks config, data and model, then starts torchrun. Run it on every node, in the project's folder:
 #     PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=first-node:29500 RUN_NAME=a bash launch/node.sh data.batch_size=512
 # torchrun takes its options from PET_<OPTION>. RUN_FOLDER (default: runs) must be the same folder on all nodes.
-# ONLY=check and ONLY=train do one half. PET_NNODES=1:2: nodes may leave and join while the job runs, but that of
+# LAUNCH_STEP=check and LAUNCH_STEP=train do one half. PET_NNODES=1:2: nodes may leave and join while the job runs, but that of
 # PET_RDZV_ENDPOINT must stay.
 #
 # Exit codes: 0 the run is finished; 2 a person has to change something, nothing was started; 143 (or STOP_CODE) asked to
@@ -23,10 +23,10 @@ run=${RUN_FOLDER:-runs}/$RUN_NAME
 set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume=auto "$@"
 
 # torchrun restarts whatever fails, so a mistake must show before it starts.
-if [ "${ONLY:-check}" = check ]; then
+if [ "${LAUNCH_STEP:-check}" = check ]; then
   WORLD_SIZE=$((${PET_NNODES#*:} * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
 fi
-if [ "${ONLY:-train}" != train ]; then
+if [ "${LAUNCH_STEP:-train}" != train ]; then
   exit
 fi
 

@@ -29,9 +29,9 @@ export PET_RDZV_ID=$SLURM_JOB_ID
 export STOP_CODE=0                 # a node that has stopped must not make srun kill those that are still saving
 
 code=0
-ONLY=check srun --output=0 bash launch/node.sh "$@" || code=$?
+LAUNCH_STEP=check srun --output=0 bash launch/node.sh "$@" || code=$?
 if [ "$code" = 0 ]; then
-  ONLY=train srun --kill-on-bad-exit=1 --wait=60 bash launch/node.sh "$@" || code=$?
+  LAUNCH_STEP=train srun --kill-on-bad-exit=1 --wait=60 bash launch/node.sh "$@" || code=$?
 fi
 
 # The file is there if the run was asked to stop before it was done. Above 128: something was killed, or a node is lost.

@@ -20,6 +20,8 @@ from fastgpu.process.launch import Launch, UserError
 NOTE_S = 3.0
 """How long to wait for the last words of a rank: they and the end of its connection come by different ways."""
 POLL_S = 0.1
+MAX_ASKED = 64
+"""Up to so many ranks, each is looked at. More would be too many requests to the store."""
 MAX_TOLD = 4
 """How many ranks that left a reason are named."""
 
@@ -70,7 +72,9 @@ class Peers:
         return "; ".join(fates) or "no rank has said why: look at the output of the others, and at their machines"
 
     def _suspects(self) -> list[int]:
-        """The first ranks that left a reason, and all others of this machine."""
+        """All other ranks of a small job; of a large one, the first that left a reason, and those of this machine."""
+        if self._world_size <= MAX_ASKED:
+            return [rank for rank in range(self._world_size) if rank != self._rank]
         told = [self._read(f"told{number}") for number in range(1, MAX_TOLD + 1)]
         return sorted({*told, *self._local_ranks} - {None, self._rank})
 

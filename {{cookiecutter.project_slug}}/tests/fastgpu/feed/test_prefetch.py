@@ -234,10 +234,17 @@ def test_a_read_that_hangs_is_named_and_left_behind(store, monkeypatch, call, pl
 
 
 def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
+    is_reading = threading.Event()
     is_back = threading.Event()
+
+    def hang(reads, out):
+        is_reading.set()
+        is_back.wait(TIMEOUT_S)
+
     monkeypatch.setattr(prefetch, "CLOSE_S", 0.1)
-    prefetcher = make_prefetcher(store, lambda reads, out: is_back.wait(TIMEOUT_S))
+    prefetcher = make_prefetcher(store, hang)
     prefetcher.start(order_of(store).pools(0))
+    assert is_reading.wait(TIMEOUT_S)
     prefetcher.close()
     prefetcher.close()
     assert prefetch_threads()
