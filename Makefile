@@ -78,8 +78,8 @@ gpu: .venv/installed
 
 slurm: export OMP_NUM_THREADS := 1
 slurm: .venv/installed
-	@command -v slurmctld slurmd sbatch shellcheck > /dev/null \
-		|| { echo "error: apt-get install slurmctld slurmd slurm-client shellcheck" >&2; exit 2; }
+	@for each in slurmctld slurmd sbatch shellcheck; do command -v $$each > /dev/null \
+		|| { echo "error: $$each is missing: apt-get install slurmctld slurmd slurm-client shellcheck" >&2; exit 2; }; done
 	shellcheck "$(PROJECT)"/launch/*.sh
 	"$(BIN)/python" -m pytest -m slurm --durations=0
 
