@@ -1,8 +1,8 @@
 """Why a job has ended: what the other ranks are told when one of them ends.
 
 A rank whose peer is gone sees a connection that closes, with no word of who closed it. So every rank leaves a note in
-the store of the job: where it runs, and what ended it. The number of requests that a rank makes to the store does not
-grow with the number of ranks: 1,024 ranks that each ask for every other one are a million requests.
+the store of the job: where it runs, and what ended it. Above MAX_ASKED ranks, the number of requests that a rank makes
+to the store does not grow any more: 1,024 ranks that each ask for every other one are a million requests.
 """
 
 import json
@@ -21,7 +21,7 @@ NOTE_S = 3.0
 """How long to wait for the last words of a rank: they and the end of its connection come by different ways."""
 POLL_S = 0.1
 MAX_ASKED = 64
-"""Up to so many ranks, each is looked at. More would be too many requests to the store."""
+"""Up to so many ranks, each is looked at, so that a lost one is named before the store is lost, too."""
 MAX_TOLD = 4
 """How many ranks that left a reason are named."""
 
