@@ -9,18 +9,17 @@ import io
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
 
-from fastgpu.convert.image_files import Listing, OpenFile, open_images
-from fastgpu.convert.reading import MAX_ERROR_CHARS, DecodedRows, OnError, explain_errors
+from fastgpu.convert.image_files import Listing, OpenFile
+from fastgpu.convert.reading import MAX_ERROR_CHARS, explain_errors
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.encoded import Kept
-from fastgpu.storage.images import Preprocessing, open_file
+from fastgpu.storage.images import open_file
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is none, or a decompression bomb."""
@@ -148,8 +147,8 @@ def _unpickle(content: bytes) -> Any:
 # ---------------------------------------------------------------------------------------------- CelebA
 
 
-def open_celeba(folder: Path, preprocessing: Preprocessing | Kept, on_error: OnError) -> Mapping[str, DecodedRows]:
-    """{"train", "val", "test"}: the official split. Labels are 40 attributes, uint8 (N, 40), 1 where one is present.
+def list_celeba(folder: Path) -> Listing:
+    """The images and the official split. Labels are 40 attributes, uint8 (N, 40), 1 where one is present.
 
     folder: it holds img_align_celeba (or .zip), list_attr_celeba.txt and list_eval_partition.txt. Raises UserError if
     one is missing, or a line of the lists is wrong.
@@ -168,7 +167,7 @@ def open_celeba(folder: Path, preprocessing: Preprocessing | Kept, on_error: OnE
     parts = np.array([part_of[name] for name in listing.names])
     splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(CELEBA_SPLITS)}
     listing = listing._replace(splits={split: rows for split, rows in splits.items() if len(rows)})
-    return open_images(listing.parts(), _image_opener(folder), preprocessing, on_error)
+    return listing._replace(open=_image_opener(folder))
 
 
 def _read_attributes(path: Path) -> Listing:

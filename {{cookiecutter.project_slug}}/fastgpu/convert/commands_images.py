@@ -24,9 +24,8 @@ from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
     from fastgpu.convert.array_files import Columns
+    from fastgpu.convert.image_files import Listing
     from fastgpu.rows.contract import Source
-    from fastgpu.storage.encoded import Kept
-    from fastgpu.storage.images import Preprocessing
 
 SYNTHETIC_ROWS = 50_000
 
@@ -98,7 +97,7 @@ def add_commands(command_line: CommandLine) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
+    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs
     from fastgpu.storage.images import open_file
 
     source = Path(args.source)
@@ -114,9 +113,8 @@ def images(args: Namespace) -> None:
         listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
-    parts = listing.parts(args.split, args.seed)
-    sources = open_images(parts, lambda name: open_file(root / name), _read_preprocessing(args), args.on_error)
-    write(sources, args)
+    listing = listing._replace(open=lambda name: open_file(root / name))
+    _write_images(listing.parts(args.split, args.seed), args)
 
 
 def pixels(args: Namespace) -> None:
@@ -143,9 +141,9 @@ def celeba(args: Namespace) -> None:
 
     The lists are list_attr_celeba.txt and list_eval_partition.txt.
     """
-    from fastgpu.convert.cifar_celeba import open_celeba
+    from fastgpu.convert.cifar_celeba import list_celeba
 
-    write(open_celeba(Path(args.source), _read_preprocessing(args), args.on_error), args)
+    _write_images(list_celeba(Path(args.source)).parts(), args)
 
 
 def imagenet(args: Namespace) -> None:
@@ -153,9 +151,9 @@ def imagenet(args: Namespace) -> None:
 
     The classes of val are in its folders, in LOC_val_solution.csv, or in ILSVRC2012_devkit_t12.tar.gz beside it.
     """
-    from fastgpu.convert.imagenet import open_imagenet
+    from fastgpu.convert.imagenet import list_imagenet
 
-    write(open_imagenet(Path(args.source), _read_preprocessing(args), args.on_error), args)
+    _write_images(list_imagenet(Path(args.source)), args)
 
 
 def advise(args: Namespace) -> None:
@@ -253,15 +251,18 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     add_on_error_flag(parser, "image")
 
 
-def _read_preprocessing(args: Namespace) -> "Preprocessing | Kept":
+def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
+    """Write the image files of each split, as the flags of `_add_decoding_flags` say."""
+    from fastgpu.convert.image_files import open_images
     from fastgpu.storage.encoded import Kept
     from fastgpu.storage.images import Preprocessing
 
+    preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize, args.crop)
     if args.keep_encoded:
         if args.crop or args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
             raise UserError("--keep-encoded takes --size SIDE, one number; drop --crop, --resize and --size HxW")
-        return Kept(args.size and args.size[0], args.quality)
-    return Preprocessing(args.size, args.resize, args.crop)
+        preprocessing = Kept(args.size and args.size[0], args.quality)
+    write(open_images(parts, preprocessing, args.on_error), args)
 
 
 def _parse_quality(text: str) -> int:

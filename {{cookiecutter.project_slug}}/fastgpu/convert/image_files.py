@@ -33,7 +33,6 @@ from fastgpu.storage.images import (
     read_mask,
 )
 
-Size = tuple[int, int] | None
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
@@ -59,6 +58,7 @@ class Listing(NamedTuple):
     """Whether the masks hold 0 and 255, which is class 1."""
     splits: Mapping[str, np.ndarray] = MappingProxyType({})
     """{split: row numbers}, if the source says it."""
+    open: OpenFile = open_file
 
     def where(self, row: int) -> str:
         """The place of a file in the folder or CSV, for messages."""
@@ -205,53 +205,51 @@ def list_csv(
 
 
 def open_images(
-    parts: Mapping[str, Listing], open_file: OpenFile, preprocessing: Preprocessing | Kept, on_error: OnError
+    parts: Mapping[str, Listing], preprocessing: Preprocessing | Kept, on_error: OnError
 ) -> Mapping[str, DecodedRows]:
     """The rows of each split. All have the size of the first image that can be decoded, if --size is not given; or any
     size, if they are kept encoded."""
     if isinstance(preprocessing, Kept):
-        return {split: EncodedFiles(listing, open_file, preprocessing, on_error) for split, listing in parts.items()}
+        return {split: EncodedFiles(listing, preprocessing, on_error) for split, listing in parts.items()}
     size = preprocessing.size
     sources: dict[str, ImageFiles] = {}
     for split, listing in parts.items():
-        sources[split] = ImageFiles(listing, open_file, preprocessing, size=size, on_error=on_error)
+        sources[split] = ImageFiles(listing, preprocessing, on_error, size=size)
         size = sources[split].size
         listing.attributes["preprocessing"] = preprocessing._replace(size=size).to_json()
     return sources
 
 
-class ImageFiles(DecodedRows):
+class ListedRows(DecodedRows):
+    """The image files of a listing, and their labels if it has any."""
+
+    def __init__(self, listing: Listing, on_error: OnError):
+        if not listing.names:
+            raise UserError(f"{listing.source} has no images")
+        labels = {} if listing.labels is None else {"labels": listing.labels}
+        super().__init__(listing.source, len(listing.names), labels, on_error=on_error)
+        self.attributes = listing.attributes
+        self._listing = listing
+
+
+class ImageFiles(ListedRows):
     """Rows `images`, uint8 (N, 3, H, W), and `labels`; or `masks`, uint8 (N, H, W), in their place.
 
     If there are masks, the attribute `n_classes` grows while they are read: it is the highest value + 1.
     """
 
     def __init__(
-        self,
-        listing: Listing,
-        open_file: OpenFile,
-        preprocessing: Preprocessing,
-        *,
-        size: Size | None,
-        on_error: OnError,
+        self, listing: Listing, preprocessing: Preprocessing, on_error: OnError, *, size: tuple[int, int] | None
     ):
         """size: of the rows. None: that of the first image that can be decoded."""
-        if not listing.names:
-            raise UserError(f"{listing.source} has no images")
-        columns = {} if listing.labels is None else {"labels": listing.labels}
-        super().__init__(listing.source, len(listing.names), columns, on_error=on_error)
-        self.attributes = listing.attributes
-        self._listing = listing
-        self._open = open_file
+        super().__init__(listing, on_error)
         self._preprocessing = preprocessing
         self._lock = Lock()
         self._changes_of_row: dict[int, list[str]] = {}
         self.size = size or self._find_size()
-        self.fields = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
-        if listing.labels is None:
-            self.fields["masks"] = Field(np.dtype(np.uint8), self.size)
-        else:
-            self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
+        images = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
+        masks = {"masks": Field(np.dtype(np.uint8), self.size)} if listing.masks else {}
+        self.fields = images | masks | self.fields
 
     @property
     def changes(self) -> list[str]:
@@ -266,9 +264,8 @@ class ImageFiles(DecodedRows):
         if decoded["images"].shape[1:] != self.size:
             size = format_size(decoded["images"].shape[1:])
             kind = BrokenRowError if self.on_error == "skip" else UserError  # without --size, there are many of them
-            raise kind(
-                f"{self._where(row)} has {size} pixels, but the first image has {format_size(self.size)}; give --size"
-            )
+            where = self._listing.where(row)
+            raise kind(f"{where} has {size} pixels, but the first image has {format_size(self.size)}; give --size")
         if "masks" in decoded:
             classes = decoded["masks"][decoded["masks"] != IGNORED_CLASS]
             with self._lock:
@@ -278,21 +275,17 @@ class ImageFiles(DecodedRows):
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        return self._where(variables["row"]) if "row" in variables else self.name
-
-    def _where(self, row: int) -> str:
-        return self._listing.where(row)
+        return self._listing.where(variables["row"]) if "row" in variables else self.name
 
     def _decode(self, row: int) -> dict[str, np.ndarray]:
-        with explain_broken(self._where(row)), self._open(self._listing.names[row]) as file:
+        listing = self._listing
+        with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
             self._changes_of_row[row] = describe_changes(file)
             file.seek(0)
-            if not self._listing.masks:
+            if not listing.masks:
                 return {"images": decode(file, self._preprocessing)}
-            with open_file(self._listing.masks[row]) as mask_file:
-                image_CHW, mask_HW = decode_pair(
-                    file, mask_file, self._preprocessing, is_binary=self._listing.is_binary
-                )
+            with open_file(listing.masks[row]) as mask_file:
+                image_CHW, mask_HW = decode_pair(file, mask_file, self._preprocessing, is_binary=listing.is_binary)
             return {"images": image_CHW, "masks": mask_HW}
 
     def _find_size(self) -> tuple[int, int]:
@@ -305,29 +298,19 @@ class ImageFiles(DecodedRows):
         raise UserError(f"{self.name}: none of these images can be decoded:\n  " + list_first(self.reasons, "\n  "))
 
 
-class EncodedFiles(DecodedRows):
+class EncodedFiles(ListedRows):
     """Rows `images`, the bytes of image files, and `labels`. Each file is decoded once, to find the broken ones."""
 
-    def __init__(self, listing: Listing, open_file: OpenFile, kept: Kept, on_error: OnError):
-        if not listing.names or listing.labels is None:
-            raise UserError(f"{listing.source} has no images with labels")
-        super().__init__(listing.source, len(listing.names), {"labels": listing.labels}, on_error=on_error)
-        self.attributes = listing.attributes
-        self._listing = listing
-        self._open = open_file
+    def __init__(self, listing: Listing, kept: Kept, on_error: OnError):
+        super().__init__(listing, on_error)
         self._kept = kept
-        self.fields = {"images": estimate_field(self, "images")}
-        self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
+        self.fields = {"images": estimate_field(self, "images")} | self.fields
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
-        where = self._listing.where(row)
-        with explain_broken(where), self._open(self._listing.names[row]) as file:
+        listing = self._listing
+        with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
             return {"images": np.frombuffer(keep(file.read(), self._kept), np.uint8)}
-
-    def describe_read(self, variables: Mapping[str, Any]) -> str:
-        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        return variables.get("where", self.name)
 
 
 class RecodedRows(DecodedRows):

@@ -137,10 +137,7 @@ class PixelRows(DecodedRows):
         assert listing.labels is not None
         super().__init__(listing.source, len(listing.lines), {"labels": listing.labels}, on_error=on_error)
         self.attributes = listing.attributes
-        self.fields = {
-            "images": Field(np.dtype(np.uint8), file.shape),
-            "labels": Field(listing.labels.dtype, listing.labels.shape[1:]),
-        }
+        self.fields = {"images": Field(np.dtype(np.uint8), file.shape)} | self.fields
         self._file = file
         self._lines = listing.lines
 

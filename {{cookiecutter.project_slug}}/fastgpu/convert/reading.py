@@ -15,6 +15,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
 from fastgpu.storage.file import not_found
 
 OnError = Literal["stop", "skip"]
@@ -52,6 +53,7 @@ class DecodedRows(Source):
         """{row: why it cannot be read}. `read` leaves the place of such a row undefined; whoever takes rows from this
         source must leave it out."""
         self.on_error = on_error
+        self.fields = {field: Field(column.dtype, column.shape[1:]) for field, column in columns.items()}
         self._columns = columns
 
     def __len__(self) -> int:
