@@ -15,7 +15,7 @@ python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up imag
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,7 @@ def add_commands(command_line: CommandLine) -> None:
     )
     parser.add_argument("--size", type=int, default=224, help="height and width to train on; default: 224")
 
-    parser = command_line.add_synthetic("images", make_images)
+    parser = command_line.add_synthetic("images", synthetic_images)
     parser.add_argument(
         "--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help="of an image; default: 3x32x32"
     )
@@ -206,18 +206,17 @@ def report_nhwc(source: "Source") -> None:
             )
 
 
-def make_images(args: Namespace) -> Mapping[str, "Source"]:
+def synthetic_images(args: Namespace) -> Mapping[str, "Source"]:
     """Made-up images: for each class one picture, under noise."""
     from fastgpu.convert.splits import SPLITS
-    from fastgpu.convert.synthetic_images import SyntheticImages
+    from fastgpu.convert.synthetic_images import make_images
 
     n_rows = args.rows or SYNTHETIC_ROWS
-    if not args.split:
-        return {"": SyntheticImages(n_rows, args.shape, args.classes, seed=args.seed)}
-    borders = [0, *(round(n_rows * share) for share in accumulate(args.split))]
+    borders = [0, *(round(n_rows * share) for share in accumulate(args.split or [1]))]
+    names = SPLITS if args.split else [""]
     return {
-        name: SyntheticImages(stop - start, args.shape, args.classes, seed=args.seed, part=part)
-        for part, (name, start, stop) in enumerate(zip(SPLITS, borders[:-1], borders[1:], strict=False))
+        name: make_images(stop - start, args.shape, args.classes, seed=args.seed, part=part)
+        for part, (name, (start, stop)) in enumerate(zip(names, pairwise(borders), strict=False))
     }
 
 
