@@ -95,11 +95,11 @@ def add_target_flags(parser: ArgumentParser) -> None:
 def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
     """Write each part to a file, as the flags of `add_target_flags` say (see `write_files`)."""
     from fastgpu.convert.writer import WriteOptions
-    from fastgpu.convert.writing import Target, write_files
+    from fastgpu.convert.writing import write_files
 
     seed = None if args.keep_order else args.seed
     options = WriteOptions(args.shards, args.compression, args.threads, args.force)
-    write_files(parts, Target(args.target, seed, options, args.dry_run), skipped_lines)
+    write_files(parts, args.target, options, seed=seed, is_dry_run=args.dry_run, skipped_lines=skipped_lines)
 
 
 def add_split_flag(parser: ArgumentParser) -> None:

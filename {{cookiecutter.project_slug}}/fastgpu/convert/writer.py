@@ -110,7 +110,7 @@ class Writer:
             self._statistics.add(rows, self.n_rows)
         for name, column in rows.items():
             if isinstance(column, np.ndarray) and column.dtype.kind == "f":
-                is_finite = np.isfinite(column).reshape(n_new, -1).all(1)
+                is_finite = np.isfinite(column).all(tuple(range(1, column.ndim)))
                 self.n_not_finite[name] += n_new - int(is_finite.sum())
         start = 0
         while start < n_new:
