@@ -90,9 +90,8 @@ def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str
         name: source.ragged(name) if field.is_ragged else source.column(name) for name, field in source.fields.items()
     }
     n_items = {name: field.n_items for name, field in source.fields.items()}
-    labels = columns.get("labels")
-    if not isinstance(labels, (np.ndarray, h5py.Dataset, LazyColumn)):
-        labels = np.zeros(len(source))
+    has_labels = "labels" in source.fields and not source.fields["labels"].is_ragged
+    labels = source.column("labels") if has_labels else np.zeros(len(source))
     return {
         part: Arrays(source.name, {name: _choose(column, rows) for name, column in columns.items()}, n_items=n_items)
         for part, rows in draw_split(labels[:], shares, seed).items()
@@ -102,10 +101,8 @@ def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str
 def _choose(column: Any, rows: np.ndarray) -> Any:
     """These rows of a column. rows: ascending row numbers."""
     if isinstance(column, RaggedArray):
-        lengths = np.diff(column.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        places = np.repeat(column.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return RaggedArray(column.values[places], offsets)
+        offsets = np.cumsum([0, *np.diff(column.offsets)[rows]])
+        return RaggedArray(column.values[column.places(rows)], offsets)
 
     def read(part: slice) -> np.ndarray:
         wanted = rows[part]
@@ -167,7 +164,7 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
             rows, columns = columns, rows
     else:
         raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    is_whole = len(rows) == len(columns) == len(data) and len(rows)
+    is_whole = len(rows) == len(columns) == len(data) > 0
     if not is_whole or rows.max() >= height or columns.max() >= width:
         raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
     keys, entry_of = np.unique(rows.astype(np.int64) * width + columns, return_inverse=True)

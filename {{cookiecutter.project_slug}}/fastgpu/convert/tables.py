@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,13 @@ def check_columns(path: Path, present: Sequence[str], wanted: Sequence[str], cur
             raise UserError(f"{path} has {problem} {name}; it has {list_first(present) or 'none'}; {cure}")
 
 
-def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tuple[dict[str, list[str]], list[int]]:
+def read_table(
+    path: Path, wanted: Sequence[str], delimiter: str | None, ignored: Collection[str] = ()
+) -> tuple[dict[str, list[str]], list[int]]:
     """({column: words}, the line in which each row begins) of a CSV file with a header.
 
-    Raises UserError with the line of a missing value, a wrong number of columns or an open quote. Warns of line breaks.
+    The other columns are printed, because one of them may say the split, but not those in `ignored`. Raises UserError
+    with the line of a missing value, a wrong number of columns or an open quote. Warns of line breaks.
     """
     columns: dict[str, list[str]] = {name: [] for name in wanted}
     lines = []
@@ -59,7 +62,8 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tupl
         try:
             header = next(reader, [])
             check_columns(path, header, wanted, "name those to read with --columns PATH,LABEL")
-            report_unused(header, wanted)
+            if unused := [name for name in header if name not in wanted and name not in ignored]:
+                print(f"columns that are not used: {list_first(unused)}")
             places = {name: header.index(name) for name in wanted}
             last_line = reader.line_num
             for fields in reader:
@@ -68,7 +72,7 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tupl
                     continue
                 check_width(path, line, fields, header)
                 for name, place in places.items():
-                    columns[name].append(read_word(path, line, name, fields[place]))
+                    columns[name].append(_read_word(path, line, name, fields[place]))
                 lines.append(line)
                 if last_line > line:
                     long_rows.append(line)
@@ -93,14 +97,7 @@ def check_width(path: Path, line: int, fields: Sequence[str], header: Sequence[s
         )
 
 
-def report_unused(present: Sequence[str], used: Container[str]) -> None:
-    """Print the columns that are not used: one of them may say the split."""
-    unused = [name for name in present if name not in used]
-    if unused:
-        print(f"columns that are not used: {list_first(unused)}")
-
-
-def read_word(path: Path, line: int, column: str, text: str) -> str:
+def _read_word(path: Path, line: int, column: str, text: str) -> str:
     """A value of a column. Raises UserError if it is missing or has several lines."""
     word = text.strip()
     if not word:
