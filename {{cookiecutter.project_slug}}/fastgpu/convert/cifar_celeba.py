@@ -17,6 +17,7 @@ import numpy as np
 
 from fastgpu.convert.image_files import Listing, OpenFile
 from fastgpu.convert.reading import MAX_ERROR_CHARS, explain_errors
+from fastgpu.convert.splits import SPLITS
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.images import open_file
@@ -28,8 +29,6 @@ MAX_CELEBA_BYTES = 8 << 30
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR_TEST = "test_batch"
-CELEBA_SPLITS = ("train", "val", "test")
-"""The names for 0, 1, 2 in list_eval_partition.txt."""
 N_ATTRIBUTES = 40
 ARRAY_GLOBALS = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct")}
 """Functions that a pickle of NumPy arrays needs."""
@@ -55,16 +54,14 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
             raise UserError(
                 f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
             ) from None
-    missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
-    if missing:
+    if missing := [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]:
         raise UserError(
             f"{source} has no {missing[0]}; give cifar-10-python.tar.gz, cifar-10-binary.tar.gz or its folder"
         )
     attributes = {"class_names": class_names} if len(class_names) == 10 else {}
 
     def join(stems: Sequence[str]) -> Arrays:
-        images = np.concatenate([batches[stem][0] for stem in stems])
-        labels = np.concatenate([batches[stem][1] for stem in stems])
+        images, labels = (np.concatenate(column) for column in zip(*(batches[stem] for stem in stems), strict=True))
         columns = {"images": images, "labels": labels}
         return Arrays(str(source), columns, attributes, block_rows=np.ones(len(labels), np.int32))
 
@@ -77,8 +74,7 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
         for path in sorted(source.glob("*batch*")):
             with explain_errors(path, "a batch of CIFAR-10"):
                 _check_member(source, path.name, path.stat().st_size)
-                batch = path.read_bytes()
-            yield path.name, batch
+                yield path.name, path.read_bytes()
         return
     with (
         explain_errors(source, "a whole tar archive"),
@@ -155,19 +151,17 @@ def list_celeba(folder: Path) -> Listing:
     """
     listing = _read_attributes(folder / "list_attr_celeba.txt")
     part_of = {}
-    partition_path = folder / "list_eval_partition.txt"
-    for number, line in enumerate(_read_lines(partition_path), 1):
+    path = folder / "list_eval_partition.txt"
+    for number, line in enumerate(_read_lines(path), 1):
         file, _, part = line.partition(" ")
         if part.strip() not in ("0", "1", "2"):
-            raise UserError(f"{partition_path}:{number}: a file and 0, 1 or 2 should stand here")
+            raise UserError(f"{path}:{number}: a file and 0, 1 or 2 should stand here")
         part_of[file] = int(part)
-    missing = set(listing.names) - set(part_of)
-    if missing:
-        raise UserError(f"{partition_path} has no line for {min(missing)}")
+    if missing := set(listing.names) - set(part_of):
+        raise UserError(f"{path} has no line for {min(missing)}")
     parts = np.array([part_of[name] for name in listing.names])
-    splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(CELEBA_SPLITS)}
-    listing = listing._replace(splits={split: rows for split, rows in splits.items() if len(rows)})
-    return listing._replace(open=_image_opener(folder))
+    splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(SPLITS) if number in parts}
+    return listing._replace(splits=splits, open=_image_opener(folder))
 
 
 def _read_attributes(path: Path) -> Listing:
@@ -199,9 +193,9 @@ def _read_lines(path: Path) -> list[str]:
 def _image_opener(folder: Path) -> OpenFile:
     """Opens images by name, in the folder or in the zip file."""
     images = folder / "img_align_celeba"
-    packed = folder / "img_align_celeba.zip"
     if images.is_dir():
         return lambda name: open_file(images / name)
+    packed = images.with_suffix(".zip")
     if not packed.exists():
         raise UserError(f"{folder} has neither img_align_celeba nor img_align_celeba.zip")
     with explain_errors(packed, "a whole zip archive"):

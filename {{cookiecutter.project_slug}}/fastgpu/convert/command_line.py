@@ -46,18 +46,13 @@ class CommandLine:
         source: help text of its argument `source`; empty if it has none. many: it takes several of them.
         """
         text = run.__doc__ or ""
-        parser = self.commands.add_parser(
-            run.__name__, help=" ".join(text.partition("\n\n")[0].split()), description=text
-        )
+        summary = " ".join(text.partition("\n\n")[0].split())
+        parser = self.commands.add_parser(run.__name__, help=summary, description=text)
         parser.set_defaults(run=run)
         if source:
             parser.add_argument("source", help=source, nargs="+" if many else None)
-        parser.add_argument(
-            "--threads",
-            type=int,
-            default=available_cpus(),
-            help="threads that read, decode, hash and compress; default: the number of CPUs",
-        )
+        help_text = "threads that read, decode, hash and compress; default: the number of CPUs"
+        parser.add_argument("--threads", type=int, default=available_cpus(), help=help_text)
         return parser
 
     def add_synthetic(self, kind: str, make_parts: MakeParts) -> ArgumentParser:
@@ -66,9 +61,8 @@ class CommandLine:
             parser = self.add(self.synthetic)
             add_target_flags(parser)
             add_split_flag(parser)
-            parser.add_argument(
-                "--kind", choices=self._synthetic_kinds, default=kind, help=f"kind of rows; default: {kind}"
-            )
+            kinds = self._synthetic_kinds
+            parser.add_argument("--kind", choices=kinds, default=kind, help=f"kind of rows; default: {kind}")
             parser.add_argument("--rows", type=int, help="number of rows; default: enough for a first try")
         self._synthetic_kinds[kind] = make_parts
         return self.commands.choices["synthetic"]
@@ -104,12 +98,8 @@ def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequenc
 
 def add_split_flag(parser: ArgumentParser) -> None:
     """--split."""
-    parser.add_argument(
-        "--split",
-        type=parse_split,
-        metavar="SHARES",
-        help="share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1",
-    )
+    text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
+    parser.add_argument("--split", type=parse_split, metavar="SHARES", help=text)
 
 
 def parse_split(text: str) -> tuple[float, ...]:
@@ -122,19 +112,15 @@ def parse_split(text: str) -> tuple[float, ...]:
         shares = (shares[0], 1 - shares[0])
     is_whole = abs(sum(shares) - 1) < 1e-6
     if len(shares) not in (2, 3) or not is_whole or min(shares) <= 0:
-        raise ArgumentTypeError(
-            f"{text} should be the share to train on, such as 0.9, or the shares of train, val and test, such as "
-            "0.8,0.1,0.1"
-        )
+        kinds = "the share to train on, such as 0.9, or the shares of train, val and test, such as 0.8,0.1,0.1"
+        raise ArgumentTypeError(f"{text} should be {kinds}")
     return shares
 
 
 def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
     """--on-error. item: what may be broken."""
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help=f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, "
-        "and list it beside TARGET; stop if more than 1 %% are broken",
+    text = (
+        f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, and list it "
+        "beside TARGET; stop if more than 1 %% are broken"
     )
+    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)

@@ -36,62 +36,54 @@ def add_commands(command_line: CommandLine) -> None:
     add_target_flags(parser)
     _add_decoding_flags(parser)
     _add_table_flags(parser)
-    parser.add_argument(
-        "--columns",
-        default="path,label",
-        help="columns of the CSV with paths and labels; default: path,label. With several labels, such as "
-        "path,smile,hat, they are attributes of 0 and 1",
-    )
-    parser.add_argument("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
-    parser.add_argument("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
+    add = parser.add_argument
+    text = "columns of the CSV with paths and labels; default: path,label. With several labels, such as "
+    add("--columns", default="path,label", help=f"{text}path,smile,hat, they are attributes of 0 and 1")
+    add("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
+    add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
 
     parser = command_line.add(pixels, ".csv file")
     add_target_flags(parser)
     _add_table_flags(parser)
-    parser.add_argument("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
-    parser.add_argument("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
+    add = parser.add_argument
+    add("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
+    add("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
     parser.set_defaults(prepare=prepare_arrays)
-    parser.add_argument(
-        "--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw"
-    )
-    parser.add_argument("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
-    parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
-    parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
+    add = parser.add_argument
+    add("--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw")
+    add("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
+    add("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
+    add("--clip", action="store_true", help="take values outside of --range to its ends")
 
     parser = command_line.commands.choices["repack"]
     parser.set_defaults(recode=recode)
-    parser.add_argument(
-        "--size",
-        type=_parse_size,
-        metavar="HxW",
-        help="decode encoded images to pixels; with --quality: make them smaller",
-    )
-    parser.add_argument("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
+    add = parser.add_argument
+    text = "decode encoded images to pixels; with --quality: make them smaller"
+    add("--size", type=_parse_size, metavar="HxW", help=text)
+    add("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
 
     add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
 
-    parser = command_line.add(celeba, "folder with the images and the two lists")
-    add_target_flags(parser)
-    _add_decoding_flags(parser)
-
-    parser = command_line.add(imagenet, "folder with train and val, or with the tar files")
-    add_target_flags(parser)
-    _add_decoding_flags(parser)
+    for run, source in (
+        (celeba, "folder with the images and the two lists"),
+        (imagenet, "folder with train and val, or with the tar files"),
+    ):
+        parser = command_line.add(run, source)
+        add_target_flags(parser)
+        _add_decoding_flags(parser)
 
     parser = command_line.add(advise, "file.h5 with images, encoded or as pixels")
-    parser.add_argument(
-        "--rows-per-s", type=float, required=True, help="rows that this machine should train on a second"
-    )
-    parser.add_argument("--size", type=int, default=224, help="height and width to train on; default: 224")
+    add = parser.add_argument
+    add("--rows-per-s", type=float, required=True, help="rows that this machine should train on a second")
+    add("--size", type=int, default=224, help="height and width to train on; default: 224")
 
-    parser = command_line.add_synthetic("images", synthetic_images)
-    parser.add_argument(
-        "--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help="of an image; default: 3x32x32"
-    )
-    parser.add_argument("--classes", type=int, default=10, help="number of classes of images; default: 10")
+    add = command_line.add_synthetic("images", synthetic_images).add_argument
+    text = "of an image; default: 3x32x32"
+    add("--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help=text)
+    add("--classes", type=int, default=10, help="number of classes of images; default: 10")
 
 
 def images(args: Namespace) -> None:
@@ -222,31 +214,25 @@ def synthetic_images(args: Namespace) -> Mapping[str, "Source"]:
 
 def _add_table_flags(parser: ArgumentParser) -> None:
     add_split_flag(parser)
-    parser.add_argument("--split-by", metavar="COLUMN", help="column of the CSV that says train, val or test")
-    parser.add_argument(
-        "--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header"
-    )
-    parser.add_argument("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
+    add = parser.add_argument
+    add("--split-by", metavar="COLUMN", help="column of the CSV that says train, val or test")
+    add("--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header")
+    add("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
 
 
 def _add_decoding_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--size", type=_parse_size, metavar="HxW", help="height and width of the rows; default: those of the images"
+    add = parser.add_argument
+    text = "height and width of the rows; default: those of the images"
+    add("--size", type=_parse_size, metavar="HxW", help=text)
+    text = "shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders"
+    add("--resize", choices=("shorter", "exact", "pad"), default="shorter", help=text)
+    add("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
+    text = (
+        "write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images whose "
+        "shorter side is longer become smaller JPEG files"
     )
-    parser.add_argument(
-        "--resize",
-        choices=("shorter", "exact", "pad"),
-        default="shorter",
-        help="shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders",
-    )
-    parser.add_argument("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
-    parser.add_argument(
-        "--keep-encoded",
-        action="store_true",
-        help="write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images "
-        "whose shorter side is longer become smaller JPEG files",
-    )
-    parser.add_argument("--quality", type=_parse_quality, default=92, help="of those; default: 92")
+    add("--keep-encoded", action="store_true", help=text)
+    add("--quality", type=_parse_quality, default=92, help="of those; default: 92")
     add_on_error_flag(parser, "image")
 
 
