@@ -45,22 +45,22 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
 
     Raises UserError for what cannot be rows.
     """
+    source_name = ", ".join(sources)
     columns: Columns = {}
     n_items: dict[str, int | None] = {}
     for source in sources:
         name, _, path = source.rpartition("=")
         content = _load(path)
-        is_mapping = isinstance(content, Mapping)
-        is_matrix = is_mapping and {"shape", "data"} <= set(content)
-        has_own_names = is_mapping and not is_matrix
+        is_matrix = isinstance(content, Mapping) and {"shape", "data"} <= set(content)
+        has_own_names = isinstance(content, Mapping) and not is_matrix
         if has_own_names == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
         if is_matrix:
             with explain_errors(path, "a whole sparse matrix"):
                 columns |= _ragged_columns(name, path, content)
                 n_items[name] = int(content["shape"][1])
-        elif is_mapping:
-            columns |= dict(content)
+        elif has_own_names:
+            columns |= content
         else:
             columns[name] = content
     for name, column in columns.items():
@@ -72,16 +72,15 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
     if labels is not None and not isinstance(labels, RaggedArray) and labels.dtype.kind == "f":
         wrong = np.argwhere(~np.isfinite(labels[:]))
         if len(wrong):
-            raise UserError(
-                f"{', '.join(sources)}: row {wrong[0, 0]} of labels is {labels[:][tuple(wrong[0])]}; leave out such "
-                f"rows, {len(np.unique(wrong[:, 0])):,} of {len(labels):,}"
-            )
+            value = labels[:][tuple(wrong[0])]
+            counts = f"{len(np.unique(wrong[:, 0])):,} of {len(labels):,}"
+            raise UserError(f"{source_name}: row {wrong[0, 0]} of labels is {value}; leave out such rows, {counts}")
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
     if not any(lengths.values()):
-        raise UserError(f"{', '.join(sources)}: no rows")
-    return Arrays(", ".join(sources), prepare(columns), n_items=n_items)
+        raise UserError(f"{source_name}: no rows")
+    return Arrays(source_name, prepare(columns), n_items=n_items)
 
 
 def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str, Arrays]:
@@ -136,10 +135,8 @@ def _read_members(path: str, archive: Any) -> dict[str, np.ndarray]:
     n_bytes = sum(member.file_size for member in archive.zip.infolist())  # zipfile reads no more than these
     n_free = free_host_bytes()
     if n_bytes > n_free:
-        raise UserError(
-            f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free; save its arrays as .npy "
-            "files, which are not read at once"
-        )
+        sizes = f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free"
+        raise UserError(f"{sizes}; save its arrays as .npy files, which are not read at once")
     return {name: np.asarray(content) for name, content in archive.items()}
 
 
@@ -183,7 +180,6 @@ def _member(matrix: Mapping[str, np.ndarray], name: str, kinds: str = "ui") -> n
     """A member of a sparse matrix, (N,). kinds: of its type. Raises ValueError for others, and for negative indices."""
     values = matrix[name]
     if values.ndim != 1 or values.dtype.kind not in kinds or (kinds == "ui" and values.min(initial=0) < 0):
-        raise ValueError(
-            f"its {name}, {values.dtype} {values.shape}, should be a row of numbers; indices are whole, from 0 on"
-        )
+        kind = f"{values.dtype} {values.shape}"
+        raise ValueError(f"its {name}, {kind}, should be a row of numbers; indices are whole, from 0 on")
     return values

@@ -51,13 +51,11 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
             elif name == "batches.meta.txt":
                 class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
-            raise UserError(
-                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
-            ) from None
+            reason = str(error)[:MAX_ERROR_CHARS]
+            raise UserError(f"{source}: {name} is not a batch of CIFAR-10: {reason}; fetch it again") from None
     if missing := [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]:
-        raise UserError(
-            f"{source} has no {missing[0]}; give cifar-10-python.tar.gz, cifar-10-binary.tar.gz or its folder"
-        )
+        archives = "cifar-10-python.tar.gz, cifar-10-binary.tar.gz or its folder"
+        raise UserError(f"{source} has no {missing[0]}; give {archives}")
     attributes = {"class_names": class_names} if len(class_names) == 10 else {}
 
     def join(stems: Sequence[str]) -> Arrays:
@@ -168,9 +166,8 @@ def _read_attributes(path: Path) -> Listing:
     lines = _read_lines(path)
     attribute_names = lines[1].split() if len(lines) > 1 else []
     if len(attribute_names) != N_ATTRIBUTES or not lines[0].strip().isdecimal():
-        raise UserError(
-            f"{path} should begin with a line with the number of files and a line with {N_ATTRIBUTES} names"
-        )
+        head = f"a line with the number of files and a line with {N_ATTRIBUTES} names"
+        raise UserError(f"{path} should begin with {head}")
     n_files = int(lines[0])
     if len(lines) - 2 != n_files:
         raise UserError(f"{path} has {len(lines) - 2:,} files, but its first line says {n_files:,}; fetch it again")

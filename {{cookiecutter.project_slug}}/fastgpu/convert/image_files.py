@@ -72,9 +72,8 @@ class Listing(NamedTuple):
             return [values[row] for row in rows] if values else ()
 
         labels = None if self.labels is None else self.labels[rows]
-        return self._replace(
-            names=take(self.names), labels=labels, lines=take(self.lines), masks=take(self.masks), splits={}
-        )
+        chosen = self._replace(names=take(self.names), lines=take(self.lines), masks=take(self.masks))
+        return chosen._replace(labels=labels, splits={})
 
     def parts(self, shares: Sequence[float] | None = None, seed: int = 0) -> dict[str, "Listing"]:
         """{split: its files}, or {"": all files}. All have the same dict of attributes.
@@ -122,12 +121,9 @@ def _list_sub_folders(folder: Path) -> list[str]:
     """Names of sub-folders, sorted. Prints the images that lie beside them."""
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not folders:
-        raise UserError(
-            f"{folder} has no sub-folders, one for each class; if the files lie elsewhere, list them in a CSV of "
-            "path,label"
-        )
-    loose = sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name))
-    if loose:
+        cure = "if the files lie elsewhere, list them in a CSV of path,label"
+        raise UserError(f"{folder} has no sub-folders, one for each class; {cure}")
+    if loose := sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name)):
         print(f"images beside the class folders of {folder}, which are left out: {len(loose):,} ({list_first(loose)})")
     return folders
 
@@ -164,8 +160,7 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
         print(f"{text}; they are left out")
     names = [name for name in images if key(name) in mask_of]
     used_masks = [mask_of[key(name)] for name in names]
-    unused = sorted(set(masks) - set(used_masks))
-    if unused:
+    if unused := sorted(set(masks) - set(used_masks)):
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
     paths = [mask_folder / name for name in used_masks]
     values: set[int] = set()

@@ -91,9 +91,8 @@ def read_ratings(
             on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
     n_lines -= n_headers
     if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
-        raise UserError(
-            f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %; the first: {skipped[0]}; {ID_CURE}"
-        )
+        counts = f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %"
+        raise UserError(f"{counts}; the first: {skipped[0]}; {ID_CURE}")
     ratings = np.concatenate(blocks)
     if not len(ratings):
         raise UserError(f"{source} has no rating above {above:g}")
@@ -130,16 +129,13 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[li
     delimiter = max(",;\t", key=header.count)
     names = next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])
     if len(columns) != 3:
+        other = "events without ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`"
         raise UserError(
-            f"--columns is {','.join(columns)}; it should name three columns: user, item and rating (events without "
-            "ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`)"
+            f"--columns is {','.join(columns)}; it should name three columns: user, item and rating ({other})"
         )
-    missing = [name for name in columns if name not in names]
-    if missing:
-        raise UserError(
-            f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}; --columns names those of "
-            "user, item and rating"
-        )
+    if missing := [name for name in columns if name not in names]:
+        found = f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}"
+        raise UserError(f"{found}; --columns names those of user, item and rating")
     return [names.index(name) for name in columns], delimiter
 
 
@@ -154,16 +150,12 @@ def _open_text(source: Path) -> Iterator[tuple[io.TextIOWrapper, int]]:
         with zipfile.ZipFile(source) as archive:
             members = [info for info in archive.infolist() if Path(info.filename).name in PUBLISHED]
             if len(members) != 1:
-                raise UserError(
-                    f"{source} has {len(members)} files {' or '.join(PUBLISHED)}; give a zip file of MovieLens, or the "
-                    "file itself"
-                )
+                found = f"{source} has {len(members)} files {' or '.join(PUBLISHED)}"
+                raise UserError(f"{found}; give a zip file of MovieLens, or the file itself")
             (info,) = members
             n_packed_bytes = min(info.compress_size, source.stat().st_size)
             if info.file_size > MAX_EXPANSION * n_packed_bytes:  # zipfile unpacks no more than the size it claims
-                raise UserError(
-                    f"{source}: its {info.filename} grows from {n_packed_bytes:,} to {info.file_size:,} bytes: this is "
-                    "not MovieLens"
-                )
+                growth = f"its {info.filename} grows from {n_packed_bytes:,} to {info.file_size:,} bytes"
+                raise UserError(f"{source}: {growth}: this is not MovieLens")
             with archive.open(info) as member, io.TextIOWrapper(member, encoding="utf-8") as text:
                 yield text, info.file_size

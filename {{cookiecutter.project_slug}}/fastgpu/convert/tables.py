@@ -123,10 +123,8 @@ def parse_labels(
     names = list(columns)
     for name, words in columns.items():
         if kinds[name] == "name" and len(names) > 1:
-            raise UserError(
-                f"{path}:{lines[0]}: {name} is {words[0]!r}; several columns of labels should be numbers: 0 and 1 for "
-                "attributes, decimals for targets"
-            )
+            cure = "several columns of labels should be numbers: 0 and 1 for attributes, decimals for targets"
+            raise UserError(f"{path}:{lines[0]}: {name} is {words[0]!r}; {cure}")
     if "decimal" in kinds.values():
         if n_classes:
             raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")
@@ -143,11 +141,9 @@ def parse_labels(
         return numbers.astype(np.int64), {"class_names": classes.tolist()}
     labels = [int(word) for word in words]
     word_of = dict(zip(labels, words, strict=True))
-    for line, word, label in zip(lines, words, labels, strict=True):
-        if word != word_of[label]:
-            raise UserError(
-                f"{path}:{line}: {names[0]} is {word}, and {word_of[label]} elsewhere; write the number in one way"
-            )
+    for line, word, other in zip(lines, words, map(word_of.get, labels), strict=True):
+        if word != other:
+            raise UserError(f"{path}:{line}: {names[0]} is {word}, and {other} elsewhere; write the number in one way")
     return _parse_classes(path, labels, lines, n_classes)
 
 
@@ -163,10 +159,9 @@ def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]
     odd = is_number.index(False)
     if any(is_number):
         number = is_number.index(True)
-        raise UserError(
-            f"{path}:{lines[odd]}: {name} is {words[odd]!r}, but {words[number]} in line {lines[number]}; give numbers "
-            f"only, or names only (such as class_{words[number]})"
-        )
+        problem = f"{name} is {words[odd]!r}, but {words[number]} in line {lines[number]}"
+        cure = f"give numbers only, or names only (such as class_{words[number]})"
+        raise UserError(f"{path}:{lines[odd]}: {problem}; {cure}")
     if re.fullmatch(r"[+-]?\d+,\d+", words[odd]):
         raise UserError(f"{path}:{lines[odd]}: {name} is {words[odd]}; write decimals with a point")
     return "name"
@@ -177,10 +172,8 @@ def _parse_attribute(path: Path, name: str, words: Sequence[str], lines: Sequenc
     allowed = (-1, 1) if -1 in values else (0, 1)
     for line, value in zip(lines, values, strict=True):
         if value not in allowed:
-            raise UserError(
-                f"{path}:{line}: {name} is {value}; several columns of labels are attributes: {allowed[0]} or 1 (for "
-                "targets, write decimals such as 2.0)"
-            )
+            cure = f"attributes: {allowed[0]} or 1 (for targets, write decimals such as 2.0)"
+            raise UserError(f"{path}:{line}: {name} is {value}; several columns of labels are {cure}")
     return np.array([value == 1 for value in values], np.uint8)
 
 

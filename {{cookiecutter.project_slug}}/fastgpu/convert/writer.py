@@ -21,7 +21,6 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import h5py
@@ -128,9 +127,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -211,10 +208,8 @@ def check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int)
         raise UserError(f"{min(other_shards)} is a shard of another file; remove it, or choose another name")
     free = shutil.disk_usage(folder).free
     if options.compression == "none" and n_bytes > free:
-        raise UserError(
-            f"{target} needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}; make "
-            "room, or write it elsewhere"
-        )
+        sizes = f"needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}"
+        raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
 
 
 def _slice(rows: np.ndarray | RaggedArray, start: int, stop: int) -> Any:
@@ -445,8 +440,7 @@ class ImageStatistics:
                 pixels = pixels[:, self._rng.integers(borders[:-1], borders[1:])]
             pixels = pixels.astype(np.float32)
             counts = np.full(len(image_CHW), pixels.shape[1])
-            squares = np.einsum("cp,cp->c", pixels, pixels)
-            self._sums.append(np.stack([counts, pixels.sum(1), squares]))
+            self._sums.append(np.stack([counts, pixels.sum(1), np.einsum("cp,cp->c", pixels, pixels)]))
 
     def attributes(self) -> dict[str, list[float]]:
         """{"mean": C numbers, "std": C numbers}, or nothing if there are no images."""
