@@ -34,9 +34,8 @@ def add_commands(command_line: CommandLine) -> None:
 
     parser = command_line.commands.choices["arrays"]
     parser.set_defaults(run=arrays)
-    parser.add_argument(
-        "--held-out", type=int, help="for a sparse matrix: rows for validation, and as many for the test"
-    )
+    text = "for a sparse matrix: rows for validation, and as many for the test"
+    parser.add_argument("--held-out", type=int, help=text)
 
     parser = command_line.add_synthetic("interactions", make_parts)
     parser.add_argument("--items", type=int, default=1000, help="number of items of interactions; default: 1,000")
@@ -91,10 +90,8 @@ def make_parts(args: Namespace) -> Mapping[str, "Source"]:
 
     n_users = args.rows or SYNTHETIC_USERS
     if args.items < 20 or args.mean_items > args.items / 4 or n_users < 20:
-        raise UserError(
-            f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}: use 20 or more rows and items, "
-            "and a mean of at most a quarter of the items"
-        )
+        given = f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}"
+        raise UserError(f"{given}: use 20 or more rows and items, and a mean of at most a quarter of the items")
     if args.split and len(args.split) > 2:
         raise UserError(f"--split is {','.join(map(str, args.split))}; made-up interactions have train and val alone")
     train_share = args.split[0] if args.split else SYNTHETIC_SPLIT
@@ -108,10 +105,8 @@ def _write_split(split: "HeldOutSplit", args: Namespace, skipped_lines: Sequence
     if split.n_repeated:
         print(f"events that repeat an earlier one of the same user and item, and do not count: {split.n_repeated:,}")
     n_train_items = split.parts["train"].fields["items"].n_items
-    print(
-        f"{split.n_events:,} events of {split.n_users:,} users with 5 or more, {split.n_items:,} items; "
-        f"{n_train_items:,} of the training users"
-    )
+    counts = f"{split.n_events:,} events of {split.n_users:,} users with 5 or more, {split.n_items:,} items"
+    print(f"{counts}; {n_train_items:,} of the training users")
     for name in ("val", "test"):
         n_hidden = split.parts[name].lengths["held_out"]
         n_without = (n_hidden == 0).sum()

@@ -40,15 +40,13 @@ def list_imagenet(folder: Path) -> dict[str, Listing]:
     """
     listings = {split: _find_images(folder, split) for split in ("train", "val")}
     words = {split: [name.split("/")[1] for name in listing.names] for split, listing in listings.items()}
-    loose = [name for name in listings["train"].names if name.count("/") == 1]
-    if loose:
+    if loose := [name for name in listings["train"].names if name.count("/") == 1]:
         raise UserError(f"{folder}: {Path(loose[0]).name} of train is not in the folder of a class")
     names = listings["val"].names
     if not all(name.count("/") > 1 for name in names):
         words["val"] = _read_val_classes(folder, [name.removeprefix("val/") for name in names])
     classes = sorted(set(words["train"]))
-    unknown = sorted(set(words["val"]) - set(classes))
-    if unknown:
+    if unknown := sorted(set(words["val"]) - set(classes)):
         raise UserError(f"{folder}: images of val are of the class {unknown[0]}, of which train has none")
     attributes = {"class_names": classes}
     return {
@@ -85,14 +83,14 @@ def _index_tar(file: IO[bytes], start: int) -> dict[str, tuple[int, int]]:
     places: dict[str, tuple[int, int]] = {}
     file.seek(start)
     with tarfile.open(fileobj=file, mode="r:") as archive:
-        members = [
-            (PurePosixPath(member.name), member.offset_data, member.size) for member in archive if member.isfile()
-        ]
-    for path, offset, size in members:
+        members = [member for member in archive if member.isfile()]
+    for member in members:
+        path = PurePosixPath(member.name)
         if path.suffix == ".tar":
-            places |= {f"{path.stem}/{name}": place for name, place in _index_tar(file, offset).items()}
+            inner = _index_tar(file, member.offset_data)
+            places |= {f"{path.stem}/{name}": place for name, place in inner.items()}
         elif is_image(path.name):
-            places[path.name] = (offset, size)
+            places[path.name] = (member.offset_data, member.size)
     return places
 
 
@@ -102,8 +100,7 @@ def _read_val_classes(folder: Path, names: Sequence[str]) -> list[str]:
     if path.exists():
         words, _ = read_table(path, ["ImageId", "PredictionString"], None)
         class_of = dict(zip(words["ImageId"], [word.split()[0] for word in words["PredictionString"]], strict=True))
-        missing = [name for name in names if Path(name).stem not in class_of]
-        if missing:
+        if missing := [name for name in names if Path(name).stem not in class_of]:
             raise UserError(f"{path} has no line for {missing[0]}")
         return [class_of[Path(name).stem] for name in names]
     path = folder / DEVKIT

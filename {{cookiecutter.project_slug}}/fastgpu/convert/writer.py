@@ -14,12 +14,13 @@ Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of
 import hashlib
 import os
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +40,6 @@ RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
 MIN_CHUNK_BYTES = 16 << 10
 INDPTR = Field(np.dtype(np.int64), ())
-MAX_PENDING = 8
-"""Blocks of one column that may wait for a thread."""
 STATISTICS_ROWS = 10_000
 """Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
 STATISTICS_PIXELS = 1024
@@ -292,14 +291,9 @@ class Column:
 
     def append(self, rows: np.ndarray) -> None:
         """The next rows, (n, *shape). Their memory may be used again afterwards."""
-        pending = deque[Future[tuple[codecs.Bytes, bytes]]]()
-        for block in self._cut(np.ascontiguousarray(rows, self._waiting.dtype)):
-            number = len(self._digests) + len(pending)
-            pending.append(self._threads.submit(self._finish_block, number, block, len(block)))
-            if len(pending) > MAX_PENDING:
-                self._write(*pending.popleft().result())
-        while pending:
-            self._write(*pending.popleft().result())
+        blocks = self._cut(np.ascontiguousarray(rows, self._waiting.dtype))
+        for data, digest in self._threads.map(self._finish_block, count(len(self._digests)), blocks):
+            self._write(data, digest)
 
     def finish(self) -> None:
         """Write the last block, which may be short, and the checksums.
@@ -324,15 +318,15 @@ class Column:
                 yield rows[:block_rows]
                 rows = rows[block_rows:]
                 continue
-            count = min(len(rows), block_rows - self._n_waiting)
-            self._waiting[self._n_waiting : self._n_waiting + count] = rows[:count]
-            rows = rows[count:]
-            self._n_waiting += count
+            n_taken = min(len(rows), block_rows - self._n_waiting)
+            self._waiting[self._n_waiting : self._n_waiting + n_taken] = rows[:n_taken]
+            rows = rows[n_taken:]
+            self._n_waiting += n_taken
             if self._n_waiting == block_rows:
                 self._n_waiting = 0
                 yield self._waiting.copy()
 
-    def _finish_block(self, number: int, block: np.ndarray, n_rows: int) -> tuple[codecs.Bytes, bytes]:
+    def _finish_block(self, number: int, block: np.ndarray, n_rows: int | None = None) -> tuple[codecs.Bytes, bytes]:
         """Runs in a thread: (bytes that are still to be written, SHA-256 of the rows).
 
         A block that has its place in the file is written here, because the HDF5 library holds Python's lock while it
@@ -342,14 +336,12 @@ class Column:
         data = block.reshape(-1).view(np.uint8).data
         if not len(self._offsets):
             return codecs.encode(data, self._filters), digest
-        start = int(self._offsets[number])
-        offset = start
-        while data:
-            n_written = os.pwrite(self._descriptor, data, offset)
-            data = data[n_written:]
-            offset += n_written
+        offset = int(self._offsets[number])
+        n_written = 0
+        while n_written < len(data):
+            n_written += os.pwrite(self._descriptor, data[n_written:], offset + n_written)
         if hasattr(os, "posix_fadvise"):  # Linux begins to write to the disk now, so the last fsync finds little to do
-            os.posix_fadvise(self._descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
         return b"", digest
 
     def _write(self, data: codecs.Bytes, digest: bytes) -> None:
