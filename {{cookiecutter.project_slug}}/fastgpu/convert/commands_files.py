@@ -79,7 +79,7 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
     file, group = expand("SOURCE", paths[0])[0]
     columns = columns_of(f"{file}::{group}")
     group = group.strip("/")
-    groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
+    groups = {name.strip("/"): fields_of_group for name, fields_of_group in fields_of(columns).items()}
     if group not in groups and not fields:
         names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
         raise UserError(f"{paths[0]} has no rows in /{group}, but {names}; name one: file.h5::/group")
@@ -131,11 +131,8 @@ def verify(args: Namespace) -> int:
         columns = columns_of(path)
         with progress_bar(sum(column.nbytes for column in columns), "B") as bar:
             damages = damaged(path, args.threads, bar.update)
-        if damages:
-            exit_code = 1
-            print(*damages, f"{path}: {len(damages)} blocks are damaged", sep="\n")
-        else:
-            print(f"{path}: whole")
+        exit_code |= bool(damages)
+        print(*damages, f"{path}: {len(damages)} blocks are damaged" if damages else f"{path}: whole", sep="\n")
         for column in columns:
             if not column.has_digests:
                 print(f"  {column.path} was read, but has no checksums; `python convert.py repack` writes them")

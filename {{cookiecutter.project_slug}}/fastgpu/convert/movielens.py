@@ -74,17 +74,14 @@ def read_ratings(
             widths = set(map(str.count, lines, repeat(delimiter)))  # NumPy does not count the columns
             block = _parse(lines, places, delimiter) if widths <= {0, n_columns - 1} else None
             if block is None:  # NumPy does not say which line is not a rating
-                good_lines = []
                 for number, line in enumerate(lines, n_lines + 1):
-                    if is_rating(line):
-                        good_lines.append(line)
-                    elif line.strip():
+                    if line.strip() and not is_rating(line):
                         width = len(next(csv.reader([line], delimiter=delimiter)))
                         fault = f": {width} columns, not {n_columns} (a decimal comma?)" if width != n_columns else ""
                         skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}{fault}")
                         if on_error == "stop":
                             raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out; {ID_CURE}")
-                block = _parse(good_lines, places, delimiter)
+                block = _parse(list(filter(is_rating, lines)), places, delimiter)
                 assert block is not None
             n_lines += len(lines)
             blocks.append(block[block["rating"] > above])

@@ -25,10 +25,12 @@ MAX_UNUSED_CLASSES = 1000
 
 def choose_delimiter(header: str, delimiter: str | None) -> str:
     """`delimiter` if it is given, otherwise the one that is most frequent in the header. Prints a guess but a comma."""
-    if delimiter and len(delimiter) > 1 and delimiter not in ("\\t", "tab"):
+    if delimiter in ("\\t", "tab"):
+        return "\t"
+    if delimiter and len(delimiter) > 1:
         raise UserError(f"--delimiter is {delimiter}; it should be one character, or tab")
     if delimiter:
-        return "\t" if delimiter in ("\\t", "tab") else delimiter
+        return delimiter
     guess = max(DELIMITERS, key=header.count)
     if guess != ",":
         print(f"the columns are separated by {guess!r} (--delimiter)")
