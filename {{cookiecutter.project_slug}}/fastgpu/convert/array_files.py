@@ -63,13 +63,12 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
             columns |= content
         else:
             columns[name] = content
-    for name, column in columns.items():
-        if isinstance(column, RaggedArray):
-            continue
+    dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
+    for name, column in dense.items():
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
-    labels = columns.get("labels")
-    if labels is not None and not isinstance(labels, RaggedArray) and labels.dtype.kind == "f":
+    labels = dense.get("labels")
+    if labels is not None and labels.dtype.kind == "f":
         wrong = np.argwhere(~np.isfinite(labels[:]))
         if len(wrong):
             value = labels[:][tuple(wrong[0])]
@@ -100,7 +99,7 @@ def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str
 def _choose(column: Any, rows: np.ndarray) -> Any:
     """These rows of a column. rows: ascending row numbers."""
     if isinstance(column, RaggedArray):
-        offsets = np.cumsum([0, *np.diff(column.offsets)[rows]])
+        offsets = np.concatenate([[0], np.cumsum(np.diff(column.offsets)[rows])])
         return RaggedArray(column.values[column.places(rows)], offsets)
 
     def read(part: slice) -> np.ndarray:

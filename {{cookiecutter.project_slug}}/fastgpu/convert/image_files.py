@@ -102,15 +102,13 @@ def list_folder(folder: Path) -> Listing:
     if is_split:
         folders = [f"{split}/{name}" for split in folders for name in _list_sub_folders(folder / split)]
     names: list[str] = []
-    class_of_file: list[str] = []
     linked: set[str] = set()
     for name in folders:
         images = list_images(folder, name, linked)
         if not images:
             print(f"{folder / name} has no images and is not a class")
         names += images
-        class_of_file += [name.split("/")[-1]] * len(images)
-    classes, labels = np.unique(class_of_file, return_inverse=True)
+    classes, labels = np.unique([name.split("/")[is_split] for name in names], return_inverse=True)
     splits = {}
     if is_split:
         splits = group_splits(folder, [name.split("/")[0] for name in names], range(len(names)))
@@ -152,8 +150,7 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     mask_of = {key(name): name for name in masks}
     if len({key(name) for name in images}) < len(images) or len(mask_of) < len(masks):
         raise UserError(f"{folder} or {mask_folder} has files that differ in their suffixes alone; remove one of each")
-    lonely = [name for name in images if key(name) not in mask_of]
-    if lonely:
+    if lonely := [name for name in images if key(name) not in mask_of]:
         text = f"{len(lonely):,} of {len(images):,} images have no mask in {mask_folder}: {list_first(lonely)}"
         if on_error == "stop" or len(lonely) == len(images):
             raise UserError(f"{text}; --on-error skip leaves them out")

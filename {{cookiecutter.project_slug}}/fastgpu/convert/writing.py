@@ -106,8 +106,7 @@ def _join_paths(target: Path, writer: Writer) -> str:
 def _check_broken(parts: Mapping[str, Source]) -> None:
     """Raise UserError with all broken rows if rows must not be left out."""
     sources = [source for source in parts.values() if isinstance(source, DecodedRows) and source.on_error == "stop"]
-    reasons = [reason for source in sources for reason in source.reasons]
-    if reasons:
+    if reasons := [reason for source in sources for reason in source.reasons]:
         n_rows = sum(len(source) for source in sources)
         cure = ", so nothing was written"
         if len(reasons) <= MAX_SKIPPED_SHARE * n_rows:
