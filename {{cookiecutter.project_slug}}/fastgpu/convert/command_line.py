@@ -40,10 +40,11 @@ class CommandLine:
         for module in modules:
             module.add_commands(self)
 
-    def add(self, run: Run, source: str = "", *, many: bool = False) -> ArgumentParser:
+    def add(self, run: Run, source: str = "", *, many: bool = False, writes: bool = True) -> ArgumentParser:
         """Add a command with the name and the docstring of the function `run`.
 
-        source: help text of its argument `source`; empty if it has none. many: it takes several of them.
+        source: help text of its argument `source`; empty if it has none. many: it takes several of them. writes: it
+        has the argument `target` and the flags that `write` reads.
         """
         text = run.__doc__ or ""
         summary = " ".join(text.partition("\n\n")[0].split())
@@ -53,13 +54,14 @@ class CommandLine:
             parser.add_argument("source", help=source, nargs="+" if many else None)
         help_text = "threads that read, decode, hash and compress; default: the number of CPUs"
         parser.add_argument("--threads", type=int, default=available_cpus(), help=help_text)
+        if writes:
+            _add_target_flags(parser)
         return parser
 
     def add_synthetic(self, kind: str, make_parts: MakeParts) -> ArgumentParser:
         """Add a kind of made-up rows to the command `synthetic`. The kind that is added first is the default."""
         if not self._synthetic_kinds:
             parser = self.add(self.synthetic)
-            add_target_flags(parser)
             add_split_flag(parser)
             kinds = self._synthetic_kinds
             parser.add_argument("--kind", choices=kinds, default=kind, help=f"kind of rows; default: {kind}")
@@ -75,7 +77,7 @@ class CommandLine:
 # ---------------------------------------------------------------------------------------------- shared flags
 
 
-def add_target_flags(parser: ArgumentParser) -> None:
+def _add_target_flags(parser: ArgumentParser) -> None:
     """TARGET, and how it is written. `write` reads them."""
     parser.add_argument("target", type=Path, help="file to write; it has a temporary name until it is complete")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
@@ -87,7 +89,7 @@ def add_target_flags(parser: ArgumentParser) -> None:
 
 
 def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
-    """Write each part to a file, as the flags of `add_target_flags` say (see `write_files`)."""
+    """Write each part to a file, as the flags of `_add_target_flags` say (see `write_files`)."""
     from fastgpu.convert.writer import WriteOptions
     from fastgpu.convert.writing import write_files
 

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgpu.convert.command_line import CommandLine, add_split_flag, add_target_flags, write
+from fastgpu.convert.command_line import CommandLine, add_split_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -25,20 +25,17 @@ def add_commands(command_line: CommandLine) -> None:
     """Add the commands for files and arrays."""
     parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
     parser.set_defaults(prepare=lambda columns, args: columns)
-    add_target_flags(parser)
     add_split_flag(parser)
 
-    parser = command_line.add(
-        repack, "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset", many=True
-    )
+    text = "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset"
+    parser = command_line.add(repack, text, many=True)
     parser.set_defaults(recode=lambda source, args: source)
-    add_target_flags(parser)
     parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
     parser.add_argument("--trust-links", action="store_true", help="follow links into other files")
 
-    command_line.add(info, "file.h5 or file.h5::/group", many=True)
-    command_line.add(verify, "file.h5 or file.h5::/group", many=True)
+    command_line.add(info, "file.h5 or file.h5::/group", many=True, writes=False)
+    command_line.add(verify, "file.h5 or file.h5::/group", many=True, writes=False)
 
 
 def arrays(args: Namespace) -> None:

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, add_target_flags, write
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ SYNTHETIC_ROWS = 50_000
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for images."""
     parser = command_line.add(images, "folder or .csv file")
-    add_target_flags(parser)
     _add_decoding_flags(parser)
     _add_table_flags(parser)
     add = parser.add_argument
@@ -43,7 +42,6 @@ def add_commands(command_line: CommandLine) -> None:
     add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
 
     parser = command_line.add(pixels, ".csv file")
-    add_target_flags(parser)
     _add_table_flags(parser)
     add = parser.add_argument
     add("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
@@ -65,18 +63,11 @@ def add_commands(command_line: CommandLine) -> None:
     add("--size", type=_parse_size, metavar="HxW", help=text)
     add("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
 
-    add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
+    command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
+    _add_decoding_flags(command_line.add(celeba, "folder with the images and the two lists"))
+    _add_decoding_flags(command_line.add(imagenet, "folder with train and val, or with the tar files"))
 
-    for run, source in (
-        (celeba, "folder with the images and the two lists"),
-        (imagenet, "folder with train and val, or with the tar files"),
-    ):
-        parser = command_line.add(run, source)
-        add_target_flags(parser)
-        _add_decoding_flags(parser)
-
-    parser = command_line.add(advise, "file.h5 with images, encoded or as pixels")
-    add = parser.add_argument
+    add = command_line.add(advise, "file.h5 with images, encoded or as pixels", writes=False).add_argument
     add("--rows-per-s", type=float, required=True, help="rows that this machine should train on a second")
     add("--size", type=int, default=224, help="height and width to train on; default: 224")
 

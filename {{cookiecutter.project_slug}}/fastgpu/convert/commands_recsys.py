@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgpu.convert import commands_files
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_target_flags, write
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ SYNTHETIC_SPLIT = 0.9
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for users and items."""
     parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
-    add_target_flags(parser)
     parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
     parser.add_argument("--columns", default=COLUMNS, help=f"columns of the CSV; default: {COLUMNS}")
