@@ -108,7 +108,7 @@ def list_folder(folder: Path) -> Listing:
         if not images:
             print(f"{folder / name} has no images and is not a class")
         names += images
-    classes, labels = np.unique([name.split("/")[is_split] for name in names], return_inverse=True)
+    classes, labels = np.unique([name.split("/")[1 if is_split else 0] for name in names], return_inverse=True)
     splits = {}
     if is_split:
         splits = group_splits(folder, [name.split("/")[0] for name in names], range(len(names)))

@@ -4,7 +4,7 @@ import csv
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import isqrt, prod
 from pathlib import Path
 
@@ -27,11 +27,13 @@ class PixelFile:
     def __init__(self, path: Path, delimiter: str | None):
         self.path = path
         self._file = path.open("rb")
-        header = self._file.readline().decode("utf-8-sig")
+        with path.open(encoding="utf-8", newline="") as lines:  # so that lines end where they do for `read_table`
+            header = lines.readline()
+            sizes = (len(line.encode()) for line in chain([header], lines))
+            self._borders = [0, *accumulate(sizes)]  # line n lies between the borders n - 1 and n
+        header = header.lstrip("\ufeff")
         self.delimiter = choose_delimiter(header, delimiter)
         self.header = self._parse(header)
-        self._file.seek(0)
-        self._borders = [0, *accumulate(map(len, self._file))]  # line n lies between the borders n - 1 and n
         self._columns: list[int] = []
         self.shape: tuple[int, ...] = ()
 
@@ -72,8 +74,10 @@ class PixelFile:
 
     def read(self, line: int) -> np.ndarray:
         """The pixels of a line, uint8 (C, H, W). Thread-safe. Raises BrokenRowError if they are not 0 to 255."""
+        fields = self._fields(line)
+        check_width(self.path, line, fields, self.header)
         try:
-            values = self._numbers(self._fields(line))
+            values = self._numbers(fields)
         except ValueError:
             raise BrokenRowError(f"{self.path}:{line}: the pixels are not whole numbers") from None
         if len(values) != prod(self.shape):
