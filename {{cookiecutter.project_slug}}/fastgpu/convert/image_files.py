@@ -22,6 +22,7 @@ from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.encoded import Kept, keep, to_jpeg
 from fastgpu.storage.images import (
     IGNORED_CLASS,
+    SIXTEEN_BITS,
     Preprocessing,
     decode,
     decode_pair,
@@ -39,6 +40,9 @@ PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
 PROBED_SIZES = 32
 """Files that are looked at to estimate the bytes of encoded rows."""
+DARK = 4096 >> 8
+"""Images of 16 bits are below this, once they have 8, if they only use values of 12 bits."""
+TWELVE_BITS = "values below 4096 (12 bits?) to 0 to 15, nearly black (`convert.py arrays --to uint8 --range 0:4095`)"
 
 
 class Listing(NamedTuple):
@@ -160,14 +164,23 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     if unused := sorted(set(masks) - set(used_masks)):
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
     paths = [mask_folder / name for name in used_masks]
-    values: set[int] = set()
-    for path in paths[:PROBED_FILES]:
-        with suppress(Exception), open_file(path) as file:  # what is wrong with it is reported when it is its turn
-            values |= set(np.unique(read_mask(file)).tolist())
-    is_binary = 255 in values and values <= {0, 255}
-    if is_binary:
+    if is_binary := _are_binary(paths):
         print("the masks hold 0 and 255 only: 255 is written as class 1")
     return Listing(str(folder), names, None, {}, masks=paths, is_binary=is_binary)
+
+
+def _are_binary(masks: Sequence[Path]) -> bool:
+    """Whether all but those of 1 bit hold 0 and 255 alone: by PROBED_FILES masks, and more until one is not empty."""
+    values: set[int] = set()
+    step = -(-len(masks) // PROBED_FILES)
+    spread = [path for first in range(step) for path in masks[first::step]]  # the first ones are of the whole list
+    for number, path in enumerate(spread):
+        if number >= PROBED_FILES and max(values, default=0) > 0:
+            break
+        with suppress(Exception), open_file(path) as file:  # what is wrong with it is reported when it is its turn
+            mask_HW = read_mask(file)
+            values |= set() if mask_HW.dtype == bool else set(np.unique(mask_HW).tolist())
+    return 255 in values and values <= {0, 255}
 
 
 def list_csv(
@@ -238,16 +251,23 @@ class ImageFiles(ListedRows):
         self._preprocessing = preprocessing
         self._lock = Lock()
         self._changes_of_row: dict[int, list[str]] = {}
+        self._mask_pixels = np.zeros(IGNORED_CLASS + 1, np.int64)  # that were read, of each value
         self.size = size or self._find_size()
         images = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
         masks = {"masks": Field(np.dtype(np.uint8), self.size)} if listing.masks else {}
         self.fields = images | masks | self.fields
 
     @property
-    def changes(self) -> list[str]:
+    def remarks(self) -> list[str]:
         rows = sorted(self._changes_of_row.keys() - self.failed.keys())
         counts = Counter(change for row in rows for change in self._changes_of_row[row])
-        return [f"{change}: {count:,} of {len(self):,} images" for change, count in counts.items()]
+        lines = [f"changed  {change}: {count:,} of {len(self):,} images" for change, count in counts.items()]
+        if self._mask_pixels.any():
+            present = np.flatnonzero(self._mask_pixels[:IGNORED_CLASS]).astype(str).tolist()
+            classes = f"{len(present)} of {self.attributes['n_classes']} classes occur: {list_first(present)}"
+            ignored_pct = 100 * self._mask_pixels[IGNORED_CLASS] / self._mask_pixels.sum()
+            lines.append(f"masks    {classes}; {ignored_pct:.3g} % of the pixels are 255 (ignored)")
+        return lines
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The image and its mask. Thread-safe. Raises BrokenRowError if one cannot be decoded; UserError if the
@@ -259,10 +279,11 @@ class ImageFiles(ListedRows):
             where = self._listing.where(row)
             raise kind(f"{where} has {size} pixels, but the first image has {format_size(self.size)}; give --size")
         if "masks" in decoded:
-            classes = decoded["masks"][decoded["masks"] != IGNORED_CLASS]
+            n_pixels = np.bincount(decoded["masks"].ravel(), minlength=IGNORED_CLASS + 1)
+            highest = int(np.flatnonzero(n_pixels[:IGNORED_CLASS]).max(initial=0))
             with self._lock:
-                n_classes = max(self.attributes.get("n_classes", 1), int(classes.max(initial=0)) + 1)
-                self.attributes["n_classes"] = n_classes
+                self._mask_pixels += n_pixels
+                self.attributes["n_classes"] = max(self.attributes.get("n_classes", 1), highest + 1)
         return decoded
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
@@ -272,13 +293,19 @@ class ImageFiles(ListedRows):
     def _decode(self, row: int) -> dict[str, np.ndarray]:
         listing = self._listing
         with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
-            self._changes_of_row[row] = describe_changes(file)
+            changes = describe_changes(file)
             file.seek(0)
-            if not listing.masks:
-                return {"images": decode(file, self._preprocessing)}
-            with open_file(listing.masks[row]) as mask_file:
-                image_CHW, mask_HW = decode_pair(file, mask_file, self._preprocessing, is_binary=listing.is_binary)
-            return {"images": image_CHW, "masks": mask_HW}
+            decoded = {}
+            if listing.masks:
+                with open_file(listing.masks[row]) as mask_file:
+                    image_CHW, mask_HW = decode_pair(file, mask_file, self._preprocessing, is_binary=listing.is_binary)
+                decoded["masks"] = mask_HW
+            else:
+                image_CHW = decode(file, self._preprocessing)
+            if SIXTEEN_BITS in changes and image_CHW.max() < DARK:
+                changes.append(TWELVE_BITS)
+            self._changes_of_row[row] = changes
+            return {"images": image_CHW, **decoded}
 
     def _find_size(self) -> tuple[int, int]:
         for row in range(min(PROBED_FILES, len(self))):

@@ -65,8 +65,8 @@ class DecodedRows(Source):
         return [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
 
     @property
-    def changes(self) -> Sequence[str]:
-        """What decoding has changed in how many of the rows that were read, besides their size."""
+    def remarks(self) -> Sequence[str]:
+        """Lines about the rows that were read, such as what decoding has changed besides their size."""
         return ()
 
     @abstractmethod

@@ -3,6 +3,7 @@
 Rows take the random order, the reader threads and the pools of training, and then go to a `Writer`.
 """
 
+import glob
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,12 @@ from tqdm import tqdm
 
 from fastgpu.convert.partial import complete_or_absent, exit_if_signalled, partial_folder, remove_unfinished
 from fastgpu.convert.reading import MAX_SKIPPED_SHARE, DecodedRows, describe_broken
+from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import WriteOptions, Writer, check_target
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
+from fastgpu.process.launch import warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
@@ -82,9 +85,21 @@ def write_files(
         messages += describe_statistics(writer.attributes)
         messages += [f"  {name}: NaN or infinity in {n:,} rows" for name, n in writer.n_not_finite.items() if n]
         if isinstance(source, DecodedRows):
-            messages += [f"  changed  {change}" for change in source.changes]
+            messages += [f"  {remark}" for remark in source.remarks]
             messages += _list_skipped(target.with_name(writer.paths[0].name), "images", source.reasons)
     print(*messages, sep="\n")
+    _warn_of_old_splits(parts, target)
+
+
+def _warn_of_old_splits(parts: Mapping[str, Source], target: Path) -> None:
+    """Say which files of an earlier conversion into more splits still lie beside the new ones."""
+    old: list[str] = []
+    for split in [] if "" in parts else set(SPLITS) - set(parts):
+        stem = f"{target.stem}-{split}"
+        shards = target.parent.glob(f"{glob.escape(stem)}-?????-of-?????{target.suffix}")
+        old += [str(path) for path in (target.with_name(stem + target.suffix), *shards) if path.exists()]
+    if old:
+        warn(f"{', '.join(sorted(old))}: of an earlier conversion, its rows may be training rows now; delete it")
 
 
 def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:

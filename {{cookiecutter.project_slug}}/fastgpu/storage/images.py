@@ -31,6 +31,9 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 Resize = Literal["shorter", "exact", "pad"]
 EXIF_ORIENTATION = 0x0112
+SIXTEEN_BITS = "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
+BITS_PER_SAMPLE = 258
+"""A tag of TIFF files. Pillow has one mode for integers of 16 bits with a sign and of 32 bits."""
 EXIF_ON_ITS_SIDE = 5
 """From this EXIF orientation on, images are stored on their side."""
 IGNORED_CLASS = 255
@@ -156,11 +159,13 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
 
 
 def to_rgb(image: Image.Image) -> Tensor:
-    """The pixels of an image as RGB, uint8 (3, H, W), channels last in memory. Raises ValueError if they are floats."""
+    """The pixels of an image as RGB, uint8 (3, H, W), channels last in memory. Raises ValueError if they are wider."""
+    is_wide = image.mode == "I" and 32 in getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, ())
+    if is_wide or image.mode == "F":
+        kind = "integers of 32 bits" if is_wide else "floats"
+        raise ValueError(f"its pixels are {kind}; save them as .npy: `convert.py arrays --to uint8 --range LOW:HIGH`")
     if image.mode.startswith("I"):
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-    if image.mode == "F":
-        raise ValueError("its pixels are floats")
     if image.mode != "RGB":
         image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
@@ -173,7 +178,7 @@ def describe_changes(file: IO[bytes]) -> list[str]:
     with open_image(file) as image:
         layout = str(image.tile)  # of the pixels in the file: Pillow itself reads 16 bits a color as mode RGB
         if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
-            changes.append("16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)")
+            changes.append(SIXTEEN_BITS)
         elif image.has_transparency_data:
             changes.append(f"{image.mode} to RGB, without the transparency")
         elif image.mode != "RGB":
@@ -189,35 +194,36 @@ def decode_pair(
 ) -> tuple[np.ndarray, np.ndarray]:
     """An image file and its mask -> uint8 (3, H, W), uint8 (H, W): a class for each pixel, or IGNORED_CLASS.
 
-    The classes are the indices of a palette image, or the values of a grey one. is_binary: the values are 0 and 255,
-    which is class 1. Raises ValueError if the mask has another mode, another size than the image, or other values.
+    The classes are the indices of a palette image, or the values of a grey one. is_binary: if not of 1 bit, they are
+    0 and 255, which is class 1. Raises ValueError if it has another mode or size than the image, or other values.
     """
     with open_image(image_file) as header:
         image_size = (header.height, header.width)
         if header.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
             image_size = (header.width, header.height)
     values = read_mask(mask_file)
-    if is_binary:
+    if is_binary and values.dtype != bool:
         if not np.isin(values, (0, 255)).all():
             raise ValueError("its mask has other values than 0 and 255, unlike the first masks")
         values = values // 255
     if values.shape != image_size:
         raise ValueError(f"its mask has {format_size(values.shape)} pixels, the image {format_size(image_size)}")
-    mask_CHW = torch.from_numpy(values)[None]
+    mask_CHW = torch.from_numpy(values.astype(np.uint8))[None]
     mask_HW = _fit(mask_CHW, preprocessing, is_mask=True)[0].contiguous().numpy()
     image_file.seek(0)
     return decode(image_file, preprocessing), mask_HW
 
 
 def read_mask(file: IO[bytes]) -> np.ndarray:
-    """The values of a grey image, or the indices of a palette image, uint8 (H, W). Raises ValueError for others."""
+    """The values of a grey image or the indices of a palette image: uint8 (H, W), or bool if they have 1 bit. Raises
+    ValueError for others."""
     with open_image(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
         mode = mask.mode
     if values.ndim != 2 or values.dtype.kind not in "bui" or values.min() < 0 or values.max() > 255:
         raise ValueError(f"its mask has the mode {mode}; allowed are grey values or a palette, 0 to 255")
-    return values.astype(np.uint8)
+    return values if mode == "1" else values.astype(np.uint8)
 
 
 def _fit(image_CHW: Tensor, preprocessing: Preprocessing, *, is_mask: bool = False) -> Tensor:

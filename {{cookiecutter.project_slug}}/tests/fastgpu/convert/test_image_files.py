@@ -121,6 +121,16 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
     assert convert("verify", "out-train.h5", "out-val.h5").returncode == 0
 
 
+def test_files_of_an_earlier_split_are_named(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"a": 20})
+    assert "warning" not in convert("images", "photos", "new/x.h5", "--split", "0.8,0.1,0.1").stdout
+    (tmp_path / "new/x-test.h5").rename(tmp_path / "new/x-test-00000-of-00001.h5")
+    result = convert("images", "photos", "new/x.h5", "--split", "0.9", "--seed", "1", "--force")
+    old = "new/x-test-00000-of-00001.h5"
+    assert f"warning: {old}: of an earlier conversion, its rows may be training rows now; delete it\n" in result.stdout
+    assert "warning" not in convert("images", "photos", "new/x.h5").stdout
+
+
 def test_a_csv_names_files_below_a_root(tmp_path, convert):
     folder_of(tmp_path / "photos", {"all": 6})
     lines = [f"all/photo {n:03d} é.png,{n % 3}" for n in range(6)]
@@ -293,6 +303,43 @@ def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):
         assert file.attrs["n_classes"] == 2
 
 
+def masks_in(folder: Path, masks: list[Image.Image]) -> None:
+    """Images, the first pixel of each its number, and these masks."""
+    for name in ("images", "masks"):
+        (folder / name).mkdir()
+    for number, mask in enumerate(masks):
+        Image.new("RGB", mask.size, (number, 0, 0)).save(folder / f"images/{number:03d}.png")
+        mask.save(folder / f"masks/{number:03d}.png")
+
+
+def test_masks_of_1_bit_among_those_of_0_and_255_have_the_same_classes(tmp_path, convert):
+    values = np.tile(np.array([0, 255], np.uint8), (4, 2))
+    masks_in(tmp_path, [Image.fromarray(values).convert("1" if number % 3 == 0 else "L") for number in range(9)])
+    result = convert("images", "images", "out.h5", "--masks", "masks")
+    assert result.returncode == 0, result.stderr
+    assert "2 of 2 classes occur: 0, 1; 0 % of the pixels are 255 (ignored)" in result.stdout
+    with h5py.File(tmp_path / "out.h5") as file:
+        np.testing.assert_array_equal(file["masks"][:], np.broadcast_to(values // 255, (9, 4, 4)))
+
+
+def test_masks_of_0_and_255_are_known_when_the_first_hundreds_are_empty(tmp_path, convert):
+    n_masks = 230
+    masks_in(tmp_path, [Image.new("L", (4, 4), 255 * (number == 151)) for number in range(n_masks)])
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--keep-order")
+    assert result.returncode == 0, result.stderr
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["masks"][:, 0, 0].tolist() == [int(number == 151) for number in range(n_masks)]
+        assert file.attrs["n_classes"] == 2
+
+
+def test_classes_and_ignored_pixels_of_masks_are_counted(tmp_path, convert):
+    values = np.repeat(np.array([0, 127, 254, 255], np.uint8), 4).reshape(4, 4)
+    masks_in(tmp_path, [Image.fromarray(values)] * 4)
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.5")
+    line = "  masks    3 of 255 classes occur: 0, 127, 254; 25 % of the pixels are 255 (ignored)\n"
+    assert result.stdout.count(line) == 2
+
+
 # ---------------------------------------------------------------------------------------------- hostile folders
 
 
@@ -380,4 +427,23 @@ def test_images_that_lose_something_are_counted(tmp_path, convert):
         "  changed  P to RGB: 1 of 208 images",
         "  changed  RGBA to RGB, without the transparency: 1 of 208 images",
         "  changed  the first of several frames or pages, without the others: 4 of 208 images",
+        "  changed  values below 4096 (12 bits?) to 0 to 15, nearly black "
+        "(`convert.py arrays --to uint8 --range 0:4095`): 1 of 208 images",
     ]
+
+
+def test_images_of_16_bits_become_8_and_those_of_32_are_refused(tmp_path, convert):
+    (tmp_path / "photos/a").mkdir(parents=True)
+    values = np.arange(80).reshape(8, 10) * 800
+    Image.fromarray(values.astype(np.uint16)).save(tmp_path / "photos/a/0.tif")
+    Image.fromarray(values.astype(np.uint16)).save(tmp_path / "photos/a/1.png")
+    shown = convert("images", "photos", "x.h5", "--keep-order").stdout
+    assert "below 4096" not in shown
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["images"][:], np.broadcast_to(values >> 8, (2, 3, 8, 10)))
+    Image.fromarray(values.astype(np.int32)).save(tmp_path / "photos/a/2.tif")
+    for flags in ((), ("--keep-encoded",)):
+        result = convert("images", "photos", "y.h5", *flags)
+        assert result.returncode == 2
+        assert "a/2.tif cannot be decoded: its pixels are integers of 32 bits; save them as .npy: " in result.stderr
+        assert "--to uint8 --range LOW:HIGH" in result.stderr
