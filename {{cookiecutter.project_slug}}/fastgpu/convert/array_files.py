@@ -1,6 +1,6 @@
 """NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import h5py
@@ -8,12 +8,13 @@ import numpy as np
 
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.splits import draw_split
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.hdf5 import attributes_of
 
+KEEP_LIKES = "of ratings, keep those that count before they are converted, such as matrix = matrix > 3"
 Columns = dict[str, Any]
 """{field: an array, an HDF5 dataset, a LazyColumn or a RaggedArray}"""
 
@@ -79,7 +80,23 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
     if not any(lengths.values()):
         raise UserError(f"{source_name}: no rows")
+    _warn_of_shuffled_files({source.rpartition("=")[2].partition("::")[0] for source in sources})
     return Arrays(source_name, prepare(columns), n_items=n_items)
+
+
+def _warn_of_shuffled_files(files: Set[str]) -> None:
+    """Say which HDF5 file was written in random order, if its rows are joined to those of other files."""
+    for path in sorted(files) if len(files) > 1 else ():
+        if not h5py.is_hdf5(path):
+            continue
+        with h5py.File(path) as file:
+            order = str(attributes_of(file, path).get("row_order", ""))
+        if order.startswith("random"):
+            others = ", ".join(sorted(files - {path}))
+            warn(
+                f"{path} has its rows in another order than its source ({order}): row n of {others} goes to its row n, "
+                "perhaps a wrong one; convert the original files together, or write this one with --keep-order"
+            )
 
 
 def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str, Arrays]:
@@ -172,6 +189,10 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
     ragged = {name: RaggedArray((keys % width).astype(np.int32), offsets)}
     if not (values == 1).all():
         ragged[f"{name}_values"] = RaggedArray(values, offsets)
+        warn(
+            f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values; {name} has the "
+            f"places of all, also of low and negative ones, and a recommender counts each as a like; {KEEP_LIKES}"
+        )
     return ragged
 
 

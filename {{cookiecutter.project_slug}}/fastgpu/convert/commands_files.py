@@ -9,6 +9,7 @@ python convert.py verify train.h5                                   every block 
 
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgpu.convert.command_line import CommandLine, add_split_flag, write
@@ -64,8 +65,21 @@ def repack(args: Namespace) -> None:
         source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
         source.name = f"{args.dataset} called with {path}"
     else:
+        _refuse_own_output(args)
         source = _open_files(args.source, fields, args.trust_links)
     write({"": args.recode(source, args)}, args)
+
+
+def _refuse_own_output(args: Namespace) -> None:
+    """Raise UserError if the target is one of several sources, as when a pattern matches it."""
+    from fastgpu.convert.writer import shard_paths
+    from fastgpu.storage.store import expand
+
+    sources = {Path(file).resolve() for path in args.source for file, _ in expand("SOURCE", path)}
+    targets = {path.resolve() for path in shard_paths(args.target, args.shards)}
+    if (shared := sources & targets) and sources - targets:
+        problem = f"{min(shared)} is to be written, and is one of the {len(sources)} files of SOURCE"
+        raise UserError(f"{problem}, so its old rows would be in it again; choose another name")
 
 
 def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> "Source":

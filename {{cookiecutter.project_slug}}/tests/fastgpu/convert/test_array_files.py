@@ -138,6 +138,26 @@ def test_a_sparse_matrix_goes_through_the_command(tmp_path, convert):
     fields = {"items": "items", "items_values": "items_values"}
     store = open_store("data.train", [f"{tmp_path}/y-0000{n}-of-00002.h5" for n in range(2)], fields)
     np.testing.assert_array_equal(as_dense(read_rows(store)), matrix())
+    assert result.stdout.startswith(f"warning: {tmp_path}/x.npz has values from ")
+    assert "which become items_values" in result.stdout
+    save_npz(tmp_path / "x.npz", matrix() > 0, "csr")
+    assert "warning" not in convert("arrays", f"items={tmp_path}/x.npz", tmp_path / "z.h5").stdout
+
+
+def test_rows_of_a_shuffled_file_are_not_joined_to_others_in_silence(tmp_path, convert):
+    np.save(tmp_path / "x.npy", np.arange(40, dtype=np.uint8))
+    for name, flags in (("shuffled", []), ("sorted", ["--keep-order"])):
+        assert convert("arrays", "images=x.npy", "labels=x.npy", f"{name}.h5", *flags).returncode == 0
+    shown = convert("arrays", "images=shuffled.h5::/images", "labels=x.npy", "a.h5").stdout
+    assert shown.startswith("warning: shuffled.h5 has its rows in another order than its source (random, seed 0): ")
+    assert "write this one with --keep-order" in shown
+    for sources in (
+        ("images=shuffled.h5::/images", "labels=shuffled.h5::/labels"),
+        ("a=sorted.h5::/images", "b=x.npy"),
+    ):
+        shown = convert("arrays", *sources, "b.h5", "--force").stdout
+        assert "40 rows, order random" in shown
+        assert "warning" not in shown
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,19 @@ def test_repack_takes_patterns_as_training_does(tmp_path, convert):
     assert "no file matches none-*.h5" in result.stderr
 
 
+def test_a_pattern_does_not_take_in_the_file_that_is_written(tmp_path, convert):
+    for part in (1, 2):
+        with h5py.File(tmp_path / f"a-{part}.h5", "w") as file:
+            file["images"], file["labels"] = numbered(20), np.arange(20)
+    assert convert("repack", "a-*.h5", "a-all.h5").returncode == 0
+    result = convert("repack", "a-*.h5", "a-all.h5", "--force")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "a-all.h5 is to be written, and is one of the 3 files of SOURCE" in result.stderr
+    assert convert("repack", "a-[12].h5", "a-all.h5", "--force").returncode == 0
+    assert convert("repack", "a-all.h5", "a-all.h5", "--seed", "1", "--force").returncode == 0
+    assert sorted(rows_of(tmp_path / "a-all.h5")[1]) == sorted([*range(20)] * 2)
+
+
 def test_what_was_repacked_is_verified_on_the_way(write, tmp_path, convert):
     assert convert("repack", write(100), tmp_path / "a.h5").returncode == 0
     assert convert("verify", tmp_path / "a.h5").stdout == f"{tmp_path / 'a.h5'}: whole\n"
