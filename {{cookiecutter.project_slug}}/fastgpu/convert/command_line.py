@@ -119,6 +119,11 @@ def parse_split(text: str) -> tuple[float, ...]:
     return shares
 
 
+def parse_columns(text: str) -> list[str]:
+    """The names of columns in `path, label`, without spaces around them: headers are read so, too."""
+    return [name.strip() for name in text.split(",")]
+
+
 def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
     """--on-error. item: what may be broken."""
     text = (

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, write
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, parse_columns, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_commands(command_line: CommandLine) -> None:
     parser = command_line.add(pixels, ".csv file")
     _add_table_flags(parser)
     add = parser.add_argument
-    add("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
+    add("--label", type=str.strip, metavar="COLUMN", help="default: the one column that is neither pixels nor split")
     add("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
     add_on_error_flag(parser, "line")
 
@@ -92,7 +92,7 @@ def images(args: Namespace) -> None:
     elif source.is_dir():
         listing = list_folder(source)
     else:
-        columns = args.columns.split(",")
+        columns = parse_columns(args.columns)
         listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
@@ -166,15 +166,15 @@ def recode(source: "Source", args: Namespace) -> "Source":
     from fastgpu.storage.sources import decode_images
 
     report_nhwc(source)
-    if args.quality:
-        return RecodedRows(source, Kept(args.size and min(args.size), args.quality))
     if args.size and not any(field.codec for field in source.fields.values()):
-        raise UserError(f"--size is for encoded images, and {source.name} has none; drop it, or add --quality")
-    if not args.size:
-        return source
-    pixels = decode_images(source, args.size)
-    pixels.attributes = {name: value for name, value in pixels.attributes.items() if name not in ("mean", "std")}
-    return pixels  # whose own mean and std are written
+        raise UserError(f"--size is for encoded images, and {source.name} has none; drop it")
+    if args.quality:
+        recoded: Source = RecodedRows(source, Kept(args.size and min(args.size), args.quality))
+    else:
+        recoded = decode_images(source, args.size) if args.size else source
+    if args.size:  # the mean and std of what is written now are others
+        recoded.attributes = {name: value for name, value in recoded.attributes.items() if name not in ("mean", "std")}
+    return recoded
 
 
 def report_nhwc(source: "Source") -> None:
@@ -206,7 +206,7 @@ def synthetic_images(args: Namespace) -> Mapping[str, "Source"]:
 def _add_table_flags(parser: ArgumentParser) -> None:
     add_split_flag(parser)
     add = parser.add_argument
-    add("--split-by", metavar="COLUMN", help="column of the CSV that says train, val or test")
+    add("--split-by", type=str.strip, metavar="COLUMN", help="column of the CSV that says train, val or test")
     add("--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header")
     add("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
 

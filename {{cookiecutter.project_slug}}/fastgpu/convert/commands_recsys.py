@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgpu.convert import commands_files
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, write
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, parse_columns, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def movielens(args: Namespace) -> None:
             bar.update(n_rows)
 
         ratings = read_ratings(
-            Path(args.source), args.above, columns=args.columns.split(","), on_error=args.on_error, on_progress=show
+            Path(args.source), args.above, columns=parse_columns(args.columns), on_error=args.on_error, on_progress=show
         )
     print(f"{len(ratings.users):,} ratings are above {args.above:g}")
     split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)
@@ -71,13 +71,13 @@ def arrays(args: Namespace) -> None:
         return
     import numpy as np
 
-    from fastgpu.convert.array_files import open_arrays
+    from fastgpu.convert.array_files import KEEP_LIKES, open_arrays
     from fastgpu.convert.interactions import hold_out_users
 
     source = open_arrays(args.source)
     first_field = next(iter(source.fields))
     if list(source.lengths) != [first_field]:
-        raise UserError("--held-out is for one sparse matrix of ones: items=matrix.npz")
+        raise UserError(f"--held-out is for one sparse matrix of ones: items=matrix.npz; {KEEP_LIKES}")
     rows = source.ragged(first_field)
     users = np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
     _write_split(hold_out_users(source.name, users, rows.values, args.held_out), args)

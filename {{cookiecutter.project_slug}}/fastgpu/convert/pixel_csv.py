@@ -33,7 +33,7 @@ class PixelFile:
             self._borders = [0, *accumulate(sizes)]  # line n lies between the borders n - 1 and n
         header = header.lstrip("\ufeff")
         self.delimiter = choose_delimiter(header, delimiter)
-        self.header = self._parse(header)
+        self.header = [name.strip() for name in self._parse(header)]
         self._columns: list[int] = []
         self.shape: tuple[int, ...] = ()
 

@@ -62,7 +62,7 @@ def read_table(
         file.seek(0)
         reader = csv.reader(file, delimiter=separator, strict=True)
         try:
-            header = next(reader, [])
+            header = [name.strip() for name in next(reader, [])]
             check_columns(path, header, wanted, "name those to read with --columns PATH,LABEL")
             if unused := [name for name in header if name not in wanted and name not in ignored]:
                 print(f"columns that are not used: {list_first(unused)}")

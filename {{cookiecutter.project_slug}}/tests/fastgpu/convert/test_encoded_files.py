@@ -69,6 +69,24 @@ def test_pixels_have_their_own_statistics(convert, photos, tmp_path):
         np.testing.assert_allclose(file.attrs["std"], pixels.std((0, 2, 3)), rtol=1e-3)
 
 
+def test_smaller_files_have_their_own_statistics(convert, photos, tmp_path):
+    convert("images", "photos", "x.h5", "--keep-encoded")
+    done = convert("repack", "x.h5", "y.h5", "--size", "4", "--quality", "95")  # much smoother than the files
+    assert done.returncode == 0, done.stderr
+    pixels = np.concatenate([np.asarray(Image.open(io.BytesIO(data))).reshape(-1, 3) for data in rows_in("y.h5")])
+    with h5py.File(tmp_path / "x.h5") as x, h5py.File(tmp_path / "y.h5") as y:
+        np.testing.assert_allclose(y.attrs["mean"], pixels.mean(0), atol=1)
+        np.testing.assert_allclose(y.attrs["std"], pixels.std(0), atol=1)
+        assert np.abs(y.attrs["std"] - x.attrs["std"]).max() > 2
+
+
+def test_info_says_how_images_were_prepared_before_they_were_encoded(convert, photos, tmp_path):
+    convert("images", "photos", "x.h5", "--size", "20x30", "--resize", "pad")
+    assert "  decoded  to 20x30 pixels, --resize pad\n" in convert("info", "x.h5").stdout
+    convert("repack", "x.h5", "y.h5", "--quality", "90")
+    assert "  decoded  to 20x30 pixels, --resize pad, then encoded\n" in convert("info", "y.h5").stdout
+
+
 def test_files_are_made_smaller_once(convert, photos, tmp_path):
     done = convert("images", "photos", "x.h5", "--keep-encoded", "--size", "20", "--quality", "85")
     assert done.returncode == 0, done.stderr
@@ -134,6 +152,10 @@ def test_encoded_rows_are_repacked_byte_for_byte_or_made_smaller(convert, photos
         (("images", "photos", "x.h5", "--keep-encoded", "--crop", "9"), "--keep-encoded takes --size SIDE, one number"),
         (("images", "photos", "x.h5", "--keep-encoded", "--size", "9", "--quality", "0"), "'0' is not a quality of"),
         (("repack", "pixels.h5", "y.h5", "--size", "9"), "--size is for encoded images, and pixels.h5 has none"),
+        (
+            ("repack", "pixels.h5", "y.h5", "--size", "9", "--quality", "9"),
+            "--size is for encoded images, and pixels.h5",
+        ),
         (("repack", "numbers.h5", "y.h5", "--quality", "9"), "numbers.h5 has no images to encode"),
     ],
 )

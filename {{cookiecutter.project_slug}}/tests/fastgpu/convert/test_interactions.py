@@ -131,3 +131,4 @@ def test_rows_of_a_sparse_matrix_are_held_out(tmp_path, convert):
         assert len(mine[1]) == int(0.2 * dense[user].sum())
     result = convert("arrays", f"items={tmp_path}/counts.npz", tmp_path / "z.h5", "--held-out", "8")
     assert "--held-out is for one sparse matrix of ones" in result.stderr
+    assert "such as matrix = matrix > 3\n" in result.stderr

@@ -48,7 +48,7 @@ def test_ratings_above_the_threshold_in_the_files_order(tmp_path, monkeypatch, e
 
 
 def test_columns_may_have_other_names_and_places(tmp_path):
-    (tmp_path / "x.csv").write_text("when,stars,who,what\n1,5,7,70\n2,1,8,80\n3,4,9,90\n")
+    (tmp_path / "x.csv").write_text("when,stars , who, what\n1,5,7,70\n2,1,8,80\n3,4,9,90\n")
     found = read_ratings(tmp_path / "x.csv", 3, columns=["who", "what", "stars"])
     assert (found.users.tolist(), found.items.tolist()) == ([7, 9], [70, 90])
 

@@ -55,8 +55,8 @@ def test_columns_that_are_not_used_are_named(tmp_path, convert):
     write_fer(tmp_path / "fer.csv", pixels_of(8, 4))
     result = convert("pixels", "fer.csv", "fer.h5", "--label", "emotion")
     assert "columns that are not used: Usage" in result.stdout
-    (tmp_path / "words.csv").write_text("mood,pixels\nvery sad,1 2 3 4\nvery sad,5 6 7 8\n")
-    result = convert("pixels", "words.csv", "words.h5")
+    (tmp_path / "words.csv").write_text("mood , pixels\nvery sad,1 2 3 4\nvery sad,5 6 7 8\n")
+    result = convert("pixels", "words.csv", "words.h5", "--label", " mood")
     assert result.returncode == 0, result.stderr
     with h5py.File(tmp_path / "words.h5") as file:
         assert attributes_of(file, "")["class_names"] == ["very sad"]

@@ -25,6 +25,13 @@ def test_the_header_tells_the_delimiter(tmp_path, capsys, delimiter):
     assert ("--delimiter" in capsys.readouterr().out) == (delimiter != ",")
 
 
+def test_spaces_around_the_names_of_columns_mean_nothing(tmp_path, capsys):
+    path = tmp_path / "x.csv"
+    path.write_text("path , label, a b\na.png , 1,2\n")
+    assert read_table(path, ["path", "label"], None)[0] == {"path": ["a.png"], "label": ["1"]}
+    assert capsys.readouterr().out == "columns that are not used: a b\n"
+
+
 def test_a_delimiter_can_be_given(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("path|label,kind\na|1\n")
