@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
 from fastgpu.process.atomic import atomic_replace
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import RankError, UserError, stop_at_closed_pipe
 from fastgpu.process.world import World
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
@@ -106,12 +105,8 @@ def open_output(path: str, terminal: IO[str], world: World) -> Iterator[IO[str]]
     """
     if path == "-":
         world.check_everywhere(world.world_size == 1, "-o: several processes need a FILE.csv or FILE.jsonl")
-        try:
+        with stop_at_closed_pipe(terminal):
             yield terminal
-            terminal.flush()
-        except BrokenPipeError:  # the reader has seen enough, such as `head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.fileno())  # or Python complains when it flushes at exit
-            raise SystemExit(1) from None
         return
     target = Path(path)
     parts = [target.with_name(f".{target.name}.part{rank}") for rank in range(world.world_size)]
