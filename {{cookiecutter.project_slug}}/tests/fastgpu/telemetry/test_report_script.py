@@ -36,7 +36,11 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = subprocess.run(
-        [sys.executable, "report.py", "--compare", *runs], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, check=False
+        [sys.executable, "report.py", "--compare", *runs],
+        cwd=ROOT,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, b"")
