@@ -258,8 +258,8 @@ def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
 def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
     """The bottleneck, and the change that promises most.
 
-    tried: what was measured with the settings of `settings_to_try`: the supply (READ, DECODE), the copies (COPY) or the
-    step (AUGMENT).
+    tried: what was measured with the settings of `settings_to_try`: the supply (READ, DECODE, COPY) or the step
+    (AUGMENT).
     """
     suspects = find_suspects(m)
     cause, why = suspects[0]

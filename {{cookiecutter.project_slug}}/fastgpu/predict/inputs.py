@@ -57,9 +57,7 @@ def open_inputs(
     """
     for path in paths:
         if any((Path(path) / name).exists() for name in MODEL_FILES):
-            raise UserError(
-                f"INPUT is {path}, a run or a checkpoint; name one CHECKPOINT, and then the rows to predict"
-            )
+            raise UserError(f"INPUT is {path}, a run or a checkpoint; name one CHECKPOINT, then the rows to predict")
     kinds = {_kind(path) for path in paths}
     if len(kinds) > 1:
         raise UserError(f"INPUT has {' and '.join(sorted(kinds))}; give one kind at a time")

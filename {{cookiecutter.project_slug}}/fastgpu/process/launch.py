@@ -112,7 +112,7 @@ def exit_with_message(
 
 @contextmanager
 def stop_at_closed_pipe(file: IO[str]) -> Iterator[None]:
-    """End the program without a message, with exit code 1, when the reader of `file` has seen enough, such as `head`."""
+    """End the program with exit code 1, without a message, when the reader of `file` has seen enough (`head`)."""
     try:
         yield
         file.flush()
