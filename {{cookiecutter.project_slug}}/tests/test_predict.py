@@ -157,15 +157,21 @@ def test_evaluate_gives_the_metrics_of_the_run_exactly():
     assert (card["epoch"], card["step"]) == (2, 20)
 
 
-def test_labels_whose_classes_are_not_named_are_evaluated_with_a_warning(capsys):
+def test_labels_are_evaluated_as_the_classes_that_the_model_knows(tmp_path, capsys):
     args = script.parse(["runs/a", "--evaluate", "rows.h5::/val"])
     trained = script.load(args)
     script.open_rows(args, trained)
     assert capsys.readouterr().out == ""
     trained.card["attributes"]["class_names"] = ["cat", "dog"]
     script.open_rows(args, trained)
-    warning = "rows.h5::/val has no class_names; its labels are taken for cat, dog, in this order"
-    assert capsys.readouterr().out == f"warning: {warning}\n"
+    warning = "rows.h5::/val has no class_names; its labels 0, 1, 2... would be cat, dog as in the training rows"
+    assert capsys.readouterr().out == f"warning: --evaluate: {warning}, in this order\n"
+    shutil.copy("rows.h5", tmp_path)
+    with h5py.File(tmp_path / "rows.h5", "r+") as file:
+        file["val"].attrs["class_names"] = ["dog", "cat"]
+    args = script.parse(["runs/a", "--evaluate", f"{tmp_path}/rows.h5::/val"])
+    with pytest.raises(UserError, match="--evaluate: label 0 is dog in .* and cat in the training rows"):
+        script.open_rows(args, trained)
 
 
 # ---------------------------------------------------------------------------------------------- export
