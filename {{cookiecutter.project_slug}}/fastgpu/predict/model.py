@@ -13,6 +13,7 @@ from safetensors.torch import load_model as fill
 from torch import nn
 
 import workloads
+from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
@@ -63,9 +64,11 @@ def load_model(folder: str | Path) -> Trained:
     folder = Path(folder)
     card = read_description(folder)
     where = f"{folder} does not fit workloads/{card['workload']}.py"
+    make = workloads.load(card["workload"])
     warn_of_changed_code(folder, card)
+    described = DescribedSource(card)
     try:
-        workload = _make_workload(card, DescribedSource(card))
+        workload = make(_read_options(card), described, described)
         model = workload.model()
         fill(model, folder / WEIGHTS)
     except ValidationError as error:
@@ -78,13 +81,11 @@ def load_model(folder: str | Path) -> Trained:
 
 def check_labelled(trained: Trained, source: Source) -> None:
     """Let the workload check rows with labels as it checks validation rows. Raises UserError if it refuses them."""
-    _make_workload(trained.card, source)
+    workloads.load(trained.card["workload"])(_read_options(trained.card), DescribedSource(trained.card), source)
 
 
-def _make_workload(card: Mapping[str, Any], val_source: Source) -> Workload:
-    make = workloads.load(card["workload"])
-    options = make.Options.model_validate_json(json.dumps(card["options"]))
-    return make(options, DescribedSource(card), val_source)
+def _read_options(card: Mapping[str, Any]) -> Section:
+    return workloads.load(card["workload"]).Options.model_validate_json(json.dumps(card["options"]))
 
 
 def rehearse(
