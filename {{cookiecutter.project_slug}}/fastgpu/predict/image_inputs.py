@@ -73,10 +73,6 @@ class ImageFiles(Source):
     def __len__(self) -> int:
         return len(self.files)
 
-    def column(self, name: str) -> np.ndarray:
-        """Raises KeyError: images are not in memory."""
-        raise KeyError(name)
-
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
         ((name, field),) = self.fields.items()
