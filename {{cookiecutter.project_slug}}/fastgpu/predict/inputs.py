@@ -65,7 +65,8 @@ def open_inputs(
         name = "fastgpu.predict.image_inputs"
         if not find_spec(name) or [len(field.shape) in (2, 3) for field in fields.values()] != [True]:
             refuse_unconverted("INPUT", paths, list(fields))
-            raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {_list(fields)}")
+            taken = ", ".join(f"{name}, {field}" for name, field in fields.items())
+            raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
         return Inputs(images, images.files, images.failed if on_error == "skip" else None)
     source: Source
@@ -94,10 +95,6 @@ def _kind(path: str) -> str:
     if "::" in path or path.endswith(HDF5_SUFFIXES):
         return "HDF5 files"
     return "arrays" if path.endswith(ARRAY_SUFFIXES) else "image files"
-
-
-def _list(fields: Mapping[str, Field]) -> str:
-    return ", ".join(f"{name}, {field}" for name, field in fields.items())
 
 
 def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
