@@ -122,6 +122,7 @@ class Source(Protocol):
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
+        raise KeyError(name)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
