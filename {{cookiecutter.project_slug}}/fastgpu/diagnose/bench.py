@@ -57,6 +57,7 @@ class Bench:
 
     def __init__(self, config: Config, world: World, program: Program, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
+        config = config.resolved(data={"image_size": config.data.image_sizes[0]})  # one size: that of the first epoch
         self.config = config
         self.world = world
         self.program = program

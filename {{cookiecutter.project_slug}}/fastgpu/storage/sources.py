@@ -83,14 +83,22 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
-        return decode_images(source, (data.image_size, data.image_size), min_scale=data.min_crop_scale)
-    if data.image_size or data.min_crop_scale < 1:
-        warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
+        sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
+        if split == "val":
+            sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
+        return decode_images(source, sizes, min_scale=data.min_crop_scale)
+    if data.image_size or data.val_image_size or data.min_crop_scale < 1:
+        keys = "data.image_size, data.val_image_size and data.min_crop_scale"
+        warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 
 
 def decode_images(
-    source: Source, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
+    source: Source,
+    size: tuple[int, int] | Mapping[int, tuple[int, int]],
+    *,
+    min_scale: float = 1.0,
+    centre_share: float | None = None,
 ) -> Source:
     """The source, with pixels in place of its encoded images (see `decoded.DecodedImages`).
 
