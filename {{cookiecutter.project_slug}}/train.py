@@ -193,10 +193,12 @@ def train(cfg: Config, world: World) -> int:
     epoch_rows = feed.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
     config = parts.config.flat()
+    card = workload.card()
+    description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
     with (
         closing(feed),
         closing(parts.val_feed),
-        closing(Run(cfg.run, parts.state, feed.order, world, config=config, directions=workload.metrics)) as run,
+        closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
@@ -208,9 +210,7 @@ def train(cfg: Config, world: World) -> int:
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
-        card = workload.card()
-        description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
-        run.start(parts.source.row_bytes, card, description)
+        run.start(parts.source.row_bytes, card)
 
         is_rehearsed = world.world_size <= 2  # two summands have one order
         read_before = feed.read_time

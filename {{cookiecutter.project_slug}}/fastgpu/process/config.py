@@ -199,7 +199,7 @@ class Train(Section):
     """Use torch.compile: the first step is slow, the others are faster."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999: about the
-    mean over 1000 steps. 0: the weights themselves."""
+    mean over 1000 steps. It begins at 0 and rises to that: n / (n + 9) after n steps. 0: the weights themselves."""
 
 
 class Dist(Section):
