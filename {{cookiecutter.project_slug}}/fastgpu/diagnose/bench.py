@@ -238,12 +238,13 @@ def _make_loop(parts: "Parts", program: Program, batch: Rows, world: World) -> L
         if parts.config.train.compile:  # so far only DDP around the model is compiled
             parts.model.compile()
     rng = reseed(world, parts.config.run.seed)
-    echo = parts.config.data.echo
+    data = parts.config.data
+    echo = 1.0 if data.echo == "auto" or data.echo_at == "encoded" else data.echo  # such passes are pools of the feed
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
         train_step=lambda rows: program.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: program.train_step(local_parts, rows, 0.0),
         batch=batch,
         batch_size=parts.sizes.batch_size,
-        echo=1.0 if echo == "auto" else echo,
+        echo=echo,
     )

@@ -11,6 +11,7 @@ from PIL import UnidentifiedImageError
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import Field
+from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import RaggedArray, beginnings
 from fastgpu.storage.encoded import decode_centre, decode_random, draw, simplejpeg
 from fastgpu.storage.file import RESTORE, scratch
@@ -28,8 +29,8 @@ class DecodedImages(Source):
     """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size in each epoch.
 
     `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1, and
-    the size of the epoch. The part is a function of (seed, epoch, row) alone: it is the same for every world size, tier
-    and number of readers, and for a resumed run.
+    the size of the epoch. The part is a function of (seed, epoch, pass over the pool, row) alone: it is the same for
+    every world size, tier and number of readers, and for a resumed run.
     """
 
     def __init__(
@@ -38,12 +39,15 @@ class DecodedImages(Source):
         size: tuple[int, int] | Mapping[int, tuple[int, int]],
         min_scale: float = 1.0,
         centre_share: float | None = None,
+        *,
+        echo: float = 1.0,
     ):
         """size: (height, width) of the rows, or {number of epochs done: (height, width) from then on}; `fields` has the
         largest, and `read` gives it.
 
         min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
-        largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it.
+        largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it. echo: number of
+        passes over each pool, each of which takes other random parts (see `echo_passes`).
         """
         self._encoded = encoded
         self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
@@ -51,6 +55,7 @@ class DecodedImages(Source):
         self._size = max(self._sizes.values(), key=math.prod)
         self._min_scale = min_scale
         self._varies = min_scale < 1 or len(self._sizes) > 1
+        self.echo = echo
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
         self.name = encoded.name
         self.block_rows = encoded.block_rows
@@ -132,7 +137,7 @@ class DecodedImages(Source):
             draws: list[list[float]] = []
             if isinstance(read, _EpochRead):
                 shapes = read.shapes
-                draws = draw(*read.seed, rows).tolist() if self._min_scale < 1 else []
+                draws = draw(read.seed, rows).tolist() if self._min_scale < 1 else []
             for name, column in self._read_encoded(read, rows).items():
                 if name in self._encoded_fields:
                     pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
@@ -181,8 +186,8 @@ class DecodedImages(Source):
 class _EpochRead(BlockRead):
     """A read of what its epoch takes."""
 
-    seed: tuple[int, int]
-    """(seed of the run, epoch)"""
+    seed: tuple[int, int, int]
+    """(seed of the run, epoch, pass over the pool)"""
     shapes: Mapping[str, tuple[int, ...]]
     """{field: shape of its images}"""
 
@@ -200,10 +205,14 @@ class _EpochReader(BlockReader):
         """The pools of an epoch, with reads that know it."""
         shapes = self._source.shapes_in(epoch)
         for plan in self._order.pools(epoch, consumed):
-            reads: list[BlockRead] = []
-            for read in plan.reads:
-                epoch_read = _EpochRead(*read)
-                epoch_read.seed = (self._order.seed, epoch)
-                epoch_read.shapes = shapes
-                reads.append(epoch_read)
-            yield plan._replace(reads=reads, shapes=shapes)
+            passes = echo_passes(self._source.echo, epoch * self._order.pools_per_epoch + plan.number)
+            for number in range(passes):
+                reads: list[BlockRead] = []
+                for read in plan.reads:
+                    epoch_read = _EpochRead(*read)
+                    epoch_read.seed = (self._order.seed, epoch, number)
+                    epoch_read.shapes = shapes
+                    reads.append(epoch_read)
+                is_last = number == passes - 1
+                one_pass = plan._replace(reads=reads, shapes=shapes, is_last=plan.is_last and is_last)
+                yield one_pass._replace(echo_pass=number, is_last_pass=is_last) if self._source.echo > 1 else one_pass
