@@ -94,7 +94,8 @@ class Data(Section):
     tier: Tier | Auto = "auto"
     """Where the rows are kept: on the device, in host memory, or on disk. auto: the nearest tier that has room."""
     pool_batches: Count | Auto = "auto"
-    """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of rows."""
+    """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of
+    rows, at most 8 million."""
     canonical_ranks: Count | Auto = "auto"
     """Any world size that divides this number sees the same global batches. auto: the least common multiple of 8 and
     the world size, if it divides the batch size and the file has as many blocks; otherwise the world size."""
