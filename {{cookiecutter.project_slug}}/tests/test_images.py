@@ -19,6 +19,7 @@ from harness import ALONE, check_workload, copy_project, metrics_of, numbered, r
 
 import predict
 import train as script
+from fastgpu.diagnose.bench import Bench, Program
 from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -105,7 +106,7 @@ def test_the_workload_trains_bottlenecks(store, blocks):
 
 
 def test_more_stages_than_the_images_have_room_for_are_refused(store):
-    with pytest.raises(UserError, match=r"model\.blocks is \[1, 1, 1\], but images of 8 x 8 pixels have room for 2 "):
+    with pytest.raises(UserError, match=r"model\.blocks is \[1, 1, 1\], but images of 8 x 8 pixels allow 2 numbers"):
         make_workload(store, blocks=[1, 1, 1]).model()
 
 
@@ -582,6 +583,14 @@ def write_jpegs(path: Path) -> None:
         file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
         file["images"].attrs["codec"] = "jpeg"
         file["labels"] = rows["labels"][:80]
+
+
+def test_a_diagnosis_has_the_size_of_the_first_epoch(image_folder):
+    write_jpegs(image_folder / "jpegs.h5")
+    data = ["data.train=jpegs.h5", "data.val=jpegs.h5", "data.image_size={0: 8, 1: 16}", "data.min_crop_scale=0.5"]
+    bench = Bench(load_config(data), ALONE, Program(script.build, script.train_step), 0.01)
+    assert bench.loop.batch["images"].shape == (32, 3, 8, 8)
+    assert bench.parts.source.fields["images"].shape == (3, 8, 8)
 
 
 def stopping(function: Callable[..., Any], n_calls: int) -> Callable[..., Any]:

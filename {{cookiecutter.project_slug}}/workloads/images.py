@@ -172,7 +172,7 @@ class Workload(workloads.Workload):
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, in the dtype of the file."""
         o = self.options
-        x_BCHW = with_channels(batch["images"])
+        x_BCHW = batch["images"].view(len(batch), -1, *batch["images"].shape[-2:])
         labels = batch["labels"]
         if o.min_crop_scale < 1:
             x_BCHW = augment.random_resized_crop(x_BCHW, o.min_crop_scale, rng)
@@ -397,12 +397,8 @@ class Normalize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, C, H, W) or (B, H, W) -> (B, C, H, W)."""
-        return with_channels(x) * self.scale + self.shift
-
-
-def with_channels(x: Tensor) -> Tensor:
-    """Images (B, C, H, W) or (B, H, W) as (B, C, H, W)."""
-    return x[:, None] if x.ndim == 3 else x
+        x_BCHW = x[:, None] if x.ndim == 3 else x
+        return x_BCHW * self.scale + self.shift
 
 
 class Block(nn.Module):
@@ -481,8 +477,7 @@ class ResNet(nn.Sequential):
             if halve and side < 2 * MIN_SIDE:
                 if isinstance(blocks, list):
                     raise UserError(
-                        f"model.blocks is {blocks}, but images of {height} x {width_px} pixels have room for {stage} "
-                        f"stages; use at most {stage} numbers"
+                        f"model.blocks is {blocks}, but images of {height} x {width_px} pixels allow {stage} numbers"
                     )
                 break
             side //= 2 if halve else 1
