@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from harness import ALONE, CPU, read_rows
 from PIL import Image
-from pydantic import ValidationError
 
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, Placement, make_feed
@@ -273,12 +272,6 @@ def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}):
         sizes_of(write(90), **values)
         assert message in capsys.readouterr().out
-
-
-def test_sizes_begin_with_the_first_epoch(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", FILES)
-    with pytest.raises(ValidationError, match=r"Input should begin with epoch 0, as in \{0: 160, 12: 192\}"):
-        sizes_of(path, image_size={1: 16})
 
 
 def test_sizes_of_epochs_and_of_validation(tmp_path):
