@@ -19,7 +19,7 @@ from harness import ALONE, check_workload, copy_project, metrics_of, numbered, r
 
 import predict
 import train as script
-from fastgpu.diagnose.bench import Bench, Program
+from fastgpu.diagnose.bench import Bench
 from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -588,7 +588,7 @@ def write_jpegs(path: Path) -> None:
 def test_a_diagnosis_has_the_size_of_the_first_epoch(image_folder):
     write_jpegs(image_folder / "jpegs.h5")
     data = ["data.train=jpegs.h5", "data.val=jpegs.h5", "data.image_size={0: 8, 1: 16}", "data.min_crop_scale=0.5"]
-    bench = Bench(load_config(data), ALONE, Program(script.build, script.train_step), 0.01)
+    bench = Bench(load_config(data), ALONE, 0.01)
     assert bench.loop.batch["images"].shape == (32, 3, 8, 8)
     assert bench.parts.source.fields["images"].shape == (3, 8, 8)
 
