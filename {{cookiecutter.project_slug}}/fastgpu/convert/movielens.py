@@ -126,10 +126,9 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[li
     delimiter = max(",;\t", key=header.count)
     names = next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])
     if len(columns) != 3:
+        cure = "it should name three columns: user, item and rating"
         other = "events without ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`"
-        raise UserError(
-            f"--columns is {','.join(columns)}; it should name three columns: user, item and rating ({other})"
-        )
+        raise UserError(f"--columns is {','.join(columns)}; {cure} ({other})")
     if missing := [name for name in columns if name not in names]:
         found = f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}"
         raise UserError(f"{found}; --columns names those of user, item and rating")
