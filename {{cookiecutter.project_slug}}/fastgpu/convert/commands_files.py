@@ -98,7 +98,7 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
     for column in columns:
         own_group = column.group.strip("/")
         if group in (own_group, own_group.rpartition("/")[0]):  # ragged rows lie one group deeper than the others
-            is_checked = is_checked and column.has_digests
+            is_checked &= column.has_digests
     return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
 
 

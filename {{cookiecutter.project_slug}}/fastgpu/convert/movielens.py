@@ -127,10 +127,9 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[li
     header = header.lstrip("\ufeff")
     names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
     if len(columns) != 3:
+        cure = "it should name three columns: user, item and rating"
         other = "events without ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`"
-        raise UserError(
-            f"--columns is {','.join(columns)}; it should name three columns: user, item and rating ({other})"
-        )
+        raise UserError(f"--columns is {','.join(columns)}; {cure} ({other})")
     if missing := [name for name in columns if name not in names]:
         found = f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}"
         raise UserError(f"{found}; --columns names those of user, item and rating")

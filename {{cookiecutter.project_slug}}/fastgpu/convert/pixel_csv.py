@@ -113,10 +113,9 @@ def list_pixels(
     file.choose_columns(named, shape)
     labels = [label] if label else [name for name in file.other_columns if name != split_by]
     if len(labels) != 1:
-        raise UserError(
-            f"{path} has the columns {', '.join(labels) or 'of pixels alone'}; name that of the labels with "
-            "--label, and that of the splits with --split-by"
-        )
+        found = ", ".join(labels) or "of pixels alone"
+        cure = "name that of the labels with --label, and that of the splits with --split-by"
+        raise UserError(f"{path} has the columns {found}; {cure}")
     pixels = set(file.header) - set(file.other_columns)
     words, lines = read_table(path, [*labels, *filter(None, [split_by])], file.delimiter, pixels)
     splits = group_splits(path, words.pop(split_by), lines) if split_by else {}

@@ -187,9 +187,10 @@ def _parse_classes(
     if not n_classes:
         n_classes = max(0, *numbers) + 1
         if n_classes > len(numbers) + MAX_UNUSED_CLASSES:
+            line = lines[numbers.index(n_classes - 1)]
+            problem = f"label {n_classes - 1} makes {n_classes:,} classes of {len(numbers):,} rows"
             raise UserError(
-                f"{path}:{lines[numbers.index(n_classes - 1)]}: label {n_classes - 1} makes {n_classes:,} classes of "
-                f"{len(numbers):,} rows; for targets, write decimals such as 2.0; otherwise give --classes"
+                f"{path}:{line}: {problem}; for targets, write decimals such as 2.0; otherwise give --classes"
             )
     if n_classes > MAX_CLASSES:
         raise UserError(f"{path} has {n_classes:,} classes; allowed are {MAX_CLASSES:,}: are the labels ids?")

@@ -45,6 +45,13 @@ class PoolPlan(NamedTuple):
     is_last: bool
     """Whether this is the last pool of its epoch."""
     reads: list[BlockRead]
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """{field: shape of its rows in this pool}, if they may be smaller than `Source.fields` says: each row lies at the
+    beginning of its place (see `rows.beginnings`)."""
+    echo_pass: int | None = None
+    """Number of the pass over the pool, from 0, if each pass comes as a pool of its own. None: the pool comes once."""
+    is_last_pass: bool = True
+    """Whether no other pass over the pool comes."""
 
 
 class Pool(NamedTuple):
@@ -90,6 +97,8 @@ class Source(Protocol):
     """How often rows are trained on in each epoch. None: each row once."""
     by_h5py: bool = False
     """Whether only the HDF5 library can read the rows, one thread at a time."""
+    around_page_cache: bool = False
+    """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
 
@@ -114,8 +123,13 @@ class Source(Protocol):
         """These rows, read from a copy of `stored` in memory."""
         return stored
 
+    def through_page_cache(self) -> "Source":
+        """The same rows, of which those that are read again come from memory: for measurements."""
+        return self
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
+        raise KeyError(name)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.

@@ -126,8 +126,7 @@ def damaged(path: str, threads: int, tick: Callable[[int], object]) -> list[str]
             for start in range(0, len(data), layout.chunk_rows):
                 n_rows = min(layout.chunk_rows, len(data) - start)
                 checks.append(pool.submit(_check, layout, start, n_rows, tick))
-        lines = [check.result() for check in checks]
-    return [line for line in lines if line]
+        return [line for check in checks if (line := check.result())]
 
 
 def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object]) -> str:

@@ -7,11 +7,11 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -20,12 +20,18 @@ from typing import Any
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
+from fastgpu.storage.meaning import check_meaning, check_row_order
+
+AROUND_PAGE_CACHE = 1.5
+"""Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
+until the next epoch asks for them: under a third of them, if the blocks come in random order."""
 
 
 class Store(Source):
@@ -45,6 +51,7 @@ class Store(Source):
         self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
         self.filters = first.largest.filters
         self.by_h5py = not first.largest.is_direct
+        self.around_page_cache = first.largest.is_around_page_cache
         self.file_rows = [int(file.block_rows.sum()) for file in files]
         """Number of rows of each file."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
@@ -67,6 +74,16 @@ class Store(Source):
         """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
         digest = hashlib.sha256(b"".join(file.fingerprint() for file in self._files))
         return super().identity | {"the digest of the rows": digest.hexdigest()[:12]}
+
+    def through_page_cache(self) -> "Store":
+        """See `Source.through_page_cache`."""
+        if not self.around_page_cache:
+            return self
+        store = deepcopy(self)
+        store.around_page_cache = False
+        for file in store._files:
+            file.use_page_cache()
+        return store
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
@@ -114,8 +131,10 @@ def open_store(
         raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
     if isinstance(paths, str):
         paths = [paths]
-    options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
     names = [name for path in paths for name in expand(key, path)]
+    n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
+    is_too_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
+    options = ReadOptions(verify, trust_links, dict(chunk_cache or {}), is_too_large)
     _warn_of_missing_shards(key, [path for path, _ in names])
     elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
     if len(names) > 1 and elsewhere:
@@ -125,8 +144,7 @@ def open_store(
     files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
-    check_classes(key, *files)
-    warn_of_other_preparation(key, *files)
+    check_meaning(key, *files)
     for file in files[1:]:
         for name, field in file.fields.items():
             expected = files[0].fields[name]
@@ -145,58 +163,6 @@ def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
         missing = [path for path in shards if not Path(path).exists()]
         if missing:
             warn(f"{key}: {len(missing):,} of {len(shards):,} shards are missing, the first is {missing[0]}")
-
-
-def check_classes(key: str, *sources: "Source | _File") -> None:
-    """Raise UserError if a label means one class in one source and another one in another. key: names them.
-
-    Prints a warning if only some of them have the attribute `class_names`, which says what the labels mean.
-    """
-    names_of = [source.attributes.get("class_names") or [] for source in sources]
-    named = [source for source, names in zip(sources, names_of, strict=True) if names]
-    for other in named[1:]:
-        names = zip(named[0].attributes["class_names"], other.attributes["class_names"], strict=False)
-        for label, (name, other_name) in enumerate(names):
-            if name != other_name:
-                raise UserError(
-                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {named[0].name} (attribute "
-                    "class_names); convert them together"
-                )
-    unnamed = [source for source, names in zip(sources, names_of, strict=True) if not names]
-    classes = [str(name) for name in named[0].attributes["class_names"]] if named else []
-    if not named or not unnamed or classes == [str(label) for label in range(len(classes))]:
-        return
-    text = f"{key}: {unnamed[0].name} has no class_names; its labels 0, 1, 2... would be {', '.join(classes[:20])}"
-    if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
-        raise UserError(f"{text} as in {named[0].name}: other numbers; convert them together")
-    warn(f"{text} as in {named[0].name}, in this order")
-
-
-def warn_of_other_preparation(key: str, *sources: "Source | _File") -> None:
-    """Say if the images of a source were cut or resized in another way than those of the first one that says how.
-
-    key: names the sources. The attribute `preprocessing` of converted files tells.
-    """
-    known = [(source.name, values) for source in sources if (values := _read_preparation(source))]
-    for name, values in known[1:]:
-        first_name, first_values = known[0]
-        changed = [key for key in {**first_values, **values} if first_values.get(key) != values.get(key)]
-        if changed:
-            here, there = (", ".join(f"{key} {each.get(key)}" for key in changed) for each in (values, first_values))
-            warn(
-                f"{key}: the images of {name} were prepared with {here}, those of {first_name} with {there}: they show "
-                "other parts or proportions"
-            )
-            return
-
-
-def _read_preparation(source: "Source | _File") -> dict[str, Any]:
-    """{setting of `Preprocessing`: value}. Empty if the source does not say it as convert.py does."""
-    try:
-        values = json.loads(source.attributes.get("preprocessing", "{}"))
-    except (TypeError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
@@ -267,6 +233,8 @@ class _File:
                     other, _, dataset = name.rpartition("::")
                     where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
                     place = files.enter_context(open_file(other, where)) if other else root
+                    if other:
+                        check_row_order(where, attributes_of(place, where), self)
                     data[field_name] = open_field(place, dataset, where, options)
                     if data[field_name].n_items and f"{name}/data" not in fields.values():
                         warn_of_unread_values(place, dataset, where, options)
@@ -312,6 +280,11 @@ class _File:
         """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
         in_memory = [hashlib.sha256(array.data).digest() for array in (*self.columns.values(), *self.indptr.values())]
         return b"".join([*in_memory, *(layout.fingerprint() for layout in self._layouts.values())])
+
+    def use_page_cache(self) -> None:
+        """Read through the page cache from now on."""
+        for layout in self._layouts.values():
+            layout.use_page_cache()
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""
