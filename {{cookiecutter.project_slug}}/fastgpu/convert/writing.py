@@ -99,7 +99,8 @@ def _warn_of_old_splits(parts: Mapping[str, Source], target: Path) -> None:
         shards = target.parent.glob(f"{glob.escape(stem)}-?????-of-?????{target.suffix}")
         old += [str(path) for path in (target.with_name(stem + target.suffix), *shards) if path.exists()]
     if old:
-        warn(f"{', '.join(sorted(old))}: of an earlier conversion, its rows may be training rows now; delete it")
+        names = ", ".join(sorted(old))
+        warn(f"{names} was here before: if it is of the same source, training rows may be among its rows; delete it")
 
 
 def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:

@@ -31,13 +31,13 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 Resize = Literal["shorter", "exact", "pad"]
 EXIF_ORIENTATION = 0x0112
-SIXTEEN_BITS = "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
 BITS_PER_SAMPLE = 258
 """A tag of TIFF files. Pillow has one mode for integers of 16 bits with a sign and of 32 bits."""
 EXIF_ON_ITS_SIDE = 5
 """From this EXIF orientation on, images are stored on their side."""
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class, and those that `pad` adds."""
+SIXTEEN_BITS = "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
 
 
 class Preprocessing(NamedTuple):
@@ -204,7 +204,7 @@ def decode_pair(
     values = read_mask(mask_file)
     if is_binary and values.dtype != bool:
         if not np.isin(values, (0, 255)).all():
-            raise ValueError("its mask has other values than 0 and 255, unlike the first masks")
+            raise ValueError("its mask has other values than 0 and 255, unlike other masks")
         values = values // 255
     if values.shape != image_size:
         raise ValueError(f"its mask has {format_size(values.shape)} pixels, the image {format_size(image_size)}")

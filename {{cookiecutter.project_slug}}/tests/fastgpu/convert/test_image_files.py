@@ -126,8 +126,8 @@ def test_files_of_an_earlier_split_are_named(tmp_path, convert):
     assert "warning" not in convert("images", "photos", "new/x.h5", "--split", "0.8,0.1,0.1").stdout
     (tmp_path / "new/x-test.h5").rename(tmp_path / "new/x-test-00000-of-00001.h5")
     result = convert("images", "photos", "new/x.h5", "--split", "0.9", "--seed", "1", "--force")
-    old = "new/x-test-00000-of-00001.h5"
-    assert f"warning: {old}: of an earlier conversion, its rows may be training rows now; delete it\n" in result.stdout
+    assert result.stdout.count("warning") == 1
+    assert "warning: new/x-test-00000-of-00001.h5 was here before: if it is of the same source, tr" in result.stdout
     assert "warning" not in convert("images", "photos", "new/x.h5").stdout
 
 
