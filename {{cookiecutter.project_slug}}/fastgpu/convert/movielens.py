@@ -124,8 +124,7 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[li
         print(f"{source} has no header; its columns are taken for user, item and rating")
         return ([0, 2, 4], ":") if line[1] == "::" else ([0, 1, 2], "\t")  # between two colons is an empty column
     delimiter = max(",;\t", key=header.count)
-    header = header.lstrip("\ufeff")
-    names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+    names = [name.strip() for name in next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])]
     if len(columns) != 3:
         cure = "it should name three columns: user, item and rating"
         other = "events without ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`"
