@@ -39,12 +39,13 @@ from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
+from fastgpu.telemetry.damaged import DamagedRows
 from fastgpu.telemetry.describe import describe_feed, describe_validation
 from fastgpu.telemetry.model_files import describe_model
 from fastgpu.telemetry.run import Run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
-from fastgpu.training.evaluate import evaluate
+from fastgpu.training.evaluate import evaluate, leave_out
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradients, unused_gpus_hint
 from fastgpu.training.step import (
@@ -179,7 +180,7 @@ def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, flo
     return evaluate(
         parts.model_to_use,
         parts.workload,
-        pools,
+        leave_out(pools, parts.val_feed.order, parts.val_source.damaged or ()),
         batch_size=parts.sizes.batch_size,
         autocast=parts.precision.autocast,
         world=world,
@@ -193,6 +194,7 @@ def train(cfg: Config, world: World) -> int:
     epoch_rows = feed.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
     config = parts.config.flat()
+    damaged = DamagedRows((parts.source, parts.val_source), world)
     with (
         closing(feed),
         closing(parts.val_feed),
@@ -200,9 +202,9 @@ def train(cfg: Config, world: World) -> int:
     ):
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
-            world.print_once(
-                describe_validation(run.folder, at.step, validate(parts, parts.val_feed.pools(at.epoch), world))
-            )
+            metrics = validate(parts, parts.val_feed.pools(at.epoch), world)
+            damaged.tell()
+            world.print_once(describe_validation(run.folder, at.step, metrics))
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
@@ -210,7 +212,7 @@ def train(cfg: Config, world: World) -> int:
         world.print_once(workload.summary)
         card = workload.card()
         description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
-        run.start(parts.source.row_bytes, card, description)
+        run.start(parts.source.row_bytes, card, description, damaged=damaged)
 
         is_rehearsed = world.world_size <= 2  # two summands have one order
         read_before = feed.read_time

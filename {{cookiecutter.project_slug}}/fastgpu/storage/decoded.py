@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from fastgpu.process.launch import RankError, warn
+from fastgpu.process.launch import RankError, UserError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
@@ -32,14 +32,23 @@ class DecodedImages(Source):
     """
 
     def __init__(
-        self, encoded: Source, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None
+        self,
+        encoded: Source,
+        size: tuple[int, int],
+        min_scale: float = 1.0,
+        centre_share: float | None = None,
+        *,
+        skips_damaged: bool = False,
     ):
         """size: (height, width) of the rows. min_scale: smallest share of the area of a random part. 1: no such part.
 
         centre_share: share of the sides of the largest centre that is taken. None: CENTRE_SHARE if there are random
-        parts, otherwise all of it.
+        parts, otherwise all of it. skips_damaged: `read` gives the next row, with all of its fields, in the place of a
+        damaged one; the first row follows the last one. Raises UserError if there are ragged fields, which cannot give
+        way to those of another row.
         """
         self._encoded = encoded
+        self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
         self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
         self._size = size
         self._min_scale = min_scale
@@ -56,6 +65,12 @@ class DecodedImages(Source):
         pixels = Field(np.dtype(np.uint8), (3, *size))
         self.fields = {**encoded.fields, **dict.fromkeys(self._encoded_fields, pixels)}
         self._block_start = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
+        self.damaged = {} if skips_damaged else None
+        if skips_damaged and self.lengths:
+            raise UserError(
+                f"data.on_damaged_image is skip, but rows of {', '.join(self.lengths)} in {self.name} have different "
+                "lengths: no other row fits in the place of a damaged one; use stop"
+            )
         if simplejpeg is None:
             warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
 
@@ -107,27 +122,45 @@ class DecodedImages(Source):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Decode images to their places: random parts for a `_RandomRead`, otherwise the centres. Thread-safe.
 
-        Raises RankError with the row if an image is damaged.
+        Raises RankError with the row if an image is damaged, or, with skips_damaged, if too many are.
         """
         for read in reads:
-            first_row = int(self._block_start[read.block]) + read.first
-            rows = np.arange(first_row, first_row + len(read.places))
-            draws = draw(*read.seed, rows).tolist() if isinstance(read, _RandomRead) else []
-            for name, column in self._read_encoded(read, rows).items():
-                if name in self._encoded_fields:
-                    for number, place in enumerate(read.places.tolist()):
-                        data = column.values[column.offsets[number] : column.offsets[number + 1]]
-                        try:
-                            if draws:
-                                out[name][place] = decode_random(data, self._size, draws[number], self._min_scale)
-                            else:
-                                out[name][place] = decode_centre(data, self._size, self._centre_share)
-                        except Exception as error:  # a decoder may raise anything for damaged bytes
-                            raise self._is_damaged(first_row + number, error) from None
-                elif isinstance(column, RaggedArray):
-                    out[name].values[out[name].places(read.places)] = column.values
-                else:
-                    out[name][read.places] = column
+            waiting = [read]
+            while waiting:
+                waiting += self._decode(waiting.pop(), out)
+
+    def _decode(self, read: BlockRead, out: Mapping[str, Any]) -> list[BlockRead]:
+        """Decode the rows of a read to their places. Returns reads of the rows that follow the damaged ones."""
+        first_row = int(self._block_start[read.block]) + read.first
+        rows = np.arange(first_row, first_row + len(read.places))
+        draws = draw(*read.seed, rows).tolist() if isinstance(read, _RandomRead) else []
+        following: list[BlockRead] = []
+        for name, column in self._read_encoded(read, rows).items():
+            if name in self._encoded_fields:
+                for number, place in enumerate(read.places.tolist()):
+                    data = column.values[column.offsets[number] : column.offsets[number + 1]]
+                    try:
+                        if draws:
+                            out[name][place] = decode_random(data, self._size, draws[number], self._min_scale)
+                        else:
+                            out[name][place] = decode_centre(data, self._size, self._centre_share)
+                    except Exception as error:  # a decoder may raise anything for damaged bytes
+                        self._note_damaged(first_row + number, error)
+                        following.append(self._read_next(read, first_row + number, place))
+            elif isinstance(column, RaggedArray):
+                out[name].values[out[name].places(read.places)] = column.values
+            else:
+                out[name][read.places] = column
+        return following
+
+    def _read_next(self, read: BlockRead, row: int, place: int) -> BlockRead:
+        """A read of the row after `row` to a place, of the same kind as `read`."""
+        next_row = (row + 1) % len(self)
+        block = int(np.searchsorted(self._block_start, next_row, "right")) - 1
+        next_read = read._replace(block=block, first=next_row - int(self._block_start[block]), places=np.array([place]))
+        if isinstance(next_read, _RandomRead) and isinstance(read, _RandomRead):
+            next_read.seed = read.seed
+        return next_read
 
     def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
         """All fields of some rows as they are stored, valid until this thread reads again."""
@@ -143,17 +176,26 @@ class DecodedImages(Source):
         self._encoded.read([read._replace(places=np.arange(len(rows)))], columns)
         return columns
 
-    def _is_damaged(self, row: int, error: Exception) -> RankError:
+    def _note_damaged(self, row: int, error: Exception) -> None:
+        """Add a row to `damaged`. Raises RankError if no row, or no more of them, may be damaged."""
         reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
-        if isinstance(self._encoded, Subset):
-            row = int(self._encoded.row_ids[row])
-        return RankError(f"{self.name}: the image in row {row:,} cannot be decoded: {reason}; {RESTORE}")
+        text = f"{self.name}: the image in row {self._row_id(row):,} cannot be decoded: {reason}"
+        if self.damaged is None:
+            raise RankError(f"{text}; {RESTORE}, or set data.on_damaged_image=skip") from None
+        self.damaged.setdefault(row, text)
+        if len(self.damaged) > self.max_damaged:
+            n_damaged = f"{len(self.damaged):,} of {len(self):,} rows"
+            raise RankError(f"{text}. So {n_damaged} are damaged, more than 1 %; {RESTORE}") from None
+
+    def _row_id(self, row: int) -> int:
+        """The row in the file."""
+        return row if self._row_ids is None else int(self._row_ids[row])
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
         if "data" not in variables:
             return self.name
-        return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
+        return f"row {self._row_id(variables['first_row'] + variables['number']):,} of {self.name}"
 
 
 class _RandomRead(BlockRead):

@@ -83,14 +83,22 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
-        return decode_images(source, (data.image_size, data.image_size), min_scale=data.min_crop_scale)
-    if data.image_size or data.min_crop_scale < 1:
-        warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
+        size = (data.image_size, data.image_size)
+        skips_damaged = data.on_damaged_image == "skip"
+        return decode_images(source, size, min_scale=data.min_crop_scale, skips_damaged=skips_damaged)
+    if data.image_size or data.min_crop_scale < 1 or data.on_damaged_image != "stop":
+        keys = "data.image_size, data.min_crop_scale and data.on_damaged_image"
+        warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 
 
 def decode_images(
-    source: Source, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
+    source: Source,
+    size: tuple[int, int],
+    *,
+    min_scale: float = 1.0,
+    centre_share: float | None = None,
+    skips_damaged: bool = False,
 ) -> Source:
     """The source, with pixels in place of its encoded images (see `decoded.DecodedImages`).
 
@@ -99,7 +107,7 @@ def decode_images(
     name = "fastgpu.storage.decoded"
     if not find_spec(name):
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module(name).DecodedImages(source, size, min_scale, centre_share)
+    return import_module(name).DecodedImages(source, size, min_scale, centre_share, skips_damaged=skips_damaged)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

@@ -32,6 +32,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.telemetry import checkpoint, folder
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
+from fastgpu.telemetry.damaged import DamagedRows
 from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
@@ -112,6 +113,7 @@ class Run:
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
+        self._damaged = DamagedRows((), world)
         self._losses: list[Tensor] = []
         self._epoch_losses = (0.0, 0)  # their mean, and the number of steps that were not skipped
         self._metrics: dict[str, float] = {}
@@ -127,14 +129,22 @@ class Run:
         self._steps_between_agreements = FIRST_AGREEMENTS
         self._stop_signal = 0
 
-    def start(self, row_bytes: int, card: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+    def start(
+        self,
+        row_bytes: int,
+        card: Mapping[str, Any],
+        description: Mapping[str, Any],
+        *,
+        damaged: DamagedRows | None = None,
+    ) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        card: what the workload says about the model. description: see `describe_model`. Raises UserError on every rank
-        if the folder cannot be written.
+        card: what the workload says about the model. description: see `describe_model`. damaged: is told with each
+        report and checkpoint. Raises UserError on every rank if the folder cannot be written.
         """
         self._description = description
         self._config["data.echo"] = self.progress.echo
+        self._damaged = damaged or self._damaged
         with self._world.raise_on_every_rank():
             if self._world.is_main:
                 folder.create_folder(self.folder)
@@ -185,6 +195,7 @@ class Run:
             return
         n_skipped = self._count_skipped()
         self._reported_skips = self.progress.skipped_steps
+        self._damaged.tell(self.folder)
         losses = torch.stack(self._losses)
         mean = losses.nanmean() if n_skipped else losses.mean()
         loss = self._world.all_reduce_sum(mean).item() / self._world.world_size
@@ -308,6 +319,7 @@ class Run:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
+        self._world.print_once(self._damaged.summary)
         if self._world.is_main:
             forget_starts(self.folder)
         self.close()
@@ -347,6 +359,7 @@ class Run:
 
         If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
         """
+        self._damaged.tell(self.folder)
         self._count_skipped()
         for part in self._state.values():
             if isinstance(part, nn.Module):

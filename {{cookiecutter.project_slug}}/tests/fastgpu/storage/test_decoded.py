@@ -1,4 +1,5 @@
 import io
+import re
 import time
 from itertools import chain
 from pathlib import Path
@@ -149,6 +150,82 @@ def test_a_row_that_hangs_is_named(store, monkeypatch):
         next(feed.pools(0))
 
 
+DAMAGED = (7, 8, 359)
+
+
+@pytest.fixture
+def damaged_path(tmp_path) -> Path:
+    """360 rows, of which three are damaged: two neighbours, and the last one."""
+    files = FILES * 4
+    for row in DAMAGED:
+        files[row] = files[row][: len(files[row]) // 2]
+    return write_encoded(tmp_path / "damaged.h5", files)
+
+
+def skipping(path: Path, min_scale: float = 0.2, rows: np.ndarray | None = None) -> DecodedImages:
+    store: Source = open_store("data.train", str(path), FIELDS)
+    if rows is not None:
+        store = Subset("part", store, rows)
+    return DecodedImages(store, SIZE, min_scale, skips_damaged=True)
+
+
+def test_the_next_row_stands_in_for_a_damaged_one_on_every_tier(damaged_path, tmp_path):
+    whole = open_store("data.train", str(write_encoded(tmp_path / "whole.h5", FILES * 4)), FIELDS)
+    intact = rows_of(feed_of(DecodedImages(whole, SIZE, 0.2)), 1)
+    expected = [(label, dict(intact)[label]) for label in ({7: 9, 8: 9, 359: 0}.get(row, row) for row, _ in intact)]
+    for tier, n_readers in (("disk", 1), ("disk", 4), ("host", 2)):
+        source = skipping(damaged_path)
+        assert rows_of(feed_of(source, tier, n_readers), 1) == expected
+        assert set(source.damaged) == set(DAMAGED)
+        assert re.search(r"damaged\.h5: the image in row 359 cannot be decoded: \w", source.damaged[359])
+
+
+def test_stand_ins_are_the_same_for_every_world_size_and_for_a_resumed_run(damaged_path):
+    expected = rows_of(feed_of(skipping(damaged_path)), 2)
+    parts = [rows_of(feed_of(skipping(damaged_path), shard=Shard(rank, 2, 4)), 2) for rank in range(2)]
+    assert sorted(chain(*parts)) == sorted(expected)
+    assert rows_of(feed_of(skipping(damaged_path)), 2, consumed=160) == expected[160:]
+
+
+def test_centres_have_the_same_stand_ins_on_every_tier(damaged_path):
+    device, host, disk = (rows_of(feed_of(skipping(damaged_path, 1.0), tier), 1) for tier in ("device", "host", "disk"))
+    assert device == host == disk
+    assert not {label for label, _ in disk} & set(DAMAGED)
+
+
+def test_a_row_that_is_held_out_stands_in_for_none(damaged_path):
+    own_rows = np.setdiff1d(np.arange(360), [9, 10, 0])
+    source = skipping(damaged_path, 1.0, own_rows)
+    labels = read_rows(source)["labels"].tolist()
+    assert set(labels) <= set(own_rows.tolist())
+    assert (labels[6], labels[7], labels[-1]) == (11, 11, 1)
+    assert "the image in row 359 cannot" in source.damaged[len(own_rows) - 1]  # the row of the file
+
+
+@pytest.mark.parametrize("n_damaged", [2, 90])
+def test_more_damaged_images_than_one_percent_end_the_run(tmp_path, n_damaged):
+    files = [data[:60] for data in FILES[:n_damaged]] + FILES[n_damaged:]
+    with pytest.raises(RankError, match=r"the image in row .* So 2 of 90 rows are damaged, more than 1 %; restore"):
+        read_rows(skipping(write_encoded(tmp_path / "x.h5", files)))
+
+
+def test_the_only_row_has_no_stand_in(tmp_path):
+    with pytest.raises(RankError, match="the image in row 0 cannot be decoded"):
+        read_rows(skipping(write_encoded(tmp_path / "x.h5", [FILES[0][:60]])))
+
+
+def test_rows_of_different_lengths_have_no_stand_ins(tmp_path):
+    path = write_encoded(tmp_path / "x.h5", FILES)
+    with h5py.File(path, "r+") as file:
+        file["words/indptr"] = np.arange(N_ROWS + 1)
+        file["words/indices"] = np.arange(N_ROWS, dtype=np.int32)
+        file["words"].attrs["shape"] = (N_ROWS, N_ROWS)
+    store = open_store("data.train", str(path), {"images": "images", "words": "words"})
+    message = r"data\.on_damaged_image is skip, but rows of words in .* have different lengths"
+    with pytest.raises(UserError, match=message):
+        DecodedImages(store, SIZE, skips_damaged=True)
+
+
 @pytest.mark.parametrize("is_subset", [False, True])
 def test_a_damaged_image_is_named_by_its_row(tmp_path, is_subset):
     files = [*FILES[:20], FILES[21][: len(FILES[21]) // 2], *FILES[21:40]]
@@ -193,4 +270,4 @@ def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
         sizes_of(write_encoded(tmp_path / "x.h5", FILES))
     sizes_of(write(90), min_crop_scale=0.5)
-    assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
+    assert "data.image_size, data.min_crop_scale and data.on_damaged_image have no effect: " in capsys.readouterr().out
