@@ -66,6 +66,8 @@ from fastgpu.predict.model import Trained, check_labelled, fields_read, find_che
 from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
+from fastgpu.storage.store import warn_of_other_preparation
+from fastgpu.telemetry.model_files import DescribedSource
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
 
@@ -105,6 +107,7 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     known_items = trained.card["attributes"].get("item_ids", ())
     if len(item_ids) and len(known_items) and not np.array_equal(item_ids, known_items):
         raise UserError("INPUT numbers its items in another way than the training rows; convert them together")
+    warn_of_other_preparation("INPUT", DescribedSource(trained.card, "the training rows"), inputs.source)
     if args.evaluate:
         check_labelled(trained, inputs.source)
     elif not args.output.endswith(".jsonl"):

@@ -180,7 +180,7 @@ def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, flo
     return evaluate(
         parts.model_to_use,
         parts.workload,
-        leave_out(pools, parts.val_feed.order, parts.val_source.damaged or ()),
+        leave_out(pools, parts.val_feed.order, parts.val_source.damaged),
         batch_size=parts.sizes.batch_size,
         autocast=parts.precision.autocast,
         world=world,
@@ -194,25 +194,25 @@ def train(cfg: Config, world: World) -> int:
     epoch_rows = feed.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
     config = parts.config.flat()
-    damaged = DamagedRows((parts.source, parts.val_source), world)
+    card = workload.card()
+    description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
     with (
         closing(feed),
         closing(parts.val_feed),
-        closing(Run(cfg.run, parts.state, feed.order, world, config=config, directions=workload.metrics)) as run,
+        closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
+        run.damaged = DamagedRows((parts.source, parts.val_source), world)
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
             metrics = validate(parts, parts.val_feed.pools(at.epoch), world)
-            damaged.tell()
+            run.damaged.tell()
             world.print_once(describe_validation(run.folder, at.step, metrics))
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
-        card = workload.card()
-        description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
-        run.start(parts.source.row_bytes, card, description, damaged=damaged)
+        run.start(parts.source.row_bytes, card)
 
         is_rehearsed = world.world_size <= 2  # two summands have one order
         read_before = feed.read_time

@@ -176,7 +176,8 @@ def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
 def epochs(path: str, *, skips_damaged: bool) -> tuple[DecodedImages, Any]:
     """The rows of a file and their feed."""
     store = open_store("FILE", path, {"images": "images", "labels": "labels"})
-    source = DecodedImages(store, SIZE, 0.08, skips_damaged=skips_damaged)
+    source = DecodedImages(store, SIZE, 0.08)
+    source.damaged = {} if skips_damaged else None
     order = BlockSampler(source.block_rows, BATCH, pool_batches=4, drop_last=False)
     return source, make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
 

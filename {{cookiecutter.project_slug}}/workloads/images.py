@@ -86,6 +86,7 @@ class Workload(workloads.Workload):
         self.dtype = images.dtype
         self.shape_CHW = (1, *images.shape)[-3:]
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
+        self.target_names = [str(name) for name in train.attributes.get("target_names") or []]
         self.is_regression = labels.dtype.kind == "f"
         self.has_attributes = bool(labels.shape) and not self.is_regression
         if self.has_attributes or self.is_regression:
@@ -98,12 +99,17 @@ class Workload(workloads.Workload):
         else:
             for source in (train, val):
                 check_range(source, "labels", 1 if self.has_attributes else self.n_outputs - 1)
-        self._label_summary = self._describe_labels(_in_memory(train, "labels"))
-        self._check_options()
+        self._label_summary = self._describe_labels(in_memory(train, "labels"))
+        self._check_options(train)
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
-    def _check_options(self) -> None:
+    def _check_options(self, train: Source) -> None:
         o = self.options
+        if o.min_crop_scale < 1 and train.stored is not train:
+            warn(
+                f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
+                "image already: the model sees parts of parts"
+            )
         if o.color_jitter and self.dtype.kind == "f":
             raise UserError(
                 f"model.color_jitter is {o.color_jitter}, but images are {self.dtype}, whose brightest value is "
@@ -128,12 +134,7 @@ class Workload(workloads.Workload):
             hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))" if is_class else ""
             return f"{self.n_outputs} attributes{hint}"
         if not self.is_regression:
-            n_empty = (
-                0
-                if labels is None
-                else int(np.sum(np.bincount(labels.astype(np.int64), minlength=self.n_outputs) == 0))
-            )
-            return f"{self.n_outputs} classes" + (f", {n_empty} of them without training rows" if n_empty else "")
+            return describe_classes(labels, self.n_outputs)
         text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict (regression)"
         if labels is None:
             return text
@@ -222,8 +223,10 @@ class Workload(workloads.Workload):
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """`class` and its `probability`, (B,), or (B, top) if `top` is above 1; for attributes the probability of each,
-        by its name; for a regression the `prediction`, (B,) or (B, K)."""
+        by its name; for a regression each number by its name, or the `prediction`, (B,) or (B, K)."""
         logits_BK = model(batch["images"]).float()
+        if self.is_regression and len(self.target_names) == self.n_outputs:
+            return dict(zip(self.target_names, logits_BK.unbind(1), strict=True))
         if self.is_regression:
             return {"prediction": logits_BK[:, 0] if self.n_outputs == 1 else logits_BK}
         if self.has_attributes:
@@ -281,7 +284,7 @@ def count_classes(source: Source, name: str, ignored: int = -1) -> int:
     n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
     if n_classes:
         return int(n_classes)
-    labels = _in_memory(source, name)
+    labels = in_memory(source, name)
     if labels is None:
         raise UserError(
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
@@ -293,9 +296,18 @@ def count_classes(source: Source, name: str, ignored: int = -1) -> int:
     return highest + 1
 
 
+def describe_classes(labels: np.ndarray | None, n_classes: int) -> str:
+    """How many classes there are, and how many of them have no label. labels: of any shape, or None if unknown."""
+    counts = np.ones(n_classes) if labels is None else np.bincount(labels.ravel().astype(np.int64), minlength=n_classes)
+    n_empty = int((counts[:n_classes] == 0).sum())
+    if not n_empty:
+        return f"{n_classes} classes"
+    return f"{n_classes} classes, {n_empty} of them without training rows (without gaps, they are 0, 1, 2...)"
+
+
 def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`, other than `ignored`."""
-    labels = _in_memory(source, name)
+    labels = in_memory(source, name)
     if labels is None or (labels.min() >= 0 and labels.max() <= highest):
         return
     is_wrong = (labels < 0) | ((labels > highest) & (labels != ignored))
@@ -308,7 +320,8 @@ def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> N
         )
 
 
-def _in_memory(source: Source, name: str) -> np.ndarray | None:
+def in_memory(source: Source, name: str) -> np.ndarray | None:
+    """A field of all rows, (rows, *shape). None if the source does not keep it in memory."""
     try:
         return source.column(name)
     except KeyError:
@@ -328,7 +341,7 @@ def _check_label_type(name: str, labels: Field) -> None:
 def _check_numbers(train: Source, val: Source) -> None:
     """Check the numbers of a regression, if they are in memory."""
     for source in (val, train):
-        labels = _in_memory(source, "labels")
+        labels = in_memory(source, "labels")
         if labels is not None and not np.isfinite(labels).all():
             rows = np.unique(np.argwhere(~np.isfinite(labels))[:, 0])
             raise UserError(

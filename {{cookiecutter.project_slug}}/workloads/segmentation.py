@@ -56,12 +56,13 @@ class Workload(workloads.Workload):
             raise UserError(f"{train.name}: masks have one class, because 255 is ignored; write foreground as 1")
         for source in (train, val):
             images.check_range(source, "masks", self.n_classes - 1, IGNORED_CLASS)
+        self._mask_summary = images.describe_classes(images.in_memory(train, "masks"), self.n_classes)
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
     @property
     def summary(self) -> str:
         C, H, W = self.shape_CHW
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self.n_classes} classes"
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self._mask_summary}"
 
     @property
     def metrics(self) -> dict[str, Direction]:

@@ -94,7 +94,7 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
 def info(args: Namespace) -> None:
     """Show what files hold, how their rows lie, and what would make reading faster."""
     from fastgpu.convert.summary import describe_rows
-    from fastgpu.feed.sizes import POOL_BYTES
+    from fastgpu.feed.sizes import auto_pool_rows
     from fastgpu.storage.file import split_group
     from fastgpu.storage.inspection import advise, class_order_warning, columns_of, fields_of
     from fastgpu.storage.store import open_store
@@ -115,7 +115,7 @@ def info(args: Namespace) -> None:
             if group != "/":
                 print(f"  {group}")
             print(*describe_rows({"": source}), sep="\n")
-            if problem := class_order_warning(source, POOL_BYTES // source.row_bytes):
+            if problem := class_order_warning(source, auto_pool_rows(source)):
                 advice.append(problem)
         for text in advice:
             print(f"  advice: {text}")

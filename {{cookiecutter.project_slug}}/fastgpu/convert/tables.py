@@ -117,7 +117,7 @@ def parse_labels(
 
         one column of whole numbers or of names     classes, int64 (N,), and `class_names`
         several columns of 0 and 1, or of -1 and 1  attributes, uint8 (N, K), and their names as `class_names`
-        decimals in any of the columns              targets, float32 (N,) or (N, K)
+        decimals in any of the columns              targets, float32 (N,), or (N, K) and `target_names`
 
     n_classes: number of classes, if some of the numbers do not occur. Raises UserError with the line of a label that
     does not fit.
@@ -134,7 +134,9 @@ def parse_labels(
         if n_classes:
             raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")
         targets = np.array([[float(word) for word in words] for words in columns.values()], np.float32).T
-        return np.ascontiguousarray(targets[:, 0] if len(names) == 1 else targets), {}
+        if len(names) == 1:
+            return np.ascontiguousarray(targets[:, 0]), {}
+        return np.ascontiguousarray(targets), {"target_names": names}
     if len(names) > 1:
         attributes = [_parse_attribute(path, name, words, lines) for name, words in columns.items()]
         return np.stack(attributes, axis=1), {"class_names": names}

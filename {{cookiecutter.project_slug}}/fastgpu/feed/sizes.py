@@ -22,6 +22,8 @@ from fastgpu.storage.inspection import class_order_warning
 
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""
+MAX_POOL_ROWS = 8 << 20
+"""The most rows of such a pool. To plan the places of so many takes a third of a second, in which no row is read."""
 MAX_READERS = 8
 RESIDENT_SHARE = 0.5
 """Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
@@ -129,10 +131,15 @@ def choose_canonical_ranks(canonical_ranks: int | Auto, batch_size: int, world_s
 
 
 def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Source) -> int:
-    """auto: 256 MiB over all ranks, so that the order does not depend on their number; at most all rows."""
+    """auto: see `auto_pool_rows`, over all ranks, so that the order does not depend on their number."""
     if pool_batches != "auto":
         return pool_batches
-    return max(1, min(len(source), POOL_BYTES // source.row_bytes) // batch_size)
+    return max(1, auto_pool_rows(source) // batch_size)
+
+
+def auto_pool_rows(source: Source) -> int:
+    """The rows of 256 MiB, but at most 8 million (2^23), and at most all."""
+    return min(len(source), POOL_BYTES // source.row_bytes, MAX_POOL_ROWS)
 
 
 def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: int = MAX_READERS) -> int:

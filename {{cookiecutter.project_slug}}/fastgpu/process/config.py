@@ -95,7 +95,8 @@ class Data(Section):
     tier: Tier | Auto = "auto"
     """Where the rows are kept: on the device, in host memory, or on disk. auto: the nearest tier that has room."""
     pool_batches: Count | Auto = "auto"
-    """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of rows."""
+    """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of
+    rows, at most 8 million."""
     canonical_ranks: Count | Auto = "auto"
     """Any world size that divides this number sees the same global batches. auto: the least common multiple of 8 and
     the world size, if it divides the batch size and the file has as many blocks; otherwise the world size."""
@@ -188,7 +189,7 @@ class Train(Section):
     """Use torch.compile: the first step is slow, the others are faster."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999: about the
-    mean over 1000 steps. 0: the weights themselves."""
+    mean over 1000 steps. It begins at 0 and rises to that: n / (n + 9) after n steps. 0: the weights themselves."""
 
 
 class Dist(Section):

@@ -17,10 +17,13 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.field import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage.hdf5 import attributes_of, open_dataset
 from fastgpu.storage.layout import Layout, ReadOptions
+
+LOOK_AT_VALUES = 1 << 16
+"""How many values of a CSR matrix are looked at to find out whether they matter."""
 
 
 class FieldData(NamedTuple):
@@ -92,6 +95,22 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
             f"{shape}, {indices.dtype}"
         )
     return int(n_items)
+
+
+def warn_of_unread_values(root: h5py.Group, name: str, where: str, options: ReadOptions) -> None:
+    """Say if the first values of a CSR matrix, of which only the places are read, are not all 1."""
+    if "data" not in root[name]:
+        return
+    dataset = open_dataset(root, f"{name}/data", where, trust_links=options.trust_links)
+    if dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
+        return
+    values = dataset[:LOOK_AT_VALUES]
+    others = values[values != 1]
+    if len(others):
+        warn(
+            f"{where}: {name}/data has values other than 1, such as {others[0]:g}, which are not read: each stored "
+            "item counts as one, a 0, too; store only the items that count"
+        )
 
 
 def read_indptr(data: FieldData, where: str, options: ReadOptions) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from fastgpu.process.launch import RankError, UserError, warn
+from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
@@ -29,23 +29,18 @@ class DecodedImages(Source):
     `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1. The
     part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of readers, and
     for a resumed run.
+
+    If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; after the last
+    comes the first.
     """
 
     def __init__(
-        self,
-        encoded: Source,
-        size: tuple[int, int],
-        min_scale: float = 1.0,
-        centre_share: float | None = None,
-        *,
-        skips_damaged: bool = False,
+        self, encoded: Source, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None
     ):
         """size: (height, width) of the rows. min_scale: smallest share of the area of a random part. 1: no such part.
 
         centre_share: share of the sides of the largest centre that is taken. None: CENTRE_SHARE if there are random
-        parts, otherwise all of it. skips_damaged: `read` gives the next row, with all of its fields, in the place of a
-        damaged one; the first row follows the last one. Raises UserError if there are ragged fields, which cannot give
-        way to those of another row.
+        parts, otherwise all of it.
         """
         self._encoded = encoded
         self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
@@ -65,12 +60,6 @@ class DecodedImages(Source):
         pixels = Field(np.dtype(np.uint8), (3, *size))
         self.fields = {**encoded.fields, **dict.fromkeys(self._encoded_fields, pixels)}
         self._block_start = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
-        self.damaged = {} if skips_damaged else None
-        if skips_damaged and self.lengths:
-            raise UserError(
-                f"data.on_damaged_image is skip, but rows of {', '.join(self.lengths)} in {self.name} have different "
-                "lengths: no other row fits in the place of a damaged one; use stop"
-            )
         if simplejpeg is None:
             warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
 
@@ -122,18 +111,19 @@ class DecodedImages(Source):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Decode images to their places: random parts for a `_RandomRead`, otherwise the centres. Thread-safe.
 
-        Raises RankError with the row if an image is damaged, or, with skips_damaged, if too many are.
+        Raises RankError with the row if an image is damaged and no other one may stand in for it.
         """
         for read in reads:
+            seed = read.seed if isinstance(read, _RandomRead) else None
             waiting = [read]
             while waiting:
-                waiting += self._decode(waiting.pop(), out)
+                waiting += self._decode(waiting.pop(), seed, out)
 
-    def _decode(self, read: BlockRead, out: Mapping[str, Any]) -> list[BlockRead]:
+    def _decode(self, read: BlockRead, seed: tuple[int, int] | None, out: Mapping[str, Any]) -> list[BlockRead]:
         """Decode the rows of a read to their places. Returns reads of the rows that follow the damaged ones."""
         first_row = int(self._block_start[read.block]) + read.first
         rows = np.arange(first_row, first_row + len(read.places))
-        draws = draw(*read.seed, rows).tolist() if isinstance(read, _RandomRead) else []
+        draws = draw(*seed, rows).tolist() if seed else []
         following: list[BlockRead] = []
         for name, column in self._read_encoded(read, rows).items():
             if name in self._encoded_fields:
@@ -146,21 +136,17 @@ class DecodedImages(Source):
                             out[name][place] = decode_centre(data, self._size, self._centre_share)
                     except Exception as error:  # a decoder may raise anything for damaged bytes
                         self._note_damaged(first_row + number, error)
-                        following.append(self._read_next(read, first_row + number, place))
+                        following.append(self._read_of((first_row + number + 1) % len(self), place))
             elif isinstance(column, RaggedArray):
                 out[name].values[out[name].places(read.places)] = column.values
             else:
                 out[name][read.places] = column
         return following
 
-    def _read_next(self, read: BlockRead, row: int, place: int) -> BlockRead:
-        """A read of the row after `row` to a place, of the same kind as `read`."""
-        next_row = (row + 1) % len(self)
-        block = int(np.searchsorted(self._block_start, next_row, "right")) - 1
-        next_read = read._replace(block=block, first=next_row - int(self._block_start[block]), places=np.array([place]))
-        if isinstance(next_read, _RandomRead) and isinstance(read, _RandomRead):
-            next_read.seed = read.seed
-        return next_read
+    def _read_of(self, row: int, place: int) -> BlockRead:
+        """A read of one row to a place."""
+        block = int(np.searchsorted(self._block_start, row, "right")) - 1
+        return BlockRead(block, row - int(self._block_start[block]), np.array([place]))
 
     def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
         """All fields of some rows as they are stored, valid until this thread reads again."""

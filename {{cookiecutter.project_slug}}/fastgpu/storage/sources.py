@@ -14,7 +14,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
-from fastgpu.storage.store import check_classes, expand, open_store
+from fastgpu.storage.store import check_classes, expand, open_store, warn_of_other_preparation
 from fastgpu.storage.subset import hold_out
 from fastgpu.storage.trial import try_to_open
 from fastgpu.storage.unconverted import refuse_unconverted
@@ -30,6 +30,7 @@ def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
         check_classes("data.val", source, val_source)
+        warn_of_other_preparation("data.val", source, val_source)
         _warn_of_shared_files(data)
         if world.world_size > 1:
             for key, rows in (("data.train", source), ("data.val", val_source)):
@@ -83,9 +84,13 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
-        size = (data.image_size, data.image_size)
-        skips_damaged = data.on_damaged_image == "skip"
-        return decode_images(source, size, min_scale=data.min_crop_scale, skips_damaged=skips_damaged)
+        decoded = decode_images(source, (data.image_size, data.image_size), min_scale=data.min_crop_scale)
+        if data.on_damaged_image == "skip":
+            if decoded.lengths:
+                names = ", ".join(decoded.lengths)
+                raise UserError(f"data.on_damaged_image is skip, which rows of different lengths ({names}) rule out")
+            decoded.damaged = {}
+        return decoded
     if data.image_size or data.min_crop_scale < 1 or data.on_damaged_image != "stop":
         keys = "data.image_size, data.min_crop_scale and data.on_damaged_image"
         warn(f"{keys} have no effect: {source.name} has no encoded images")
@@ -93,12 +98,7 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
 
 
 def decode_images(
-    source: Source,
-    size: tuple[int, int],
-    *,
-    min_scale: float = 1.0,
-    centre_share: float | None = None,
-    skips_damaged: bool = False,
+    source: Source, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
 ) -> Source:
     """The source, with pixels in place of its encoded images (see `decoded.DecodedImages`).
 
@@ -107,7 +107,7 @@ def decode_images(
     name = "fastgpu.storage.decoded"
     if not find_spec(name):
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module(name).DecodedImages(source, size, min_scale, centre_share, skips_damaged=skips_damaged)
+    return import_module(name).DecodedImages(source, size, min_scale, centre_share)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

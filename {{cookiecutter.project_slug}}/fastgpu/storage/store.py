@@ -7,10 +7,12 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import numpy as np
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import LONG_ROW_BYTES, Field
-from fastgpu.storage.csr import FieldData, open_field, read_indptr
+from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
@@ -60,7 +62,7 @@ class Store(Source):
     def __len__(self) -> int:
         return int(self.block_rows.sum())
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, object]:
         """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
         digest = hashlib.sha256(b"".join(file.fingerprint() for file in self._files))
@@ -124,6 +126,7 @@ def open_store(
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
     check_classes(key, *files)
+    warn_of_other_preparation(key, *files)
     for file in files[1:]:
         for name, field in file.fields.items():
             expected = files[0].fields[name]
@@ -167,6 +170,33 @@ def check_classes(key: str, *sources: "Source | _File") -> None:
     if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
         raise UserError(f"{text} as in {named[0].name}: other numbers; convert them together")
     warn(f"{text} as in {named[0].name}, in this order")
+
+
+def warn_of_other_preparation(key: str, *sources: "Source | _File") -> None:
+    """Say if the images of a source were cut or resized in another way than those of the first one that says how.
+
+    key: names the sources. The attribute `preprocessing` of converted files tells.
+    """
+    known = [(source.name, values) for source in sources if (values := _read_preparation(source))]
+    for name, values in known[1:]:
+        first_name, first_values = known[0]
+        changed = [key for key in {**first_values, **values} if first_values.get(key) != values.get(key)]
+        if changed:
+            here, there = (", ".join(f"{key} {each.get(key)}" for key in changed) for each in (values, first_values))
+            warn(
+                f"{key}: the images of {name} were prepared with {here}, those of {first_name} with {there}: they show "
+                "other parts or proportions"
+            )
+            return
+
+
+def _read_preparation(source: "Source | _File") -> dict[str, Any]:
+    """{setting of `Preprocessing`: value}. Empty if the source does not say it as convert.py does."""
+    try:
+        values = json.loads(source.attributes.get("preprocessing", "{}"))
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
@@ -238,6 +268,8 @@ class _File:
                     where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
                     place = files.enter_context(open_file(other, where)) if other else root
                     data[field_name] = open_field(place, dataset, where, options)
+                    if data[field_name].n_items and f"{name}/data" not in fields.values():
+                        warn_of_unread_values(place, dataset, where, options)
             n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
-from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, write_model
+from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, write_model
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]
@@ -195,25 +195,34 @@ def _costs(paths: list[Path], progress: Progress) -> dict[Path, float]:
 
 
 def resume(
-    run: Path, state: Mapping[str, Stateful], order: Mapping[str, int], device: torch.device, *, hint: str = ""
+    run: Path,
+    state: Mapping[str, Stateful],
+    order: Mapping[str, int],
+    device: torch.device,
+    *,
+    description: Mapping[str, Any] | None = None,
+    hint: str = "",
 ) -> Progress:
     """Load the newest intact checkpoint of kind "last" into `state`. A fresh Progress if there is none.
 
-    hint: what differs from the run that saved it, for the message if the checkpoint does not fit. Raises UserError if
-    the checkpoint belongs to another model or optimizer, if it was saved inside an epoch with another order of rows, or
-    if all checkpoints are damaged.
+    description: what it is to be trained on (see `describe_model`), to be compared with what it was trained on. hint:
+    what differs from the run that saved it, for the message if the checkpoint does not fit. Raises UserError if the
+    checkpoint belongs to another model, optimizer or classes, if it was saved inside an epoch with other rows or
+    another order of them, or if all checkpoints are damaged.
     """
     folder = run / "checkpoints"
     saved = _saved(folder, "last")
     for path in saved:
         try:
-            description = _read_state(path)
-            names = [name for name in state if name != "ema" or name in description["sha256"]]  # train.ema may be new
+            content = _read_state(path)
+            names = [name for name in state if name != "ema" or name in content["sha256"]]  # train.ema may be new
             for name in names:
-                if _sha256(path / f"{name}.pt") != description["sha256"][name]:
+                if _sha256(path / f"{name}.pt") != content["sha256"][name]:
                     raise ValueError(f"{name}.pt does not match its checksum")
-            progress = _checked(description["progress"])
-            saved_order = description["order"]
+            if (path / DESCRIPTION).exists() and _sha256(path / DESCRIPTION) != content["sha256"].get(DESCRIPTION):
+                raise ValueError(f"{DESCRIPTION} does not match its checksum")
+            progress = _checked(content["progress"])
+            saved_order = content["order"]
             loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in names}
         except Exception as error:  # a damaged file can raise anything
             warn(f"checkpoint {path} is damaged ({error}); trying the one before")
@@ -223,11 +232,14 @@ def resume(
             for name in {**saved_order, **order}
             if saved_order.get(name) != order.get(name)
         ]
-        if (progress.consumed or progress.pool_steps) and changed:
+        is_inside_epoch = bool(progress.consumed or progress.pool_steps)
+        if is_inside_epoch and changed:
             raise UserError(
                 f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
                 f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
             )
+        if description:
+            compare_with(path, description, is_inside_epoch=is_inside_epoch)
         for name, values in loaded.items():
             try:
                 state[name].load_state_dict(values)

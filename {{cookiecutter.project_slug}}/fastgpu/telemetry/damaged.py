@@ -23,50 +23,44 @@ class DamagedRows:
         named = zip(EFFECTS, sources, strict=False)
         self._sources = {key: source for key, source in named if source.damaged is not None}
         self._world = world
-        self._n_shared = dict.fromkeys(self._sources, 0)
-        self._rows: dict[str, set[int]] = {key: set() for key in self._sources}
-        self._lines: list[str] = []
+        self._lines: dict[str, None] = {}
         self.summary = ""
         """How many rows are damaged, in one line. Empty: none was found."""
 
     def tell(self, folder: Path | None = None) -> None:
         """Print and list the rows that any rank has found since the last call. Every rank calls this together.
 
-        folder: of the run, for the list. Raises UserError on every rank if more rows are damaged than may be.
+        folder: of the run, for the list. Raises UserError on every rank if more than 1 % of the rows are damaged.
         """
-        lines = []
-        for key, source in self._sources.items():
-            found = list((source.damaged or {}).items())
-            own = found[self._n_shared[key] :]
-            self._n_shared[key] = len(found)
-            for rank, n_found in enumerate(self._world.all_gather(float(len(own)))):
-                texts = dict(self._world.broadcast(own, source=rank)) if n_found else {}
-                new_rows = sorted(texts.keys() - self._rows[key])
-                self._rows[key].update(new_rows)
-                lines += [f"{key}: {texts[row]}; {EFFECTS[key]}" for row in new_rows]
-        if lines and self._world.is_main:
-            self._list(lines, folder)
-        for key, source in self._sources.items():
-            n_rows = len(self._rows[key])
-            if n_rows > source.max_damaged:
-                place = f"; {folder / LIST} lists them" if folder else ""
-                raise UserError(f"{n_rows:,} of the {len(source):,} rows of {key} are damaged, more than 1 %{place}")
-
-    def _list(self, lines: Sequence[str], folder: Path | None) -> None:
-        """Print the first lines, and write all of them below those of the run before it was resumed."""
-        place = ""
-        if folder:
-            path = folder / LIST
-            place = f"; {path} lists them"
-            try:
-                if not self._lines and path.exists():
-                    self._lines = path.read_text(encoding="utf-8").splitlines()
-                write_own(path, "".join(f"{line}\n" for line in dict.fromkeys([*self._lines, *lines])))
-            except OSError as error:
-                warn(f"cannot write {path} ({error}); training goes on")
-        new_lines = [line for line in lines if line not in set(self._lines)]
-        for line in new_lines[: max(0, MAX_PRINTED - len(self._lines))]:
-            warn(line)
-        self._lines += new_lines
+        if not self._sources:
+            return
+        own = [
+            f"{key}: {text}; {EFFECTS[key]}"
+            for key, source in self._sources.items()
+            for _, text in sorted((source.damaged or {}).copy().items())  # readers add to it
+        ]
+        n_told = len(self._lines)
+        new = [line for line in own if line not in self._lines]
+        for rank, n_new in enumerate(self._world.all_gather(float(len(new)))):
+            if n_new:
+                self._lines |= dict.fromkeys(self._world.broadcast(new, source=rank))
+        if len(self._lines) == n_told:
+            return
+        place = f"; {folder / LIST} lists them" if folder else ""
         self.summary = f"damaged rows so far: {len(self._lines):,}{place}"
-        warn(self.summary)
+        if self._world.is_main:
+            if folder:
+                _add_lines(folder / LIST, self._lines)
+            for text in [*[*self._lines][n_told:MAX_PRINTED], self.summary]:
+                warn(text)
+        if len(self._lines) > sum(source.max_damaged for source in self._sources.values()):
+            raise UserError(f"more than 1 % of the rows are damaged ({len(self._lines):,}){place}")
+
+
+def _add_lines(path: Path, lines: dict[str, None]) -> None:
+    """Write a file with its lines, and new ones behind them."""
+    try:
+        old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        write_own(path, "".join(f"{line}\n" for line in dict.fromkeys([*old, *lines])))
+    except OSError as error:
+        warn(f"cannot write {path} ({error}); training goes on")

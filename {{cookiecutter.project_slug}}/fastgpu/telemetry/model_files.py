@@ -6,6 +6,7 @@ They need no other file: neither the training data nor model.pt, which is for re
     workload, options      the module in workloads/ and its settings
     fields                 {name: dtype, shape, is_ragged, n_items, dataset} of the training and validation rows
     attributes             what the training file says about its rows, and `Workload.card()`
+    rows, code             digests of the training rows and of the module of the workload
     metrics, directions    values of the last validation, and which values are better
     epoch, step            when the weights were saved
     batch_size, precision, channels_last    how the model was validated
@@ -26,9 +27,11 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.identity import identify_code
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
+from fastgpu.storage.store import check_classes, warn_of_other_preparation
 
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
@@ -67,6 +70,8 @@ def describe_model(
         "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
         "fields": {name: _field(field, datasets.get(name, name)) for name, field in fields.items()},
         "attributes": attributes,
+        "rows": hashlib.sha256(str(train.identity).encode()).hexdigest()[:12],
+        "code": _digest_of_code(config["workload"]),
         "directions": dict(directions),
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
@@ -93,6 +98,45 @@ def _to_python(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic | Tensor):
         return value.tolist()
     raise TypeError(f"it has a {type(value).__name__}")
+
+
+def _digest_of_code(workload: str) -> object:
+    """Digest of workloads/<workload>.py, which must have been imported. Empty if that is no file."""
+    return identify_code().get(f"workloads/{workload}.py", "")
+
+
+def warn_of_changed_code(folder: Path, saved: Mapping[str, Any]) -> None:
+    """Say that the workload of a checkpoint is not the one it was trained with. saved: its model.json."""
+    code = _digest_of_code(saved["workload"])
+    if code != saved.get("code", code):
+        warn(
+            f"workloads/{saved['workload']}.py has changed since {folder} was saved; where the shapes of the weights "
+            "fit, nothing else tells whether they still mean the same"
+        )
+
+
+def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoch: bool) -> None:
+    """Compare the rows and the code that a checkpoint was trained with to those it is to be resumed with.
+
+    description: see `describe_model`. is_inside_epoch: whether it was saved with a part of an epoch trained. Prints
+    warnings. Raises UserError if the classes have other numbers, or if the rows changed inside an epoch. A checkpoint
+    without model.json is not compared.
+    """
+    if not (folder / DESCRIPTION).exists():
+        return
+    saved = _read_json(folder / DESCRIPTION, "format")
+    sources = DescribedSource(saved, str(folder)), DescribedSource(description, "data.train")
+    check_classes("run.resume", *sources)
+    warn_of_other_preparation("run.resume", *sources)
+    warn_of_changed_code(folder, saved)
+    if description["rows"] == saved.get("rows", description["rows"]):
+        return
+    if is_inside_epoch:
+        raise UserError(
+            f"{folder} was saved inside an epoch, and the rows of data.train are not those of that epoch; resume with "
+            "the file as it was, or use another run.name"
+        )
+    warn("resumed with other rows: the content of data.train is not the one that the run was trained on so far")
 
 
 class ModelToUse(NamedTuple):
@@ -158,8 +202,8 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
 class DescribedSource(Source):
     """The rows that a model was trained on, by their fields and attributes: there are no rows."""
 
-    def __init__(self, description: Mapping[str, Any]):
-        self.name = DESCRIPTION
+    def __init__(self, description: Mapping[str, Any], name: str = DESCRIPTION):
+        self.name = name
         self.attributes = description["attributes"]
         self.fields = {}
         for name, field in description["fields"].items():

@@ -65,20 +65,21 @@ class Run:
         world: World,
         *,
         config: Mapping[str, Any],
-        directions: Mapping[str, checkpoint.Direction],
+        description: Mapping[str, Any],
     ):
         """Find the folder of the run, and load its last checkpoint into `state` if it is to be resumed. Writes nothing.
 
-        state: objects with a state_dict, by name. config: {dotted key: value}, without `auto`. directions: {metric:
-        which values are better}. Raises UserError on every rank if the folder or a checkpoint is that of another run,
-        or if there is no metric run.best_metric.
+        state: objects with a state_dict, by name. config: {dotted key: value}, without `auto`. description: see
+        `describe_model`. Raises UserError on every rank if the folder or a checkpoint is that of another run, or if
+        there is no metric run.best_metric.
         """
         self._settings = settings
         self._state = state
         self._order = order
         self._world = world
         self._config = dict(config)
-        self._directions = directions
+        self._description = description
+        directions: Mapping[str, checkpoint.Direction] = description["directions"]
         self._on_nan = config["train.on_nan"]
         self._epochs = config["train.epochs"]
         metric = settings.best_metric or next(iter(directions))
@@ -106,14 +107,16 @@ class Run:
         with world.raise_on_every_rank():
             if is_resumed:
                 hint = folder.trained_with(self.folder, changes, "model.")
-                self.progress = checkpoint.resume(self.folder, state, order.identity, world.device, hint=hint)
+                self.progress = checkpoint.resume(
+                    self.folder, state, order.identity, world.device, description=description, hint=hint
+                )
         cure = f"put run.folder ({settings.folder}) on a file system that all nodes share"
         world.check_same({"the last checkpoint": self.progress}, cure)
         world.print_once(folder.describe_changes(changes))
+        self.damaged = DamagedRows((), world)
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
-        self._damaged = DamagedRows((), world)
         self._losses: list[Tensor] = []
         self._epoch_losses = (0.0, 0)  # their mean, and the number of steps that were not skipped
         self._metrics: dict[str, float] = {}
@@ -129,22 +132,12 @@ class Run:
         self._steps_between_agreements = FIRST_AGREEMENTS
         self._stop_signal = 0
 
-    def start(
-        self,
-        row_bytes: int,
-        card: Mapping[str, Any],
-        description: Mapping[str, Any],
-        *,
-        damaged: DamagedRows | None = None,
-    ) -> None:
+    def start(self, row_bytes: int, card: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        card: what the workload says about the model. description: see `describe_model`. damaged: is told with each
-        report and checkpoint. Raises UserError on every rank if the folder cannot be written.
+        card: what the workload says about the model. Raises UserError on every rank if the folder cannot be written.
         """
-        self._description = description
         self._config["data.echo"] = self.progress.echo
-        self._damaged = damaged or self._damaged
         with self._world.raise_on_every_rank():
             if self._world.is_main:
                 folder.create_folder(self.folder)
@@ -157,7 +150,7 @@ class Run:
             number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
             suffix = f"-{number}" if number > 1 else ""
             self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(card, self._directions))
+            _write(self.folder / f"run{suffix}.json", _describe(card, self._description["directions"]))
             _write_config(self._config_path, self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
@@ -195,7 +188,7 @@ class Run:
             return
         n_skipped = self._count_skipped()
         self._reported_skips = self.progress.skipped_steps
-        self._damaged.tell(self.folder)
+        self.damaged.tell(self.folder)
         losses = torch.stack(self._losses)
         mean = losses.nanmean() if n_skipped else losses.mean()
         loss = self._world.all_reduce_sum(mean).item() / self._world.world_size
@@ -319,7 +312,7 @@ class Run:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
-        self._world.print_once(self._damaged.summary)
+        self._world.print_once(self.damaged.summary)
         if self._world.is_main:
             forget_starts(self.folder)
         self.close()
@@ -359,7 +352,7 @@ class Run:
 
         If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
         """
-        self._damaged.tell(self.folder)
+        self.damaged.tell(self.folder)
         self._count_skipped()
         for part in self._state.values():
             if isinstance(part, nn.Module):

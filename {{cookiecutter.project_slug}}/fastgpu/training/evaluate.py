@@ -1,6 +1,6 @@
 """Metrics over validation rows, exact for any number of ranks."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -66,11 +66,11 @@ def evaluate(
     return means
 
 
-def leave_out(pools: Iterable[Pool], order: BlockSampler, damaged: Collection[int]) -> Iterator[Pool]:
-    """The pools without the rows that are damaged. damaged: grows while pools are read."""
+def leave_out(pools: Iterable[Pool], order: BlockSampler, damaged: Mapping[int, str] | None) -> Iterator[Pool]:
+    """The pools without damaged rows. damaged: grows while pools are read. None: there are none."""
     for pool in pools:
         row_ids = order.row_ids(pool.plan)[: pool.plan.n_real_rows] if damaged else np.empty(0)
-        kept = np.flatnonzero(~np.isin(row_ids, list(damaged)))
+        kept = np.flatnonzero(~np.isin(row_ids, list(damaged or ())))
         if len(kept) < len(row_ids):
             yield Pool(pool.plan._replace(n_real_rows=len(kept)), pool.rows.take(torch.from_numpy(kept)))
         else:

@@ -72,7 +72,7 @@ def test_labels_are_classes_attributes_or_targets():
     assert (labels.dtype, labels.shape, attributes) == (np.float32, (3,), {})
     np.testing.assert_array_equal(labels, np.array([0.5, -1e-3, 0.25], np.float32))
     labels, attributes = parse(a="0.5 2", b="7 8")
-    assert (labels.tolist(), labels.dtype, attributes) == ([[0.5, 7], [2, 8]], np.float32, {})
+    assert (labels.tolist(), labels.dtype, attributes) == ([[0.5, 7], [2, 8]], np.float32, {"target_names": ["a", "b"]})
 
 
 @pytest.mark.parametrize(

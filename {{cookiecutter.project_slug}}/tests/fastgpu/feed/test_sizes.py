@@ -115,9 +115,10 @@ def test_canonical_ranks_that_do_not_fit_are_refused():
         ("auto", 64, Shape(50_000, row_bytes=1 << 20), 4),  # 256 MiB
         ("auto", 64, Shape(1442, row_bytes=64), 22),  # all rows
         ("auto", 512, Shape(50_000, row_bytes=1 << 20), 1),  # a batch at least
+        ("auto", 8192, Shape(10**9, row_bytes=20), 1024),  # 8 million rows, which are planned quickly
     ],
 )
-def test_a_pool_has_256_mib_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
+def test_a_pool_has_256_mib_8_million_rows_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
     assert choose_pool_batches(pool_batches, batch_size, source) == chosen
 
 

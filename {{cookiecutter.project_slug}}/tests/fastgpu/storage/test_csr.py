@@ -49,6 +49,21 @@ def test_item_numbers_of_any_integer_type_become_int32(write_ragged, dtype):
     assert is_ragged(read_scattered(store)["items"], range(101))
 
 
+def test_values_of_a_matrix_that_are_not_read_are_told(write_ragged, capsys):
+    path = write_ragged(40)
+    with h5py.File(path) as file:
+        n_values = len(file["items/indices"])
+    with h5py.File(path, "a") as file:
+        file["items/data"] = np.ones(n_values)
+    open_store("data.train", path, FIELDS)
+    assert capsys.readouterr().out == ""
+    rewrite(path, "items/data", np.arange(n_values) % 2)
+    open_store("data.train", path, FIELDS)
+    assert "items/data has values other than 1, such as 0, which are not read" in capsys.readouterr().out
+    open_store("data.train", path, {**FIELDS, "weights": "items/data"})
+    assert capsys.readouterr().out == ""
+
+
 def test_shards_of_ragged_rows_are_one_after_the_other(write_ragged):
     paths = [write_ragged(n, f"{n}.h5", start) for n, start in ((40, 0), (25, 40), (3, 65))]
     rows = read_scattered(open_store("data.train", paths, FIELDS))

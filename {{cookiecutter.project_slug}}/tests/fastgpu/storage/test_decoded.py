@@ -166,7 +166,9 @@ def skipping(path: Path, min_scale: float = 0.2, rows: np.ndarray | None = None)
     store: Source = open_store("data.train", str(path), FIELDS)
     if rows is not None:
         store = Subset("part", store, rows)
-    return DecodedImages(store, SIZE, min_scale, skips_damaged=True)
+    source = DecodedImages(store, SIZE, min_scale)
+    source.damaged = {}
+    return source
 
 
 def test_the_next_row_stands_in_for_a_damaged_one_on_every_tier(damaged_path, tmp_path):
@@ -220,10 +222,9 @@ def test_rows_of_different_lengths_have_no_stand_ins(tmp_path):
         file["words/indptr"] = np.arange(N_ROWS + 1)
         file["words/indices"] = np.arange(N_ROWS, dtype=np.int32)
         file["words"].attrs["shape"] = (N_ROWS, N_ROWS)
-    store = open_store("data.train", str(path), {"images": "images", "words": "words"})
-    message = r"data\.on_damaged_image is skip, but rows of words in .* have different lengths"
-    with pytest.raises(UserError, match=message):
-        DecodedImages(store, SIZE, skips_damaged=True)
+    settings = {"fields": {"images": "images", "words": "words"}, "image_size": 16, "on_damaged_image": "skip"}
+    with pytest.raises(UserError, match=r"is skip, which rows of different lengths \(words\) rule out"):
+        open_source(Data(train=str(path), val=str(path), **settings), "train", Loader(), Hdf5())
 
 
 @pytest.mark.parametrize("is_subset", [False, True])

@@ -13,7 +13,9 @@ from fastgpu.process.config import Config
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.arrays import Arrays
 from fastgpu.telemetry.checkpoint import Direction
+from fastgpu.telemetry.model_files import describe_model
 from fastgpu.telemetry.run import Run
 
 BATCH_SIZE = 8
@@ -31,6 +33,8 @@ CONFIG = Config.model_validate(
     }
 ).flat()
 """{dotted key: value}"""
+SOURCE = Arrays("made up", {"x": np.zeros((BATCH_SIZE, 4), np.uint8)})
+DESCRIPTION = describe_model(CONFIG, (SOURCE, SOURCE), CARD, DIRECTIONS)
 
 
 @contextmanager
@@ -41,8 +45,8 @@ def started_run(
     order = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     config = CONFIG | (config or {})
-    with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, directions=DIRECTIONS)) as run:
-        run.start(ROW_BYTES, CARD, CARD)
+    with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, description=DESCRIPTION)) as run:
+        run.start(ROW_BYTES, CARD)
         yield run
 
 
