@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import RecodedRows
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Source
-from fastgpu.storage.encoded import Kept, decode_random, draw, keep
+from fastgpu.storage.encoded import Kept, keep, measure
 from fastgpu.storage.layout import BLOCK_BYTES
 
 MARGIN = 1.15
@@ -54,12 +54,14 @@ def advise(path: str, source: Source, size: int, rows_per_s: float) -> Iterator[
     sample = np.linspace(0, len(source) - 1, min(SAMPLE_ROWS, len(source))).astype(int)
     files = [rows.decode(row)[name].tobytes() for row in sample.tolist()]
     small = [keep(data, Kept(side=size * 8 // 7)) for data in files]
+    row_bytes, decoding_s = measure(files, (size, size), MIN_SCALE)
+    small_bytes, small_s = measure(small, (size, size), MIN_SCALE)
     pixels = Store(f"pixels, {size} x {size}", 3.0 * size * size, np.inf, f"repack {path} NEW.h5 --size {size}")
-    kept = Store("encoded, as they are", _mean(files), _decoded_per_s(files, size), "")
+    kept = Store("encoded, as they are", row_bytes, available_cpus() / decoding_s, "")
     smaller = Store(
         f"encoded, shorter side {size * 8 // 7}",
-        _mean(small),
-        _decoded_per_s(small, size),
+        small_bytes,
+        available_cpus() / small_s,
         f"repack {path} NEW.h5 --size {size * 8 // 7} --quality 92",
     )
     if not is_encoded:
@@ -104,19 +106,6 @@ def measure_disk(path: str) -> float:
             return sum(counts) / (time.perf_counter() - t0)
     finally:
         os.close(descriptor)
-
-
-def _decoded_per_s(files: Sequence[bytes], size: int) -> float:
-    """Images per second of all CPUs: the rate of one thread's CPU time, times their number."""
-    draws = draw(0, 0, np.arange(len(files))).tolist()
-    t0 = time.thread_time()
-    for data, numbers in zip(files, draws, strict=True):
-        decode_random(np.frombuffer(data, np.uint8), (size, size), numbers, MIN_SCALE)
-    return available_cpus() * len(files) / (time.thread_time() - t0)
-
-
-def _mean(files: Sequence[bytes]) -> float:
-    return sum(map(len, files)) / len(files)
 
 
 def _format(rate: float, unlimited: str) -> str:

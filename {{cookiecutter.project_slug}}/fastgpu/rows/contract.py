@@ -121,6 +121,11 @@ class Source(Protocol):
         """These rows, read from a copy of `stored` in memory."""
         return stored
 
+    def try_smaller(self) -> tuple[int, tuple[float, float], tuple[float, float]] | None:
+        """A shorter side that is enough for encoded images; their bytes and seconds to decode, now and with that side.
+        None: no images are encoded."""
+        return None
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
 

@@ -1,6 +1,7 @@
 """Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.encoded import decode_centre, decode_random, draw, simplejpeg
+from fastgpu.storage.encoded import Kept, decode_centre, decode_random, draw, keep, measure, simplejpeg
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.subset import Subset
@@ -94,6 +95,18 @@ class DecodedImages(Source):
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
         return f"{codecs}, decoded by {library} in the reader threads to {height} x {width} pixels: {part}"
 
+    def try_smaller(self) -> tuple[int, tuple[float, float], tuple[float, float]]:
+        """The shorter side whose centre has `size`; bytes and seconds to decode an image, now and with that side."""
+        side = round(max(self._size) / self._centre_share)
+        files, smaller = [], []
+        for row in np.linspace(0, len(self) - 1, 64).astype(int).tolist():
+            columns = self._read_encoded(self._read_of(row, 0), np.array([row]))
+            data = columns[min(self._encoded_fields)].values.tobytes()
+            with suppress(Exception):  # it may be damaged
+                smaller.append(keep(data, Kept(side)))
+                files.append(data)
+        return side, measure(files, self._size, self._min_scale), measure(smaller, self._size, self._min_scale)
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
         return self._encoded.column(name)
@@ -165,7 +178,8 @@ class DecodedImages(Source):
     def _note_damaged(self, row: int, error: Exception) -> None:
         """Add a row to `damaged`. Raises RankError if no row, or no more of them, may be damaged."""
         reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
-        text = f"{self.name}: the image in row {self._row_id(row):,} cannot be decoded: {reason}"
+        row_id = row if self._row_ids is None else int(self._row_ids[row])
+        text = f"{self.name}: the image in row {row_id:,} cannot be decoded: {reason}"
         if self.damaged is None:
             raise RankError(f"{text}; {RESTORE}, or set data.on_damaged_image=skip") from None
         self.damaged.setdefault(row, text)
@@ -173,15 +187,11 @@ class DecodedImages(Source):
             n_damaged = f"{len(self.damaged):,} of {len(self):,} rows"
             raise RankError(f"{text}. So {n_damaged} are damaged, more than 1 %; {RESTORE}") from None
 
-    def _row_id(self, row: int) -> int:
-        """The row in the file."""
-        return row if self._row_ids is None else int(self._row_ids[row])
-
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
         if "data" not in variables:
             return self.name
-        return f"row {self._row_id(variables['first_row'] + variables['number']):,} of {self.name}"
+        return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
 
 
 class _RandomRead(BlockRead):

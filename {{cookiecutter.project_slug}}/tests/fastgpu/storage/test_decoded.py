@@ -18,7 +18,7 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.decoded import CENTRE_SHARE, DecodedImages
-from fastgpu.storage.encoded import Box, EncodedImage, decode_centre, decode_random, draw
+from fastgpu.storage.encoded import Box, EncodedImage, Kept, decode_centre, decode_random, draw, keep
 from fastgpu.storage.sources import open_source
 from fastgpu.storage.store import open_store
 from fastgpu.storage.subset import Subset
@@ -243,6 +243,26 @@ def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
         file["images/values"] = np.zeros(sum(map(len, FILES[:3])), np.int32)
     with pytest.raises(UserError, match=r"images has the attribute codec, but its values are no bytes"):
         open_store("data.train", str(path), FIELDS)
+
+
+def test_smaller_images_have_the_bytes_that_they_would_have(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((150, 100)).save(file, "JPEG", quality=95)
+    large = file.getvalue()
+    source = DecodedImages(open_store("x", str(write_encoded(tmp_path / "x.h5", [large] * 9)), FIELDS), SIZE, 0.3)
+    side, (now_bytes, now_s), (then_bytes, then_s) = source.try_smaller()
+    assert side == round(16 / CENTRE_SHARE)
+    assert now_bytes == len(large)
+    assert then_bytes == len(keep(large, Kept(side)))
+    assert min(now_s, then_s) > 0
+
+
+def test_damaged_rows_do_not_count_as_small(tmp_path):
+    path = write_encoded(tmp_path / "x.h5", [*FILES[1:4], FILES[4][:40]])
+    _, (now_bytes, _), _ = DecodedImages(open_store("x", str(path), FIELDS), SIZE).try_smaller()
+    sizes = [*map(len, FILES[1:4])]
+    assert min(sizes) < now_bytes < max(sizes)
 
 
 # ---------------------------------------------------------------------------------------------- settings
