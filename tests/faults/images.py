@@ -308,7 +308,8 @@ def main() -> int:
     for table in tables:
         print(f"{table.title}\n\n{table.markdown()}\n{table.note}\n")
     if args.publish:
-        data = {"memory_mib": memory, "damaged": {name: verdict._asdict() for name, verdict in verdicts.items()}}
+        damaged_files = {name: {**each._asdict(), "named": sorted(each.named)} for name, each in verdicts.items()}
+        data = {"memory_mib": memory, "damaged": damaged_files}
         publish.write("images", tables, data, "python tests/faults/images.py --publish")
     missed = [
         f"{number} ({damage_of(number)}) by {name}"

@@ -90,6 +90,7 @@ class Bench:
         feeds = self._open_feeds({})
         measured = ceilings.measure(self.meter, self.loop, feeds, report=self.show)
         feeds.close()
+        self.compute = measured.compute
         return measured
 
     def time_supply(self, overrides: Overrides, *, copies_only: bool = False) -> Rounds | None:
