@@ -31,8 +31,8 @@ class DecodedImages(Source):
     part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of readers, and
     for a resumed run.
 
-    If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; after the last
-    comes the first.
+    If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; the first one follows the
+    last one.
     """
 
     def __init__(
@@ -176,10 +176,12 @@ class DecodedImages(Source):
         return columns
 
     def _note_damaged(self, row: int, error: Exception) -> None:
-        """Add a row to `damaged`. Raises RankError if no row, or no more of them, may be damaged."""
-        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
+        """Add a row to `damaged`. Raises RankError if none, or no more of them, may be damaged, or if memory ran out."""
+        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
         row_id = row if self._row_ids is None else int(self._row_ids[row])
         text = f"{self.name}: the image in row {row_id:,} cannot be decoded: {reason}"
+        if isinstance(error, MemoryError) or "allocate memory" in reason:
+            raise RankError(f"{text}; free some memory, or use a smaller loader.num_readers") from None
         if self.damaged is None:
             raise RankError(f"{text}; {RESTORE}, or set data.on_damaged_image=skip") from None
         self.damaged.setdefault(row, text)

@@ -211,6 +211,27 @@ def test_more_damaged_images_than_one_percent_end_the_run(tmp_path, n_damaged):
         read_rows(skipping(write_encoded(tmp_path / "x.h5", files)))
 
 
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("can't allocate memory: 9 bytes")])
+def test_want_of_memory_is_no_damage(damaged_path, monkeypatch, error):
+    """The stand-in would depend on what else the machine does."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fastgpu.storage.decoded.decode_centre", fail)
+    with pytest.raises(RankError, match=str(error)):
+        read_rows(skipping(damaged_path, 1.0))
+
+
+def test_the_reason_is_one_line(store, monkeypatch):
+    def complain(*arguments: object) -> None:
+        raise ValueError("two\n  lines")
+
+    monkeypatch.setattr("fastgpu.storage.decoded.decode_centre", complain)
+    with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
+        read_rows(DecodedImages(store, SIZE))
+
+
 def test_the_only_row_has_no_stand_in(tmp_path):
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded"):
         read_rows(skipping(write_encoded(tmp_path / "x.h5", [FILES[0][:60]])))
