@@ -203,7 +203,7 @@ class Facts(NamedTuple):
     smaller_images: str = ""
     """How to make encoded images smaller, ..."""
     smaller_share: float = 1.0
-    """... and the share of the CPU time of decoding that is left then."""
+    """... and the share of the CPU time of a row that is left then."""
     faster: tuple[Setting, ...] = ()
     """Settings that are not in use and may make a step faster."""
 

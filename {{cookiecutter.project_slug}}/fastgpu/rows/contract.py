@@ -122,7 +122,7 @@ class Source(Protocol):
         return stored
 
     def try_smaller(self) -> tuple[int, tuple[float, float], tuple[float, float]] | None:
-        """A shorter side that is enough for encoded images; their bytes and seconds to decode, now and with that side.
+        """A shorter side that is enough for encoded images; bytes and CPU seconds of one, now and with that side.
         None: no images are encoded."""
         return None
 

@@ -1,5 +1,6 @@
 """Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 CENTRE_SHARE = 224 / 256
 """Share of the sides that is kept for validation where training sees random parts, which make things look larger."""
+SAMPLE_ROWS = 64
 
 
 class DecodedImages(Source):
@@ -96,16 +98,21 @@ class DecodedImages(Source):
         return f"{codecs}, decoded by {library} in the reader threads to {height} x {width} pixels: {part}"
 
     def try_smaller(self) -> tuple[int, tuple[float, float], tuple[float, float]]:
-        """The shorter side whose centre has `size`; bytes and seconds to decode an image, now and with that side."""
+        """The shorter side whose centre has `size`; bytes and CPU seconds of an image, now and with that side."""
         side = round(max(self._size) / self._centre_share)
         files, smaller = [], []
-        for row in np.linspace(0, len(self) - 1, 64).astype(int).tolist():
+        reading_s = 0.0
+        for row in np.linspace(0, len(self) - 1, SAMPLE_ROWS).astype(int).tolist():
+            t0 = time.thread_time()
             columns = self._read_encoded(self._read_of(row, 0), np.array([row]))
             data = columns[min(self._encoded_fields)].values.tobytes()
+            reading_s += (time.thread_time() - t0) / SAMPLE_ROWS
             with suppress(Exception):  # it may be damaged
                 smaller.append(keep(data, Kept(side)))
                 files.append(data)
-        return side, measure(files, self._size, self._min_scale), measure(smaller, self._size, self._min_scale)
+        costs = [measure(each, self._size, self._min_scale) for each in (files, smaller)]
+        now, then = ((row_bytes, reading_s + decoding_s) for row_bytes, decoding_s in costs)
+        return side, now, then
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
@@ -176,7 +183,7 @@ class DecodedImages(Source):
         return columns
 
     def _note_damaged(self, row: int, error: Exception) -> None:
-        """Add a row to `damaged`. Raises RankError if none, or no more of them, may be damaged, or if memory ran out."""
+        """Add a row to `damaged`. Raises RankError if none, or no more, may be damaged, or if memory ran out."""
         reason = "it is no image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
         row_id = row if self._row_ids is None else int(self._row_ids[row])
         text = f"{self.name}: the image in row {row_id:,} cannot be decoded: {reason}"
