@@ -58,9 +58,8 @@ import json
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-import train
 from fastgpu.diagnose import preflight, result
-from fastgpu.diagnose.bench import Bench, Program
+from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.numa import find_misplaced
 from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import judge, settings_to_try
@@ -75,7 +74,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
         findings = preflight.look(cfg.data, cfg.run, world)
     findings += find_misplaced(world)
     world.print_once("\n".join(map(str, findings)))
-    bench = Bench(cfg, world, Program(train.build, train.train_step), args.seconds)
+    bench = Bench(cfg, world, args.seconds)
     measured = bench.measure()
     facts = bench.facts()
     verdict = world.broadcast(judge(measured, facts))

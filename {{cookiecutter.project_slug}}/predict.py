@@ -12,7 +12,7 @@ training data is not needed. INPUT: image files, folders of images and globs, or
 import argparse
 import sys
 
-from fastgpu.process.launch import UserError, exit_with_message, read_launch, warn
+from fastgpu.process.launch import UserError, exit_with_message, read_launch
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -62,11 +62,11 @@ from tqdm import tqdm
 
 from fastgpu.predict.export import export
 from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
-from fastgpu.predict.model import Trained, check_labelled, fields_read, find_checkpoint, load_model, make_rows
+from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load_model, rehearse
 from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
-from fastgpu.storage.store import warn_of_other_preparation
+from fastgpu.storage.store import check_classes, warn_of_other_preparation
 from fastgpu.telemetry.model_files import DescribedSource
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
@@ -83,11 +83,6 @@ def load(args: argparse.Namespace) -> Trained:
         if not getattr(trained.workload, "top", 0):
             raise UserError(f"--top is {args.top}, but {name} ranks nothing")
         trained.workload.top = args.top
-        with torch.no_grad():
-            values = trained.workload.predict(trained.model, make_rows(trained.fields, 2))
-        n_ranked = max((value.shape[1] for value in values.values() if value.ndim > 1), default=1)
-        if args.top > n_ranked:
-            raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
     args.precision = args.precision or trained.card["precision"]
     return trained
 
@@ -95,24 +90,23 @@ def load(args: argparse.Namespace) -> Trained:
 def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     """The rows to predict or to evaluate, with those fields that the workload uses for that."""
     call = trained.workload.score if args.evaluate else trained.workload.predict
-    fields = fields_read(call, trained)
+    fields, values = rehearse(call, trained)
+    if args.top:
+        n_ranked = max((value.shape[1] for value in values.values() if value.ndim > 1), default=1)
+        if args.top > n_ranked:
+            raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
+    if args.inputs and not args.output.endswith(".jsonl"):
+        check_fits_csv(values)
     inputs = open_inputs([args.evaluate] if args.evaluate else args.inputs, trained.card, fields, args.on_error)
-    class_names = inputs.source.attributes.get("class_names")
-    known_names = trained.card["attributes"].get("class_names")
-    if args.evaluate and class_names and known_names and list(class_names) != known_names:
-        raise UserError(f"{args.evaluate} has the classes {class_names}; the model was trained on {known_names}")
-    if args.evaluate and known_names and not class_names:
-        warn(f"{args.evaluate} has no class_names; its labels are taken for {', '.join(known_names)}, in this order")
     item_ids = inputs.source.attributes.get("item_ids", ())
     known_items = trained.card["attributes"].get("item_ids", ())
     if len(item_ids) and len(known_items) and not np.array_equal(item_ids, known_items):
         raise UserError("INPUT numbers its items in another way than the training rows; convert them together")
-    warn_of_other_preparation("INPUT", DescribedSource(trained.card, "the training rows"), inputs.source)
+    described = DescribedSource(trained.card, "the training rows")
+    warn_of_other_preparation("INPUT", described, inputs.source)
     if args.evaluate:
+        check_classes("--evaluate", described, inputs.source)
         check_labelled(trained, inputs.source)
-    elif not args.output.endswith(".jsonl"):
-        with torch.no_grad():
-            check_fits_csv(trained.workload.predict(trained.model, make_rows(fields, 2)))
     return inputs
 
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fastgpu.process.launch import Launch, UserError, exit_with_message
+from fastgpu.process.launch import Launch, UserError, exit_with_message, stop_at_closed_pipe
 from fastgpu.telemetry import page, report
 
 
@@ -51,5 +51,5 @@ def compare(folders: list[Path], path: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    with exit_with_message(Launch(), "interrupted"):
+    with exit_with_message(Launch(), "interrupted"), stop_at_closed_pipe(sys.stdout):
         main(sys.argv[1:])

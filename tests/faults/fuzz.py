@@ -57,7 +57,7 @@ from torch import nn
 import workloads
 from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
-from fastgpu.predict.model import fields_read, load_model
+from fastgpu.predict.model import load_model, rehearse
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import Launch, exit_with_message
@@ -223,7 +223,7 @@ def read_checkpoint() -> str:
 
 def read_model() -> str:
     trained = load_model(SAVED)
-    fields_read(trained.workload.predict, trained)
+    rehearse(trained.workload.predict, trained)
     return str([value.tolist() for value in trained.model.state_dict().values()]) + json.dumps(trained.card)
 
 

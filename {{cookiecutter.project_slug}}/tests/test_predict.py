@@ -157,15 +157,21 @@ def test_evaluate_gives_the_metrics_of_the_run_exactly():
     assert (card["epoch"], card["step"]) == (2, 20)
 
 
-def test_labels_whose_classes_are_not_named_are_evaluated_with_a_warning(capsys):
+def test_labels_are_evaluated_as_the_classes_that_the_model_knows(tmp_path, capsys):
     args = script.parse(["runs/a", "--evaluate", "rows.h5::/val"])
     trained = script.load(args)
     script.open_rows(args, trained)
     assert capsys.readouterr().out == ""
     trained.card["attributes"]["class_names"] = ["cat", "dog"]
     script.open_rows(args, trained)
-    warning = "rows.h5::/val has no class_names; its labels are taken for cat, dog, in this order"
-    assert capsys.readouterr().out == f"warning: {warning}\n"
+    warning = "rows.h5::/val has no class_names; its labels 0, 1, 2... would be cat, dog as in the training rows"
+    assert capsys.readouterr().out == f"warning: --evaluate: {warning}, in this order\n"
+    shutil.copy("rows.h5", tmp_path)
+    with h5py.File(tmp_path / "rows.h5", "r+") as file:
+        file["val"].attrs["class_names"] = ["dog", "cat"]
+    args = script.parse(["runs/a", "--evaluate", f"{tmp_path}/rows.h5::/val"])
+    with pytest.raises(UserError, match="--evaluate: label 0 is dog in .* and cat in the training rows"):
+        script.open_rows(args, trained)
 
 
 # ---------------------------------------------------------------------------------------------- export
@@ -221,14 +227,17 @@ def test_flags_that_do_not_fit_are_told_before_torch_is_imported(arguments, mess
         (["runs/a", "rows.h5"], r"rows.h5: x is missing; there is train, val"),
         (["runs/a", "none.npy"], "none.npy does not exist"),
         (["runs/a", "rows.h5", "a.png"], "INPUT has HDF5 files and image files; give one kind at a time"),
+        (["runs/a", "runs/a"], "INPUT is runs/a, a run or a checkpoint; name one CHECKPOINT"),
+        (["{best}", "{last}", "rows.h5"], "INPUT is .*last-0.*, a run or a checkpoint; name one CHECKPOINT"),
         (["runs/a", "rows.h5::/val", "--top", "3"], "--top is 3, but workloads/minimal.py ranks nothing"),
         (["runs/a", "a.png"], r"(the model takes|not an HDF5 or NumPy file).* float32 \(N, 6\)"),
         (["runs/a", "rows.h5::/val", "-o", "none/a.csv"], "none/a.csv was not written: .*No such file"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
+    best, last = sorted(Path("runs/a/checkpoints").iterdir())[:2]
     with pytest.raises(UserError, match=message) as caught:
-        run(*arguments)
+        run(*(argument.format(best=best, last=last) for argument in arguments))
     assert "\n" not in str(caught.value)
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from itertools import count, islice
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
+import train
 import workloads
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
@@ -27,20 +28,11 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_source
 from fastgpu.training.parallel import reseed
 
-if TYPE_CHECKING:  # train.py is the user's; its functions are handed in by the script
-    from train import Parts
-
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
 TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
-
-
-class Program(NamedTuple):
-    """The functions of train.py that are measured."""
-
-    build: Callable[[Config, World], "Parts"]
-    train_step: Callable[["Parts", Rows, float], object]
-    """(parts, batch, learning rate)"""
+FASTER = (Setting("train.compile", True), Setting("train.precision", "bf16"), Setting("train.channels_last", True))
+"""Settings that may make a step faster on a GPU."""
 
 
 def as_sections(overrides: Overrides) -> dict[str, dict[str, object]]:
@@ -55,13 +47,12 @@ def as_sections(overrides: Overrides) -> dict[str, dict[str, object]]:
 class Bench:
     """The training of one config. Every rank has a bench, and calls the same methods in the same order."""
 
-    def __init__(self, config: Config, world: World, program: Program, seconds: float):
+    def __init__(self, config: Config, world: World, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
         self.config = config
         self.world = world
-        self.program = program
         self.meter = Meter(world, Device(world.device), seconds)
-        parts = program.build(config, world)
+        parts = train.build(config, world)
         parts.feed.close()
         parts.val_feed.close()
         self.parts = parts._replace(feed=None, val_feed=None)  # type: ignore[arg-type]  # measurements open feeds of their own
@@ -71,7 +62,7 @@ class Bench:
         self._pool_batches = 1
         with world.raise_on_every_rank():
             batch = read_pool(parts.source, self._next_order(parts.source, 1), self.sizes.n_readers)
-        self.loop = _make_loop(self.parts, program, batch.to(world.device), world)
+        self.loop = _make_loop(self.parts, batch.to(world.device), world)
         can_step = True
         try:  # DDP needs a step before the bare model runs, so this is the first
             self.loop.train_step(self.loop.transform(self.loop.batch))
@@ -93,23 +84,19 @@ class Bench:
         self.compute = measured.compute
         return measured
 
-    def time_supply(self, overrides: Overrides, *, copies_only: bool = False) -> Rounds | None:
-        """The supply of rows with other settings. None: they are not possible here, for instance for want of memory.
-
-        copies_only: time steps whose rows are only copied to the device, instead of the supply.
-        """
+    def time_supply(self, overrides: Overrides) -> Rounds | None:
+        """The supply of rows with other settings. None: they are not possible here, for instance for want of memory."""
         if overrides:
             self.show(f"trying {as_words(overrides)}")
         try:
-            feeds = self._open_feeds(overrides, only_real=not copies_only)
+            feeds = self._open_feeds(overrides, only_real=True)
         except RankError:
             raise
         except UserError:  # raised on every rank
             return None
-        pools = Pools(feeds.staged if copies_only and feeds.staged else feeds.real, self.loop)
-        work = pools.train if copies_only else pools.drain
-        work(2 * feeds.n_ready_pools)
-        timing = self.meter.timing(work, 2 * feeds.n_joint_pools)
+        pools = Pools(feeds.real, self.loop)
+        pools.drain(2 * feeds.n_ready_pools)
+        timing = self.meter.timing(pools.drain, 2 * feeds.n_joint_pools)
         feeds.close()
         return timing
 
@@ -124,7 +111,7 @@ class Bench:
             workload = workload_class(options, self.parts.source, self.parts.val_source)
             rng = reseed(self.world, config.run.seed)
             return self._time_step(lambda rows: workload.transform(rows, rng)).median
-        timing = self.time_supply(overrides, copies_only=cause == "COPY")
+        timing = self.time_supply(overrides)
         return timing.median if timing else inf
 
     @property
@@ -151,12 +138,7 @@ class Bench:
         uses_workers = self.sizes.uses_workers
         can_stay = may_stay(source) and may_stay(parts.val_source)
         nearest_tier = choose_tier("auto", self.sizes.room, source.name, can_stay)
-        is_unused = {
-            Setting("train.compile", True): not config.train.compile,
-            Setting("train.precision", "bf16"): config.train.precision == "fp32",
-            Setting("train.channels_last", True): not config.train.channels_last,
-        }
-        faster = [setting for setting in is_unused if is_unused[setting]]
+        faster = [setting for setting in FASTER if config.flat()[setting.key] in (False, "fp32")]
         repack = f"python convert.py repack --dataset {config.data.dataset} {config.data.train} train.h5"
         return Facts(
             readers_key="loader.num_workers" if uses_workers else "loader.num_readers",
@@ -196,14 +178,11 @@ class Bench:
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.world.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         feeds = self._open_feeds({}, only_real=True)
         pools = Pools(feeds.real, self.loop)
         steps = (step for _ in count() for step in pools.steps())
         next(steps)
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile() as profile:
             list(islice(steps, n_steps))
             self.meter.device.synchronize()
         feeds.close()
@@ -221,22 +200,18 @@ class Bench:
 
         Raises UserError on every rank if the settings are not possible on one.
         """
-        config = self.config.resolved(**as_sections(overrides))
+        config = self.parts.config.resolved(**as_sections(overrides))
+        loader = config.loader
+        n_ranks = self.world.local_world_size
         with self.world.raise_on_every_rank():
-            source = self.parts.source
-            n_readers = self.sizes.n_readers
-            if overrides:
-                source = open_source(config.data, "train", config.loader, config.hdf5)
-                n_readers = self._choose_readers(config, source)
+            source = open_source(config.data, "train", loader, config.hdf5) if overrides else self.parts.source
+            if self.sizes.uses_workers:
+                n_readers = choose_workers(loader, self.sizes.batch_size * source.row_bytes, n_ranks)
+            else:
+                n_readers = choose_readers(loader.num_readers, n_ranks)
             order = self._next_order(source, overrides.get("data.pool_batches", self._pool_batches))
             placement = Placement(self.sizes.tier, self.world.device, n_readers)
-            return open_feeds(source, order, placement, config.loader, only_real=only_real)
-
-    def _choose_readers(self, config: Config, source: Source) -> int:
-        n_ranks = self.world.local_world_size
-        if self.sizes.uses_workers:
-            return choose_workers(config.loader, self.sizes.batch_size * source.row_bytes, n_ranks)
-        return choose_readers(config.loader.num_readers, n_ranks)
+            return open_feeds(source, order, placement, loader, only_real=only_real)
 
     def _next_order(self, source: Source, pool_batches: int) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
@@ -248,7 +223,7 @@ class Bench:
         return self.meter.timing(steps_of(lambda: self.loop.train_step(transform(self.loop.batch))))
 
 
-def _make_loop(parts: "Parts", program: Program, batch: Rows, world: World) -> Loop:
+def _make_loop(parts: train.Parts, batch: Rows, world: World) -> Loop:
     local_parts = parts
     if world.world_size > 1:
         local_parts = parts._replace(ddp=parts.model)
@@ -258,8 +233,8 @@ def _make_loop(parts: "Parts", program: Program, batch: Rows, world: World) -> L
     echo = parts.config.data.echo
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
-        train_step=lambda rows: program.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
-        local_step=lambda rows: program.train_step(local_parts, rows, 0.0),
+        train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
+        local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
         batch_size=parts.sizes.batch_size,
         echo=1.0 if echo == "auto" else echo,

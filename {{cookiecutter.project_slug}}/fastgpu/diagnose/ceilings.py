@@ -73,7 +73,8 @@ def open_feeds(
         n_joint_pools = max(1, ceil(placement.n_readers / order.pool_batches))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
     if placement.tier == "disk" and not only_real:
-        feeds = feeds._replace(cached=make_feed(source, first_blocks(source, order), placement, loader))
+        cached = source.through_page_cache()
+        feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
     if placement.device.type == "cuda" and not only_real:
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
         staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)

@@ -123,7 +123,7 @@ def _with_settings(bench: Bench, overrides: Overrides) -> Bench:
     gc.collect()  # frees the bench before this one
     torch.cuda.empty_cache()
     config = bench.config.resolved(**as_sections(overrides))
-    return Bench(config, bench.world, bench.program, bench.meter.seconds)
+    return Bench(config, bench.world, bench.meter.seconds)
 
 
 # ---------------------------------------------------------------------------------------------- the search

@@ -262,8 +262,8 @@ def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
 def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
     """The bottleneck, and the change that promises most.
 
-    tried: what was measured with the settings of `settings_to_try`: the supply (READ, DECODE), the copies (COPY) or the
-    step (AUGMENT).
+    tried: what was measured with the settings of `settings_to_try`: the supply (READ, DECODE, COPY) or the step
+    (AUGMENT).
     """
     suspects = find_suspects(m)
     cause, why = suspects[0]
@@ -275,7 +275,9 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
         advice = "run it again on a quieter machine, with larger --seconds, or look at --trace"
         candidates = tuple(each for each in causes if each != "INCONCLUSIVE")
         return Verdict("INCONCLUSIVE", why, advice, candidates=candidates)
-    change, changed_loop_s = _choose_change(cause, m, facts, tried or {})
+    changes = _find_changes(cause, m, facts, tried or {})
+    gaining = (change for change in changes if change[1] < (1 - DEAD_BAND) * m.loop_s)
+    change, changed_loop_s = next(gaining, changes[-1])
     return Verdict(
         cause,
         why,
@@ -392,15 +394,8 @@ def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:
 # ---------------------------------------------------------------------------------------------- the change
 
 
-def _choose_change(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> Change:
-    """The first change that gains something; if none does, the last one."""
-    changes = _find_changes(cause, m, facts, tried)
-    gaining = [change for change in changes if change[1] < (1 - DEAD_BAND) * m.loop_s]
-    return gaining[0] if gaining else changes[-1]
-
-
 def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
-    """What could be changed, in the order in which it should be tried."""
+    """What could be changed. The first change that gains something is advised; if none does, the last one."""
     local_s = m.local.median
     if cause in ("READ", "DECODE", "COPY"):
         return _find_feed_changes(cause, m, facts, tried)

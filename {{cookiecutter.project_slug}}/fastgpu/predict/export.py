@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._pytree import tree_leaves
 
-from fastgpu.predict.model import Trained, fields_read, make_rows
+from fastgpu.predict.model import Trained, make_rows, rehearse
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError
 
@@ -76,7 +76,8 @@ def _write(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], path: Path) -
 def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:
     """What `predict` passes to the model for made-up rows."""
     model, workload, card = trained
-    rows = make_rows(fields_read(workload.predict, trained), n_rows, random=True)
+    fields, _ = rehearse(workload.predict, trained)
+    rows = make_rows(fields, n_rows, random=True)
     calls: list[Any] = []
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     workload.predict(model, rows)

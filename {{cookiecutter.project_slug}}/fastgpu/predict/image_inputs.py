@@ -36,7 +36,7 @@ def open_images(
         raise UserError(f"{', '.join(paths)}: no image files")
     if channels == 1:
         warn("the model takes one channel: colors become grey (ITU-R 601)")
-    prepared = Preprocessing.from_json(preprocessing) if preprocessing else None
+    prepared = Preprocessing.from_json(preprocessing) if preprocessing else Preprocessing()
     return ImageFiles(files, fields, preprocessing=prepared, on_error=on_error)
 
 
@@ -58,7 +58,7 @@ class ImageFiles(Source):
     """
 
     def __init__(
-        self, files: Sequence[str], fields: Mapping[str, Field], *, preprocessing: Preprocessing | None, on_error: str
+        self, files: Sequence[str], fields: Mapping[str, Field], *, preprocessing: Preprocessing, on_error: str
     ):
         self.name = "INPUT"
         self.files = files
@@ -72,10 +72,6 @@ class ImageFiles(Source):
 
     def __len__(self) -> int:
         return len(self.files)
-
-    def column(self, name: str) -> np.ndarray:
-        """Raises KeyError: images are not in memory."""
-        raise KeyError(name)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
@@ -91,7 +87,7 @@ class ImageFiles(Source):
 
     def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
         with open_file(path) as file:
-            prepared = self._preprocessing or Preprocessing()
+            prepared = self._preprocessing
             if prepared.centre_share and prepared.size:
                 data = np.frombuffer(file.read(), np.uint8)
                 image_CHW = decode_centre(data, prepared.size, prepared.centre_share)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from fastgpu.storage.hdf5 import list_contents, open_file, open_group
 from fastgpu.storage.sources import decode_images
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.unconverted import refuse_unconverted
+from fastgpu.telemetry.model_files import DESCRIPTION
 
 OnError = Literal["stop", "skip"]
 """What is done with a broken image: stop, or write the reason in place of the prediction."""
@@ -31,6 +33,8 @@ POOL_BYTES = 64 << 20
 """Size of a pool. Three of them are in memory."""
 HDF5_SUFFIXES = (".h5", ".hdf5")
 ARRAY_SUFFIXES = (".npy", ".npz")
+MODEL_FILES = ("run.json", DESCRIPTION, "model.pt")
+"""A folder with one of them is a run or a checkpoint, not rows: a glob may have named several of these."""
 
 
 class Inputs(NamedTuple):
@@ -51,6 +55,9 @@ def open_inputs(
     paths: HDF5 files (`file.h5::/group` and globs, too), one .npy or .npz file, or image files, folders and globs.
     card: the content of model.json. Raises UserError if the inputs do not fit.
     """
+    for path in paths:
+        if any((Path(path) / name).exists() for name in MODEL_FILES):
+            raise UserError(f"INPUT is {path}, a run or a checkpoint; name one CHECKPOINT, then the rows to predict")
     kinds = {_kind(path) for path in paths}
     if len(kinds) > 1:
         raise UserError(f"INPUT has {' and '.join(sorted(kinds))}; give one kind at a time")
@@ -58,7 +65,8 @@ def open_inputs(
         name = "fastgpu.predict.image_inputs"
         if not find_spec(name) or [len(field.shape) in (2, 3) for field in fields.values()] != [True]:
             refuse_unconverted("INPUT", paths, list(fields))
-            raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {_list(fields)}")
+            taken = ", ".join(f"{name}, {field}" for name, field in fields.items())
+            raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
         return Inputs(images, images.files, images.failed if on_error == "skip" else None)
     source: Source
@@ -87,10 +95,6 @@ def _kind(path: str) -> str:
     if "::" in path or path.endswith(HDF5_SUFFIXES):
         return "HDF5 files"
     return "arrays" if path.endswith(ARRAY_SUFFIXES) else "image files"
-
-
-def _list(fields: Mapping[str, Field]) -> str:
-    return ", ".join(f"{name}, {field}" for name, field in fields.items())
 
 
 def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:

@@ -88,20 +88,22 @@ def _read_options(card: Mapping[str, Any]) -> Section:
     return workloads.load(card["workload"]).Options.model_validate_json(json.dumps(card["options"]))
 
 
-def fields_read(call: Callable[[nn.Module, Rows], object], trained: Trained) -> dict[str, Field]:
-    """The fields that `Workload.predict` or `Workload.score` takes from a batch, found by calling it on made-up rows.
+def rehearse(
+    call: Callable[[nn.Module, Rows], Mapping[str, Any]], trained: Trained
+) -> tuple[dict[str, Field], Mapping[str, Any]]:
+    """The fields that `Workload.predict` or `Workload.score` takes from a batch, and its result for two made-up rows.
 
     Raises UserError if it takes a field that the training rows did not have.
     """
     columns = _Recorder(make_rows(trained.fields, 2).columns)
     try:
         with torch.no_grad():
-            call(trained.model, Rows(columns))
+            result = call(trained.model, Rows(columns))
     except KeyError as error:
         raise UserError(
             f"workloads/{trained.card['workload']}.py takes {error}, which model.json does not have"
         ) from None
-    return {name: field for name, field in trained.fields.items() if name in columns.read}
+    return {name: field for name, field in trained.fields.items() if name in columns.read}, result
 
 
 class _Recorder(dict[str, Any]):

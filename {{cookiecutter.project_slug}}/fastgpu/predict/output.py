@@ -2,19 +2,20 @@
 
 import csv
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
 from fastgpu.process.atomic import atomic_replace
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import RankError, UserError, stop_at_closed_pipe
 from fastgpu.process.world import World
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
@@ -59,19 +60,15 @@ class PredictionWriter:
         self._csv.writerows(lines)
 
     def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
-        columns = {name: value.tolist()}
-        if value.is_floating_point():
-            columns = {name: _shorten(columns[name], 9 if value.dtype.itemsize <= 4 else 17)}
+        numbers = np.array(value.tolist())  # NumPy knows no bfloat16
+        columns = {name: _shorten(numbers, value.dtype.itemsize) if value.is_floating_point() else numbers}
         title, attribute = NAMES.get(name, ("", ""))
         if labels := self._attributes.get(attribute):
-            columns[title] = _look_up(columns[name], labels)
+            is_known = (numbers >= 0) & (numbers < len(labels))
+            columns[title] = np.array([*labels, None], object)[np.where(is_known, numbers, -1)]
         if not self._is_csv or value.ndim < 2:
-            return columns
-        return {
-            f"{key}_{place}": list(each)
-            for key, rows in columns.items()
-            for place, each in enumerate(zip(*rows, strict=True))
-        }
+            return {key: rows.tolist() for key, rows in columns.items()}
+        return {f"{key}_{place}": each.tolist() for key, rows in columns.items() for place, each in enumerate(rows.T)}
 
 
 def check_fits_csv(values: Mapping[str, Tensor]) -> None:
@@ -83,18 +80,10 @@ def check_fits_csv(values: Mapping[str, Tensor]) -> None:
             )
 
 
-def _shorten(value: Any, precision: int) -> Any:
-    """Floats with so many significant figures (float32 needs 9), in the same nested lists; None if not finite."""
-    if isinstance(value, list):
-        return [_shorten(each, precision) for each in value]
-    return float(f"{value:.{precision}g}") if isfinite(value) else None
-
-
-def _look_up(numbers: Any, names: Sequence[Any]) -> Any:
-    """The names of numbers, in the same nested lists; None for a number without a name."""
-    if isinstance(numbers, list):
-        return [_look_up(each, names) for each in numbers]
-    return names[numbers] if 0 <= numbers < len(names) else None
+@partial(np.vectorize, otypes=[object])
+def _shorten(value: float, itemsize: int) -> float | None:
+    """A float with as many significant figures as its type needs; None if not finite."""
+    return float(f"{value:.{9 if itemsize <= 4 else 17}g}") if isfinite(value) else None
 
 
 @contextmanager
@@ -106,12 +95,8 @@ def open_output(path: str, terminal: IO[str], world: World) -> Iterator[IO[str]]
     """
     if path == "-":
         world.check_everywhere(world.world_size == 1, "-o: several processes need a FILE.csv or FILE.jsonl")
-        try:
+        with stop_at_closed_pipe(terminal):
             yield terminal
-            terminal.flush()
-        except BrokenPipeError:  # the reader has seen enough, such as `head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.fileno())  # or Python complains when it flushes at exit
-            raise SystemExit(1) from None
         return
     target = Path(path)
     parts = [target.with_name(f".{target.name}.part{rank}") for rank in range(world.world_size)]

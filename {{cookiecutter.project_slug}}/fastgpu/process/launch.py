@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 EXIT_S = 2.0
 """Time for what is registered with `atexit` if Python's own exit would hang."""
@@ -108,6 +108,17 @@ def exit_with_message(
         if launch.is_local_main:
             print(f"\n{interrupted}", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+
+
+@contextmanager
+def stop_at_closed_pipe(file: IO[str]) -> Iterator[None]:
+    """End the program with exit code 1, without a message, when the reader of `file` has seen enough (`head`)."""
+    try:
+        yield
+        file.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or Python complains when it flushes at exit
+        raise SystemExit(1) from None
 
 
 def _exit_by_force(code: int) -> NoReturn:

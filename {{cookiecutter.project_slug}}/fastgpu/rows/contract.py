@@ -90,6 +90,8 @@ class Source(Protocol):
     """How often rows are trained on in each epoch. None: each row once."""
     by_h5py: bool = False
     """Whether only the HDF5 library can read the rows, one thread at a time."""
+    around_page_cache: bool = False
+    """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
     damaged: dict[int, str] | None = None
@@ -126,8 +128,13 @@ class Source(Protocol):
         None: no images are encoded."""
         return None
 
+    def through_page_cache(self) -> "Source":
+        """The same rows, of which those that are read again come from memory: for measurements."""
+        return self
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
+        raise KeyError(name)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.

@@ -56,6 +56,7 @@ class DecodedImages(Source):
         self.mixture = encoded.mixture
         self.filters = encoded.filters
         self.by_h5py = encoded.by_h5py
+        self.around_page_cache = encoded.around_page_cache
         preprocessing = Preprocessing(size, centre_share=self._centre_share)
         self.attributes = {**encoded.attributes, "preprocessing": preprocessing.to_json()}
         self.decoding = self._describe_decoding()
@@ -83,8 +84,15 @@ class DecodedImages(Source):
         """The same rows, from a copy of `stored` that is kept in memory."""
         if self._min_scale == 1:
             return stored
+        return self._over(stored)
+
+    def through_page_cache(self) -> Source:
+        """See `Source.through_page_cache`."""
+        return self._over(self._encoded.through_page_cache())
+
+    def _over(self, encoded: Source) -> Source:
         source = copy(self)
-        source._encoded = stored
+        source._encoded = encoded
         return source
 
     def _describe_decoding(self) -> str:

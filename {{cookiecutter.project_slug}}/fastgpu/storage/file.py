@@ -4,6 +4,8 @@ import mmap
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ SURE_AFTER_HITS = 64
 """After this many pieces in a row that were in the page cache, the kernel is asked less often, ..."""
 PROBE_EVERY = 8
 """... namely about every 8th piece."""
+DIRECT_ALIGNMENT = 4096
+"""Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
+HUGE_PAGE_BYTES = 2 << 20
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -57,15 +62,20 @@ class OpenFile:
     the first use in each process. A pickled OpenFile opens the file again, and expects it unchanged.
     """
 
-    def __init__(self, path: str, chunk_cache: Mapping[str, float]):
-        """chunk_cache: `rdcc_nbytes`, `rdcc_nslots` and `rdcc_w0` of h5py.File."""
+    def __init__(self, path: str, chunk_cache: Mapping[str, float], *, around_page_cache: bool = False):
+        """chunk_cache: `rdcc_nbytes`, `rdcc_nslots` and `rdcc_w0` of h5py.File.
+
+        around_page_cache: read directly from the disk (O_DIRECT), if the file system can.
+        """
         self.path = path
         self._chunk_cache = chunk_cache
+        self._around_page_cache = around_page_cache
         self._open()
         self._stamp = self._current_stamp()
 
     def _open(self) -> None:
         self._raw = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
+        self._direct = self._open_direct() if self._around_page_cache else None
         self._mapped: np.ndarray | None = None
         self._can_probe = True
         self._hits_in_a_row = 0
@@ -73,8 +83,32 @@ class OpenFile:
         self._h5: h5py.File | None = None
         self._h5_pid = 0
 
+    def _open_direct(self) -> FileIO | None:
+        """The file without the page cache. None if the system or the file system has no such reads."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except (OSError, AttributeError):
+            return None
+        direct = FileIO(descriptor, "rb")
+        try:
+            os.preadv(descriptor, [aligned_scratch(DIRECT_ALIGNMENT).data], 0)
+        except OSError:
+            direct.close()
+            return None
+        return direct
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether bytes are read around the page cache."""
+        return self._direct is not None
+
+    def use_page_cache(self) -> None:
+        """Read through the page cache from now on."""
+        self._around_page_cache = False
+        self._direct = None
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_raw": None, "_h5": None, "_mapped": None}
+        return self.__dict__ | {"_raw": None, "_direct": None, "_h5": None, "_mapped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
@@ -112,13 +146,25 @@ class OpenFile:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
+        if self._direct:
+            return self._read_direct(self._direct, offset, count)
         memory = scratch(count)
         self.preadv([memory.data], offset)
         return memory
 
+    def _read_direct(self, direct: FileIO, offset: int, count: int) -> np.ndarray:
+        """Read whole pages around the bytes: such reads begin and end where pages do, in the file and in memory."""
+        begin = offset - offset % DIRECT_ALIGNMENT
+        needed = offset + count - begin
+        memory = aligned_scratch(-(-needed // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT)
+        n_read = os.preadv(direct.fileno(), [memory.data], begin)
+        if n_read < needed:  # a signal ended the call early, or the file was cut
+            self.preadv([memory[n_read:needed].data], begin + n_read)
+        return memory[offset - begin : needed]
+
     def will_need(self, offset: int, count: int) -> None:
-        """Ask the kernel to start reading those bytes from the disk."""
-        if hasattr(os, "posix_fadvise"):
+        """Ask the kernel to start reading those bytes from the disk into the page cache, if they are to go there."""
+        if hasattr(os, "posix_fadvise") and not self._direct:
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -132,6 +178,8 @@ class OpenFile:
         about, and the others are taken for hits. A wrong guess costs a few page faults. After a miss, every piece is
         asked about again. Where nobody can tell what is cached, everything counts as a miss and the file is not mapped.
         """
+        if self._direct:
+            return None
         self._n_lookups += 1
         must_probe = self._hits_in_a_row < SURE_AFTER_HITS or self._n_lookups % PROBE_EVERY == 0
         if must_probe and not self._probe(offset + count - 1):
@@ -161,6 +209,21 @@ class OpenFile:
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             text = " ".join(str(error).split())
             raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
+
+
+def aligned_scratch(size: int) -> np.ndarray:
+    """(size,) uint8 as of `scratch`, at the beginning of a huge page: a disk fills those in few requests."""
+    purpose = "direct"
+    memory = _thread_local.__dict__
+    if purpose not in memory or len(memory[purpose]) < size:
+        n_pages = -(-size // HUGE_PAGE_BYTES)
+        mapped = mmap.mmap(-1, (n_pages + 1) * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(mapped, np.uint8)
+        start = -array.ctypes.data % HUGE_PAGE_BYTES
+        memory[purpose] = array[start : start + n_pages * HUGE_PAGE_BYTES]
+    return memory[purpose][:size]
 
 
 def scratch(size: int, purpose: str = "file") -> np.ndarray:

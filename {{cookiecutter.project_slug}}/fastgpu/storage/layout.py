@@ -57,6 +57,7 @@ class ReadOptions(NamedTuple):
     verify: bool = False
     trust_links: bool = False
     chunk_cache: Mapping[str, float] = {}
+    around_page_cache: bool = False
 
 
 class _Chunks(NamedTuple):
@@ -93,7 +94,9 @@ class Layout:
         self._n_items = n_items
         self._n_rows = len(data)
         self._dtype = data.dtype
-        self._file = OpenFile(data.file.filename, options.chunk_cache)  # the file that a trusted link leads to
+        self._file = OpenFile(
+            data.file.filename, options.chunk_cache, around_page_cache=options.around_page_cache
+        )  # the file that a trusted link leads to
         self._filters = codecs.filters_of(data.id.get_create_plist())
         self._chunks = self._find_chunks(data)  # None: read through h5py
         self._digests: np.ndarray | None = None  # (chunks, 32) uint8
@@ -120,6 +123,15 @@ class Layout:
     def is_direct(self) -> bool:
         """Whether the rows are read without the HDF5 library."""
         return self._chunks is not None
+
+    @property
+    def is_around_page_cache(self) -> bool:
+        """Whether the rows are read without the page cache."""
+        return self._file.is_direct
+
+    def use_page_cache(self) -> None:
+        """Read through the page cache from now on."""
+        self._file.use_page_cache()
 
     def fingerprint(self) -> bytes:
         """The SHA-256 of the file's size and the checksums of all rows; if it has none, of the row in the middle."""
@@ -281,7 +293,7 @@ class Layout:
     def _read_from_disk(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Read neighbouring rows by system calls."""
         row_bytes = self.field.row_bytes
-        if row_bytes < SCATTER_BYTES or not self._dtype.isnative:
+        if row_bytes < SCATTER_BYTES or not self._dtype.isnative or self._file.is_direct:
             out[_index(places)] = self._checked(self._as_rows(self._file.read(offset, len(places) * row_bytes)))
             return
         memory = out.reshape(-1).view(np.uint8).data

@@ -8,6 +8,7 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 import glob
 import hashlib
 import json
+import pickle
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +21,17 @@ from typing import Any
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
+
+AROUND_PAGE_CACHE = 1.5
+"""Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
+until the next epoch asks for them: under a third of them, if the blocks come in random order."""
 
 
 class Store(Source):
@@ -45,6 +51,7 @@ class Store(Source):
         self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
         self.filters = first.largest.filters
         self.by_h5py = not first.largest.is_direct
+        self.around_page_cache = first.largest.is_around_page_cache
         self.file_rows = [int(file.block_rows.sum()) for file in files]
         """Number of rows of each file."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
@@ -67,6 +74,16 @@ class Store(Source):
         """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
         digest = hashlib.sha256(b"".join(file.fingerprint() for file in self._files))
         return super().identity | {"the digest of the rows": digest.hexdigest()[:12]}
+
+    def through_page_cache(self) -> "Store":
+        """See `Source.through_page_cache`."""
+        if not self.around_page_cache:
+            return self
+        store: Store = pickle.loads(pickle.dumps(self))
+        store.around_page_cache = False
+        for file in store._files:
+            file.use_page_cache()
+        return store
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
@@ -114,8 +131,10 @@ def open_store(
         raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
     if isinstance(paths, str):
         paths = [paths]
-    options = ReadOptions(verify, trust_links, dict(chunk_cache or {}))
     names = [name for path in paths for name in expand(key, path)]
+    n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
+    is_too_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
+    options = ReadOptions(verify, trust_links, dict(chunk_cache or {}), is_too_large)
     _warn_of_missing_shards(key, [path for path, _ in names])
     elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
     if len(names) > 1 and elsewhere:
@@ -312,6 +331,11 @@ class _File:
         """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
         in_memory = [hashlib.sha256(array.data).digest() for array in (*self.columns.values(), *self.indptr.values())]
         return b"".join([*in_memory, *(layout.fingerprint() for layout in self._layouts.values())])
+
+    def use_page_cache(self) -> None:
+        """Read through the page cache from now on."""
+        for layout in self._layouts.values():
+            layout.use_page_cache()
 
     def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""

@@ -1,6 +1,7 @@
 """A part of the rows of a source: what is left for training, or is held out for validation."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Subset(Source):
         self.attributes = source.attributes
         self.filters = source.filters
         self.by_h5py = source.by_h5py
+        self.around_page_cache = source.around_page_cache
         if source.mixture:
             self.mixture = source.mixture._replace(groups=source.mixture.groups[row_ids])
         self.fields = dict(source.fields)
@@ -49,6 +51,12 @@ class Subset(Source):
     def identity(self) -> dict[str, object]:
         """That of the whole source, with the number of rows of this part."""
         return self._source.identity | super().identity
+
+    def through_page_cache(self) -> Source:
+        """See `Source.through_page_cache`."""
+        other = copy(self)
+        other._source = self._source.through_page_cache()
+        return other
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""

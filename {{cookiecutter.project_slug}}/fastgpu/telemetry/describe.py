@@ -28,6 +28,8 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
         f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
         f"{readers} on each rank: {sizes.n_readers}"
     )
+    if source.around_page_cache and sizes.tier == "disk":
+        text += "\nfiles: larger than the free memory, so they are read around the page cache (O_DIRECT)"
     if source.decoding:
         text += f"\nimages: {source.decoding}"
         if source.stored is not source and sizes.tier == "disk":

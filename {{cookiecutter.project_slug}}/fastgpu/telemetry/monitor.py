@@ -39,7 +39,7 @@ class Counters:
         """counters: (prefix of the tags, counter)."""
         self._counters = list(counters)
         self.missing = list(missing)
-        """What could not be read, with the reason. It is not tried again."""
+        """What could not be read, with the reason. It is not tried again. `Monitor.take_missing` empties this list."""
 
     def read(self) -> dict[str, float]:
         """{tag: value}. The first values of counters that compare with the read before are missing or 0."""
@@ -73,15 +73,14 @@ class Monitor:
 
     def __init__(self, counters: Counters | None, merge: Merge = dict, *, poll_s: float = POLL_S):
         """counters: None if another process of this machine reads them. merge: joins the values of all machines."""
-        self._counters = counters
+        self._counters = counters or Counters([])
         self._merge = merge
         self._poll_s = poll_s
         self._values: dict[str, list[float]] = {}
-        self._n_missing_taken = 0
         self._lock = threading.Lock()
         self._is_ready = threading.Event()
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(counters,), name="monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if counters:
             self._thread.start()
             self._is_ready.wait()
@@ -104,25 +103,22 @@ class Monitor:
 
     def take_missing(self) -> list[str]:
         """Counters that turned out to be unreadable since the last call, with the reason."""
-        if not self._counters:
-            return []
-        missing = self._counters.missing[self._n_missing_taken :]
-        self._n_missing_taken += len(missing)
-        return missing
+        missing = self._counters.missing
+        return [missing.pop(0) for _ in range(len(missing))]
 
     def close(self) -> None:
         """End the thread."""
         self._is_closing.set()
-        if self._counters:
+        if self._thread.is_alive():
             self._thread.join()
 
-    def _run(self, counters: Counters) -> None:
+    def _run(self) -> None:
         """The thread. Its first read is only the beginning of counters that compare with the read before; psutil keeps
         such a beginning for each thread, so it has to happen here."""
-        counters.read()
+        self._counters.read()
         self._is_ready.set()
         while not self._is_closing.wait(self._poll_s):
-            values = counters.read()
+            values = self._counters.read()
             with self._lock:
                 for tag, value in values.items():
                     self._values.setdefault(tag, []).append(value)

@@ -213,9 +213,7 @@ def feed_verdict(wait_pct: float, util_pct: float | None = None) -> Verdict:
 
 def table(points: Sequence[Point]) -> str:
     """The summary for a terminal; empty if nothing was logged."""
-    rows = summary(points)
-    width = max((len(row.title) for row in rows), default=0)
-    return "\n".join(f"  {row.title:<{width}}  {number(row.value):>10} {row.unit}".rstrip() for row in rows)
+    return as_text([[f"  {row.title}", f"{number(row.value):>10} {row.unit}"] for row in summary(points)])
 
 
 def differing_settings(runs: Mapping[str, Path]) -> Table:

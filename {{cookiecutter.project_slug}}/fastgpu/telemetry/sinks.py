@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -28,19 +28,6 @@ PLAIN = (bool, int, float, str)
 """The types that TensorBoard accepts as hyperparameters."""
 
 
-class Sink(Protocol):
-    """A place for the scalars of one run. Any method may raise any exception: it costs a point, not the run."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], step: int):
-        """folder: that of the run. config: {dotted key: value}. step: where the run starts; above 0 if resumed."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one point: {tag: value}."""
-
-    def close(self, metrics: Mapping[str, float] | None, verdict: str) -> None:
-        """End the run. metrics: the final ones, or None if the run broke off."""
-
-
 class TensorBoard:
     """Event files in the folder of the run, with the charts of tags.py on the page CUSTOM SCALARS."""
 
@@ -53,7 +40,7 @@ class TensorBoard:
         self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one point. Charts are described again when there is more to show in them."""
+        """Take one point: {tag: value}. Charts are described again when there is more to show in them."""
         drawn = tags.charts(self._names)
         self._names |= dict.fromkeys(values)
         charts = tags.charts(self._names)
@@ -127,17 +114,18 @@ class Mlflow:
         self._mlflow.end_run("FAILED" if metrics is None else "FINISHED")
 
 
-KINDS: dict[SinkName, Callable[[Path, Mapping[str, Any], int], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-}
+Sink = TensorBoard | Wandb | Mlflow
+KINDS: dict[SinkName, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
 
 class Sinks:
-    """Calls sinks in a thread of their own, in order, so that a slow disk or server does not hold up the loop."""
+    """Calls sinks in a thread of their own, in order, so that a slow disk or server does not hold up the loop.
+
+    Any method of a sink may raise any exception: it costs a point, not the run.
+    """
 
     def __init__(self, names: Sequence[SinkName], folder: Path, config: Mapping[str, Any], step: int):
+        """folder: that of the run. config: {dotted key: value}. step: where the run starts; above 0 if resumed."""
         self._open: dict[SinkName, Sink] = {}
         self._n_failures: Counter[SinkName] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sinks")
@@ -150,7 +138,7 @@ class Sinks:
         self._thread.submit(self._each, lambda sink: sink.scalars(step, values))
 
     def close(self, metrics: Mapping[str, float] | None, verdict: str) -> None:
-        """Wait until the sinks have taken all points, and close them."""
+        """Wait until the sinks have taken all points, and close them. metrics: None if the run broke off."""
         self._thread.shutdown()
         self._each(lambda sink: sink.close(metrics, verdict))
 

@@ -18,10 +18,7 @@ FED = "data wait and GPU activity, %"
 RATES = "rows per second"
 LOSS = "loss"
 CPU = "CPU, % of all CPUs"
-DISK = "disk reads, MB/s"
-PAGE_CACHE = "page cache refaults, pages/s"
 CLOCKS = "GPU clocks held down, % of the time"
-POWER = "GPU power, W"
 METRICS_PCT = "validation, %"
 
 
@@ -86,7 +83,7 @@ TAGS = (
     Tag("gpu<n>/tensor_active_pct", "% of the time", title="tensor cores"),
     Tag("gpu<n>/mem_used_gib", "GiB"),
     Tag("gpu<n>/mem_peak_gib", "GiB", title="GPU memory, peak of tensors", over_run="maximum"),
-    Tag("gpu<n>/power_w", "W", title="GPU power", chart=POWER),
+    Tag("gpu<n>/power_w", "W", title="GPU power", chart="GPU power, W"),
     Tag("gpu<n>/energy_j_per_1000_rows", "J for 1,000 trained rows", title="GPU energy", over_run="trained_rows"),
     Tag("gpu<n>/temperature_c", "°C"),
     Tag("gpu<n>/clock_limited_pct", "% of the time", title="GPU clocks held down", chart=CLOCKS),
@@ -98,8 +95,8 @@ TAGS = (
     Tag("host/rss_gib", "GiB", title="memory of the first process"),
     Tag("host/pss_gib", "GiB"),
     Tag("host/available_gib", "GiB"),
-    Tag("host/disk_read_mb_per_s", "MB/s", title="disk reads", chart=DISK),
-    Tag("host/page_cache_refaults_per_s", "pages/s", chart=PAGE_CACHE),
+    Tag("host/disk_read_mb_per_s", "MB/s", title="disk reads", chart="disk reads, MB/s"),
+    Tag("host/page_cache_refaults_per_s", "pages/s", chart="page cache refaults, pages/s"),
 )
 
 

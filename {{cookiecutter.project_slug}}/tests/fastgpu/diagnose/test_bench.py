@@ -10,7 +10,7 @@ from simulated import ALONE
 
 import train
 import workloads
-from fastgpu.diagnose.bench import Bench, Program, as_sections
+from fastgpu.diagnose.bench import Bench, as_sections
 from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import Measured, Rounds, Setting, judge
 from fastgpu.process.config import Config, Data
@@ -18,7 +18,6 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 
-TRAIN = Program(train.build, train.train_step)
 SECONDS = 0.01
 
 
@@ -36,7 +35,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def bench(config):
-    return Bench(config, ALONE, TRAIN, SECONDS)
+    return Bench(config, ALONE, SECONDS)
 
 
 def test_measuring_does_not_change_the_weights(bench):
@@ -102,7 +101,7 @@ def test_a_lighter_transform_is_tried_with_its_setting(config, monkeypatch):
             return batch
 
     monkeypatch.setattr(workloads, "load", lambda name: Workload)
-    bench = Bench(config, ALONE, TRAIN, SECONDS)
+    bench = Bench(config, ALONE, SECONDS)
     setting = Setting("model.n_shifts", 0)
     assert bench.facts().lighter == (setting,)
     assert Workload.seen == {3}
@@ -114,8 +113,9 @@ def test_a_batch_that_does_not_fit_the_device_is_an_error_with_its_cure(config, 
     def train_step(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError
 
+    monkeypatch.setattr(train, "train_step", train_step)
     with pytest.raises(UserError, match="data.batch_size is 64: out of memory; use a smaller one"):
-        Bench(config, ALONE, Program(train.build, train_step), SECONDS)
+        Bench(config, ALONE, SECONDS)
 
 
 def test_a_profile_of_some_steps(bench, tmp_path):
@@ -126,8 +126,8 @@ def test_a_profile_of_some_steps(bench, tmp_path):
 def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, monkeypatch):
     """A step takes as long for any batch, so larger ones are better until there are no more rows."""
     monkeypatch.chdir(tmp_path)
-    program = Program(train.build, lambda parts, batch, lr: time.sleep(0.01))
-    bench = Bench(config, ALONE, program, SECONDS)
+    monkeypatch.setattr(train, "train_step", lambda parts, batch, lr: time.sleep(0.01))
+    bench = Bench(config, ALONE, SECONDS)
     measured = Measured(64, Rounds((0.0101,) * 3), Rounds((0.0101,) * 3))
     facts = bench.facts()
     text = tune(bench, judge(measured, facts), facts, tries_batch=True)
@@ -140,7 +140,7 @@ def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, m
 
 def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:
     """Gradients of this rank in a step of the training loop, and in one without averaging."""
-    bench = Bench(config, world, TRAIN, SECONDS)
+    bench = Bench(config, world, SECONDS)
     sums: list[float] = []
     first = next(bench.parts.model.parameters())
     bench.parts.optimizer.register_step_pre_hook(lambda *_: sums.append(first.grad.double().sum().item()))

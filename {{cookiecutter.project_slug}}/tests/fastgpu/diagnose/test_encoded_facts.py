@@ -6,8 +6,7 @@ import numpy as np
 from harness import ALONE
 from PIL import Image
 
-import train
-from fastgpu.diagnose.bench import Bench, Program
+from fastgpu.diagnose.bench import Bench
 from fastgpu.process.config import Config, Data
 
 
@@ -29,7 +28,7 @@ def test_what_smaller_images_would_save_is_measured(tmp_path):
         model={"width": 4},
         dist={"device": "cpu"},
     )
-    bench = Bench(config, ALONE, Program(train.build, train.train_step), 0.001)
+    bench = Bench(config, ALONE, 0.001)
     facts = bench.facts()
     sizes = rf"smaller images, \d\.\d kB instead of {len(data) / 1e3:.1f}: "
     assert re.fullmatch(sizes + f"python convert.py repack {path} NEW.h5 --size 32 --quality 92", facts.smaller_images)

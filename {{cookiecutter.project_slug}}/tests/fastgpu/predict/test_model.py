@@ -7,7 +7,7 @@ from harness import ALONE
 from torch import nn
 
 import train
-from fastgpu.predict.model import Trained, fields_read, find_checkpoint, load_model, make_rows
+from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_rows, rehearse
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
@@ -92,9 +92,11 @@ def test_the_fields_that_a_method_takes_are_found():
         assert len(batch) == 2
         return {"a": batch["x"] + batch["items"].values.sum()}
 
-    assert set(fields_read(call, trained_with(None, FIELDS))) == {"x", "items"}
+    fields, result = rehearse(call, trained_with(None, FIELDS))
+    assert set(fields) == {"x", "items"}
+    assert result["a"].shape == (2, 6)
     with pytest.raises(UserError, match=r"workloads/mine.py takes 'y', which model.json does not have"):
-        fields_read(lambda model, batch: batch["y"], trained_with(None, FIELDS))
+        rehearse(lambda model, batch: batch["y"], trained_with(None, FIELDS))
 
 
 @pytest.mark.parametrize("random", [False, True])

@@ -12,7 +12,7 @@ from fastgpu.process.machine import GIB, MIB, available_cpus, format_bytes, free
 @pytest.fixture
 def cgroup(monkeypatch) -> dict[str, str]:
     """The files of a cgroup, by name. A file that is not in it does not exist."""
-    files: dict[str, str] = {}
+    files: dict[str, str] = {"memory.stat": ""}
 
     def read_text(path: Path) -> str:
         if path.name not in files:
@@ -48,6 +48,23 @@ def test_cpus_where_there_is_no_affinity(monkeypatch, cgroup):
         ({"memory.max": str(4 * GIB), "memory.current": str(GIB)}, 3 * GIB),
         ({"memory.max": str(40 * GIB), "memory.current": str(GIB)}, 10 * GIB),
         ({"memory.max": str(GIB), "memory.current": str(2 * GIB)}, 0),
+        (
+            {
+                "memory.max": str(4 * GIB),
+                "memory.current": str(3 * GIB),
+                "memory.stat": f"anon 5\ninactive_file {GIB}\nactive_file {MIB}\n",
+            },
+            2 * GIB + MIB,
+        ),
+        (
+            {
+                "cgroup": "5:cpuset:/job\n4:memory,hugetlb:/job/step\n",
+                "memory.limit_in_bytes": str(4 * GIB),
+                "memory.usage_in_bytes": str(3 * GIB),
+                "memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
     ],
 )
 def test_free_memory_is_that_of_the_machine_or_of_its_cgroup(monkeypatch, cgroup, files, free):

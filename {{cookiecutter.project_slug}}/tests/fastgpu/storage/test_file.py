@@ -11,8 +11,10 @@ from scattered import read_scattered
 from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import file as file_module
+from fastgpu.storage import store as store_module
 from fastgpu.storage.file import PROBE_EVERY, OpenFile, is_in_page_cache, not_found, split_group
-from fastgpu.storage.store import open_store
+from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.subset import Subset
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
@@ -151,6 +153,51 @@ def test_a_file_system_that_does_not_tell_what_it_has_cached_is_asked_once(write
     monkeypatch.setattr(file_module, "is_in_page_cache", cannot_tell)
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
     assert len(probed_offsets) == 1
+
+
+# ---------------------------------------------------------------------------------------------- around the page cache
+
+
+def open_around_page_cache(monkeypatch, path: str) -> Store:
+    monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
+    return open_store("data.train", path, FIELDS)
+
+
+def test_a_file_that_the_memory_cannot_hold_leaves_no_rows_in_the_page_cache(write, monkeypatch):
+    path = write(1000, BIG)
+    assert not open_store("data.train", path, FIELDS).around_page_cache
+    store = open_around_page_cache(monkeypatch, path)
+    if not store.around_page_cache:
+        pytest.skip("the file system of the tests has no direct reads")
+    with Path(path).open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert numbers_of(read_scattered(store)["images"]) == list(range(1000))
+        assert is_in_page_cache(file.fileno(), Path(path).stat().st_size // 2) in (False, None)
+
+
+def test_rows_of_such_a_file_can_be_kept_in_the_page_cache_to_measure_it(write, monkeypatch):
+    store = open_around_page_cache(monkeypatch, write(40, BIG))
+    part = Subset("part", store, np.arange(5, 40))
+    for source, rows in ((store, range(40)), (part, range(5, 40))):
+        other = source.through_page_cache()
+        assert source.around_page_cache == store.around_page_cache
+        assert numbers_of(read_scattered(other)["images"]) == list(rows)
+    assert not store.through_page_cache().around_page_cache
+
+
+def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *arguments, **options):
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = open_around_page_cache(monkeypatch, write(40, BIG))
+    assert not store.around_page_cache
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
 
 
 # ---------------------------------------------------------------------------------------------- system calls

@@ -1,5 +1,6 @@
 """The command `python report.py`."""
 
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,22 @@ def test_runs_of_one_name_in_two_folders_are_compared(tmp_path):
     assert all(str(folder) in done.stdout for folder in runs)
     assert (tmp_path / "ab.html").exists()
     assert not (runs[0] / "report.html").exists()
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
+    """As `report.py --compare a b | head` does."""
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "report.py", "--compare", *runs],
+        cwd=ROOT,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(
