@@ -49,6 +49,8 @@ class Bench:
 
     def __init__(self, config: Config, world: World, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
+        self._largest_image_size = max(config.data.image_sizes.values())
+        config = config.resolved(data={"image_size": config.data.image_sizes[0]})  # one size: that of the first epoch
         self.config = config
         self.world = world
         self.meter = Meter(world, Device(world.device), seconds)
@@ -161,14 +163,14 @@ class Bench:
 
     def _facts_of_encoded(self) -> dict[str, Any]:
         """What smaller images would save, if they are encoded, and which command compares them with pixels."""
-        smaller = self.parts.source.try_smaller()
+        smaller = self.parts.source.try_smaller(self._largest_image_size)
         if smaller is None:
             return {}
         side, (now_bytes, now_s), (then_bytes, then_s) = smaller
         data = self.config.data
         paths = [data.train] if isinstance(data.train, str) else [*data.train]
         step_rows = data.batch_size * self.world.local_world_size / self.world.world_size  # of this machine
-        advise = f"python convert.py advise {paths[0]} --size {data.image_size}"
+        advise = f"python convert.py advise {paths[0]} --size {self._largest_image_size}"
         return {
             "advise_command": f"{advise} --rows-per-s {step_rows / self.compute.median:.0f}",
             "smaller_images": f"smaller images, {then_bytes / 1e3:.1f} kB instead of {now_bytes / 1e3:.1f}: "
@@ -230,12 +232,13 @@ def _make_loop(parts: train.Parts, batch: Rows, world: World) -> Loop:
         if parts.config.train.compile:  # so far only DDP around the model is compiled
             parts.model.compile()
     rng = reseed(world, parts.config.run.seed)
-    echo = parts.config.data.echo
+    data = parts.config.data
+    echo = 1.0 if data.echo == "auto" or data.echo_at == "encoded" else data.echo  # such passes are pools of the feed
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
         batch_size=parts.sizes.batch_size,
-        echo=1.0 if echo == "auto" else echo,
+        echo=echo,
     )

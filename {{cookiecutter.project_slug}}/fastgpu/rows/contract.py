@@ -45,6 +45,13 @@ class PoolPlan(NamedTuple):
     is_last: bool
     """Whether this is the last pool of its epoch."""
     reads: list[BlockRead]
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """{field: shape of its rows in this pool}, if they may be smaller than `Source.fields` says: each row lies at the
+    beginning of its place (see `rows.beginnings`)."""
+    echo_pass: int | None = None
+    """Number of the pass over the pool, from 0, if each pass comes as a pool of its own. None: the pool comes once."""
+    is_last_pass: bool = True
+    """Whether no other pass over the pool comes."""
 
 
 class Pool(NamedTuple):
@@ -123,8 +130,8 @@ class Source(Protocol):
         """These rows, read from a copy of `stored` in memory."""
         return stored
 
-    def try_smaller(self) -> tuple[int, tuple[float, float], tuple[float, float]] | None:
-        """A shorter side that is enough for encoded images; bytes and CPU seconds of one, now and with that side.
+    def try_smaller(self, size: int) -> tuple[int, tuple[float, float], tuple[float, float]] | None:
+        """The shorter side that encoded images need for `size`; bytes and CPU seconds of one, now and with that side.
         None: no images are encoded."""
         return None
 

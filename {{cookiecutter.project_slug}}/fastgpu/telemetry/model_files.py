@@ -50,8 +50,12 @@ def describe_model(
     """
     train, val = sources
     fields = {**val.fields, **train.fields}
+    described = dict(train.attributes)
+    if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
+        fields = {**train.fields, **val.fields}
+        described["preprocessing"] = val.attributes["preprocessing"]
     attributes = {}
-    for name, value in train.attributes.items():
+    for name, value in described.items():
         try:
             attributes[name] = _to_json(value)
         except (TypeError, ValueError):

@@ -21,7 +21,7 @@ def test_what_smaller_images_would_save_is_measured(tmp_path):
         rows["images"].attrs["codec"] = "jpeg"
         rows["labels"] = np.arange(64) % 4
     fields = {"images": "images", "labels": "labels"}
-    settings = {"image_size": 28, "min_crop_scale": 0.3, "batch_size": 32}
+    settings = {"image_size": {0: 20, 5: 28}, "min_crop_scale": 0.3, "batch_size": 32}
     config = Config(
         workload="images",
         data=Data(train=str(path), val=str(path), fields=fields, **settings),
