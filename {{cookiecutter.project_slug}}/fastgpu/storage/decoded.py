@@ -18,6 +18,7 @@ from fastgpu.rows.rows import RaggedArray, beginnings
 from fastgpu.storage.encoded import Kept, decode_centre, decode_random, draw, keep, measure, simplejpeg
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
 
 if TYPE_CHECKING:
@@ -70,8 +71,12 @@ class DecodedImages(Source):
         self.filters = encoded.filters
         self.by_h5py = encoded.by_h5py
         self.around_page_cache = encoded.around_page_cache
-        preprocessing = Preprocessing(self._size, centre_share=self._centre_share)
-        self.attributes = {**encoded.attributes, "preprocessing": preprocessing.to_json()}
+        self.attributes = dict(encoded.attributes)
+        prepared = read_preparation(encoded)  # of pixels that were encoded later
+        if not prepared:
+            self.attributes["preprocessing"] = Preprocessing(self._size, centre_share=self._centre_share).to_json()
+        elif self._varies or self._centre_share < 1 or prepared.get("size") != list(self._size):
+            del self.attributes["preprocessing"]  # they are prepared twice, which it cannot say
         self.decoding = self._describe_decoding()
         self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self._encoded_fields}
         pixels = Field(np.dtype(np.uint8), (3, *self._size))
