@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import RecodedRows
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Source
-from fastgpu.storage.encoded import Kept, decode_random, draw, keep
+from fastgpu.storage.encoded import Kept, keep, measure
 from fastgpu.storage.layout import BLOCK_BYTES
 
 MARGIN = 1.15
@@ -57,7 +57,8 @@ def advise(path: str, source: Source, size: int, rows_per_s: float) -> Iterator[
     repack = f"repack {path} NEW.h5"
 
     def encoded(name: str, files: Sequence[bytes], command: str) -> Store:
-        return Store(name, sum(map(len, files)) / len(files), _decoded_per_s(files, size), command)
+        row_bytes, decoding_s = measure(files, (size, size), MIN_SCALE)
+        return Store(name, row_bytes, available_cpus() / decoding_s, command)
 
     pixels = f"pixels, {size} x {size}"
     if is_encoded:
@@ -107,15 +108,6 @@ def measure_disk(path: str) -> float:
             return sum(counts) / (time.perf_counter() - t0)
     finally:
         os.close(descriptor)
-
-
-def _decoded_per_s(files: Sequence[bytes], size: int) -> float:
-    """Images per second of all CPUs: the rate of one thread's CPU time, times their number."""
-    draws = draw((0, 0, 0), np.arange(len(files))).tolist()
-    t0 = time.thread_time()
-    for data, numbers in zip(files, draws, strict=True):
-        decode_random(np.frombuffer(data, np.uint8), (size, size), numbers, MIN_SCALE)
-    return available_cpus() * len(files) / (time.thread_time() - t0)
 
 
 def _format(rate: float, unlimited: str) -> str:

@@ -62,6 +62,7 @@ def add_commands(command_line: CommandLine) -> None:
     text = "decode encoded images to pixels; with --quality: make them smaller"
     add("--size", type=_parse_size, metavar="HxW", help=text)
     add("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
+    add_on_error_flag(parser, "image, with --quality")
 
     command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
     _add_decoding_flags(command_line.add(celeba, "folder with the images and the two lists"))
@@ -166,10 +167,13 @@ def recode(source: "Source", args: Namespace) -> "Source":
     from fastgpu.storage.sources import decode_images
 
     report_nhwc(source)
+    if args.on_error == "skip" and not args.quality:
+        raise UserError("--on-error is skip, which needs --quality; without --size it keeps encoded images as they are")
     if args.size and not any(field.codec for field in source.fields.values()):
         raise UserError(f"--size is for encoded images, and {source.name} has none; drop it")
     if args.quality:
-        recoded: Source = RecodedRows(source, Kept(args.size and min(args.size), args.quality))
+        kept = Kept(args.size and min(args.size), args.quality)
+        recoded: Source = RecodedRows(source, kept, args.on_error)
     else:
         recoded = decode_images(source, args.size) if args.size else source
     if args.size:  # the mean and std of what is written now are others

@@ -335,9 +335,9 @@ class EncodedFiles(ListedRows):
 class RecodedRows(DecodedRows):
     """Rows of another source, with the bytes of image files in place of its encoded images, or of its pixels."""
 
-    def __init__(self, source: Source, kept: Kept):
+    def __init__(self, source: Source, kept: Kept, on_error: OnError = "stop"):
         """Raises UserError if the source has neither encoded images nor uint8 (N, 3, H, W)."""
-        super().__init__(source.name, len(source), {}, on_error="stop")
+        super().__init__(source.name, len(source), {}, on_error=on_error)
         self.attributes = source.attributes
         self._source = source
         self._kept = kept
