@@ -23,14 +23,13 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
 
 from collections.abc import Iterable
 from contextlib import closing
-from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastgpu.check import check
-from fastgpu.feed.echo import echo, free_echo
+from fastgpu.feed.echo import free_echo, remaining_batches
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
@@ -227,11 +226,8 @@ def train(cfg: Config, world: World) -> int:
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
                 for _ in range(at.pool_steps):  # trained on before the run was resumed, or in an earlier pass
                     fresh_rows += step_rows
-                echo_pass = pool.plan.echo_pass  # None: the pool comes once for all passes
-                batches = echo(pool.rows, batch_size, passes, make_seed(world, *place), only_pass=echo_pass)
-                for number, batch in enumerate(batches, (echo_pass or 0) * ceil(len(pool.rows) / batch_size)):
-                    if number < at.pool_steps:
-                        continue
+                seed = make_seed(world, *place)
+                for number, batch in remaining_batches(pool, batch_size, passes, seed, n_done=at.pool_steps):
                     rng = reseed(world, *place, number)  # a resumed run draws the same numbers
                     share = (fresh_rows + step_rows / 2) / planned_rows
                     lr = cfg.optim.lr * lr_factor(share, cfg.optim.warmup_share)

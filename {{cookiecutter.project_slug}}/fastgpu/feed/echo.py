@@ -6,9 +6,11 @@ much as fresh ones up to a factor of about 4 with random augmentation, and less 
 """
 
 from collections.abc import Iterator
+from math import ceil
 
 import torch
 
+from fastgpu.rows.contract import Pool
 from fastgpu.rows.rows import Rows
 
 MAX_FACTOR = 4.0
@@ -34,6 +36,20 @@ def echo(rows: Rows, batch_size: int, passes: int, seed: int, *, only_pass: int 
             batches = map(rows.take, order.split(batch_size))
         if only_pass in (None, number):
             yield from batches
+
+
+def remaining_batches(
+    pool: Pool, batch_size: int, passes: int, seed: int, *, n_done: int
+) -> Iterator[tuple[int, Rows]]:
+    """(number, batch) of the batches of all passes over a pool, or of the one that the pool is for, without the first
+    `n_done` of all passes.
+    """
+    only_pass = pool.plan.echo_pass
+    first = (only_pass or 0) * ceil(len(pool.rows) / batch_size)
+    batches = echo(pool.rows, batch_size, passes, seed, only_pass=only_pass)
+    for number, batch in enumerate(batches, first):
+        if number >= n_done:
+            yield number, batch
 
 
 def max_echo(is_random: bool) -> float:
