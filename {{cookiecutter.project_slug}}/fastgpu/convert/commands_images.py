@@ -172,8 +172,7 @@ def recode(source: "Source", args: Namespace) -> "Source":
     if args.size and not any(field.codec for field in source.fields.values()):
         raise UserError(f"--size is for encoded images, and {source.name} has none; drop it")
     if args.quality:
-        kept = Kept(args.size and min(args.size), args.quality)
-        recoded: Source = RecodedRows(source, kept, args.on_error)
+        recoded: Source = RecodedRows(source, Kept(args.size and min(args.size), args.quality), args.on_error)
     else:
         recoded = decode_images(source, args.size) if args.size else source
     if args.size:  # the mean and std of what is written now are others
