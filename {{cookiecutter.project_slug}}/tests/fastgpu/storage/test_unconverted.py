@@ -59,3 +59,12 @@ def test_the_command_fits_the_key_and_the_fields(tmp_path):
         refuse_unconverted("INPUT", "photos", FIELDS)
     with pytest.raises(UserError, match="movielens r.csv data/r.h5$"):
         refuse_unconverted("INPUT", "r.csv", ["items"])
+    make(Path("new.csv"), "a,b\n0.5,-1e3\n")
+    with pytest.raises(UserError, match=r"a table \(.* numpy.save\); .* arrays x=FILE.npy y=FILE.npy data/new.h5$"):
+        refuse_unconverted("INPUT", "new.csv", ["x", "y"])
+    make(Path("list.csv"), "path,label\n1.png,3\n")
+    with pytest.raises(UserError, match="images list.csv data/list.h5$"):
+        refuse_unconverted("INPUT", "list.csv", ["x"])
+    make(Path("m.npz"))
+    with pytest.raises(UserError, match="arrays items=m.npz data/m.h5$"):
+        refuse_unconverted("INPUT", "m.npz", ["items"])
