@@ -190,8 +190,8 @@ def main() -> None:
     ]
     note = (
         f"{args.rows:,} rows of {ROW_BYTES:,} bytes in blocks of 2 MiB; {EPOCHS} epochs after the first one, two "
-        f"readers; median of {args.rounds} rounds, minimum and maximum; ratios within a round. The free memory is what a "
-        f"cgroup leaves beside {PROCESS_BYTES >> 20} MiB for the process."
+        f"readers; median of {args.rounds} rounds, minimum and maximum; ratios within a round. The free memory is what "
+        f"a cgroup leaves beside {PROCESS_BYTES >> 20} MiB for the process."
     )
     publish.write(
         "beyond-ram",

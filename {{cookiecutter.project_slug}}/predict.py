@@ -57,7 +57,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -67,7 +66,7 @@ from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load
 from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
-from fastgpu.storage.store import check_classes, warn_of_other_preparation
+from fastgpu.storage.meaning import check_items, check_labels, warn_of_other_preparation
 from fastgpu.telemetry.model_files import DescribedSource
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
@@ -100,14 +99,11 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
         check_fits_csv(values)
     paths = [args.evaluate] if args.evaluate else args.inputs
     inputs = open_inputs(paths, trained.card, fields, args.on_error, id_field=args.id or "")
-    item_ids = inputs.source.attributes.get("item_ids", ())
-    known_items = trained.card["attributes"].get("item_ids", ())
-    if len(item_ids) and len(known_items) and not np.array_equal(item_ids, known_items):
-        raise UserError("INPUT numbers its items in another way than the training rows; convert them together")
     described = DescribedSource(trained.card, "the training rows")
+    check_items("INPUT", described, inputs.source)
     warn_of_other_preparation("INPUT", described, inputs.source)
     if args.evaluate:
-        check_classes("--evaluate", described, inputs.source)
+        check_labels("--evaluate", described, inputs.source)
         check_labelled(trained, inputs.source)
     return inputs
 

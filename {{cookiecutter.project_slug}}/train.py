@@ -23,19 +23,21 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
 
 from collections.abc import Iterable
 from contextlib import closing
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastgpu.check import check
-from fastgpu.feed.echo import echo, echo_passes, free_echo
+from fastgpu.feed.echo import echo, free_echo
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
 from fastgpu.process.identity import identify_code, identify_job
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
@@ -212,6 +214,7 @@ def train(cfg: Config, world: World) -> int:
         world.print_once(workload.summary)
         run.start(parts.source.row_bytes, card)
 
+        batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order
         read_before = feed.read_time
         while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
@@ -220,10 +223,12 @@ def train(cfg: Config, world: World) -> int:
                 passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
                 fresh_rows = float(at.epoch * epoch_rows + at.consumed)
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
-                batches = echo(pool.rows, parts.sizes.batch_size, passes, make_seed(world, *place))
-                for number, batch in enumerate(batches):
-                    if number < at.pool_steps:  # trained on before the run was resumed
-                        fresh_rows += step_rows
+                for _ in range(at.pool_steps):  # trained on before the run was resumed, or in an earlier pass
+                    fresh_rows += step_rows
+                echo_pass = pool.plan.echo_pass  # None: the pool comes once for all passes
+                batches = echo(pool.rows, batch_size, passes, make_seed(world, *place), only_pass=echo_pass)
+                for number, batch in enumerate(batches, (echo_pass or 0) * ceil(len(pool.rows) / batch_size)):
+                    if number < at.pool_steps:
                         continue
                     rng = reseed(world, *place, number)  # a resumed run draws the same numbers
                     share = (fresh_rows + step_rows / 2) / planned_rows
@@ -240,8 +245,9 @@ def train(cfg: Config, world: World) -> int:
                     if run.is_asked_to_stop(parts.model_to_use):
                         run.report(fresh_rows, lr)
                         return run.stop()
-                at.consumed = pool.plan.consumed
-                at.pool_steps = 0
+                if pool.plan.is_last_pass:
+                    at.consumed = pool.plan.consumed
+                    at.pool_steps = 0
                 run.save_if_due(parts.model_to_use)
             if run.clock.steps:  # none have been made if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)

@@ -1,5 +1,12 @@
 """The workload `images`: one class of many, any number of attributes, or numbers."""
 
+import io
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +17,16 @@ import torch
 import yaml
 from harness import ALONE, check_workload, copy_project, metrics_of, numbered, run_train, same_weights, weights_of
 
+import predict
 import train as script
+from fastgpu.diagnose.bench import Bench
+from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
+from fastgpu.storage.encoded import to_jpeg
 from fastgpu.storage.store import Store, open_store
-from workloads.images import Normalize, ResNet, Workload
+from workloads.images import Bottleneck, Normalize, ResNet, Workload
 
 OFF = {
     "flip": False,
@@ -61,6 +72,42 @@ def test_any_image_gives_logits_and_every_weight_a_gradient(shape, blocks):
     assert logits.shape == (2, 7)
     logits.sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_published_networks_have_their_numbers_of_parameters():
+    """He et al., arXiv:1512.03385, as torchvision builds them."""
+    with torch.device("meta"):
+        resnet18 = ResNet((3, 224, 224), 1000, 64, 2)
+        resnet50 = ResNet((3, 224, 224), 1000, 64, [3, 4, 6, 3], block="bottleneck")
+    assert sum(p.numel() for p in resnet18.parameters()) == 11_689_512
+    assert sum(p.numel() for p in resnet50.parameters()) == 25_557_032
+
+
+def test_weights_keep_the_names_that_checkpoints_have():
+    names = [name for name, _ in ResNet((1, 8, 8), 7, 4, 1).named_parameters()]
+    norms = [f"{module}.{kind}" for module in ("body.1", "body.4", "shortcut.2") for kind in ("weight", "bias")]
+    inner = [f"3.{name}" for name in ("body.0.weight", *norms[:2], "body.3.weight", *norms[2:4])]
+    outer = [name.replace("3.", "4.", 1) for name in inner] + [
+        f"4.{name}" for name in ("shortcut.1.weight", *norms[4:])
+    ]
+    assert names == ["0.weight", "1.weight", "1.bias", *inner, *outer, "7.weight", "7.bias"]
+
+
+def test_a_bottleneck_begins_as_its_shortcut():
+    block = Bottleneck(16, 4, 1)
+    x = torch.rand(2, 16, 5, 5)
+    assert torch.equal(block(x), x)
+    assert Bottleneck(16, 8, 2)(x).shape == (2, 32, 3, 3)
+
+
+@pytest.mark.parametrize("blocks", [1, [1, 2]])
+def test_the_workload_trains_bottlenecks(store, blocks):
+    check_workload(make_workload(store, block="bottleneck", blocks=blocks), labelled(12), labelled(12))
+
+
+def test_more_stages_than_the_images_have_room_for_are_refused(store):
+    with pytest.raises(UserError, match=r"model\.blocks is \[1, 1, 1\], but images of 8 x 8 pixels allow 2 numbers"):
+        make_workload(store, blocks=[1, 1, 1]).model()
 
 
 @pytest.mark.parametrize(("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45)])
@@ -524,6 +571,97 @@ def test_images_without_a_channel_axis_have_one_channel(image_folder):
     train_in(image_folder, "channel", pixels, labels, *settings)
     train_in(image_folder, "none", pixels[:, 0], labels, *settings)
     assert same_weights(image_folder / "runs/channel", image_folder / "runs/none")
+
+
+def write_jpegs(path: Path) -> None:
+    """The rows of rows.h5 with three channels and 20 x 20 pixels, as JPEG files."""
+    with h5py.File("rows.h5") as rows, h5py.File(path, "w") as file:
+        files = [
+            to_jpeg(np.kron(image, np.ones((3, 3, 3), np.uint8))[:, :20, :20], 95) for image in rows["images"][:80]
+        ]
+        file["images/indptr"] = np.cumsum([0, *map(len, files)])
+        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["images"].attrs["codec"] = "jpeg"
+        file["labels"] = rows["labels"][:80]
+
+
+def test_a_diagnosis_has_the_size_of_the_first_epoch(image_folder):
+    write_jpegs(image_folder / "jpegs.h5")
+    data = ["data.train=jpegs.h5", "data.val=jpegs.h5", "data.image_size={0: 8, 1: 16}", "data.min_crop_scale=0.5"]
+    bench = Bench(load_config(data), ALONE, 0.01)
+    assert bench.loop.batch["images"].shape == (32, 3, 8, 8)
+    assert bench.parts.source.fields["images"].shape == (3, 8, 8)
+
+
+def stopping(function: Callable[..., Any], n_calls: int) -> Callable[..., Any]:
+    """The function; the call with this number asks this process to stop."""
+    numbers = itertools.count(1)
+
+    def call(*arguments: Any) -> Any:
+        if next(numbers) == n_calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments)
+
+    return call
+
+
+def test_progressive_resizing_trains_resumes_and_predicts_at_the_size_of_validation(image_folder, monkeypatch, capsys):
+    write_jpegs(image_folder / "jpegs.h5")
+    sizes = ["data.image_size={0: 8, 1: 16}", "data.val_image_size=20", "data.min_crop_scale=0.5"]
+    settings = ["data.train=jpegs.h5", "data.val=jpegs.h5", *sizes, "train.epochs=2", "data.echo=2"]
+    for tier in ("disk", "host"):
+        script.train(load_config([*settings, f"run.name={tier}", f"data.tier={tier}"]), ALONE)
+    printed = capsys.readouterr().out
+    assert "to 8 x 8 pixels, 16 x 16 pixels after epoch 1: a random part of 50 to 100 %" in printed
+    assert "were prepared with" not in printed  # the sizes differ because they were asked for
+    whole = image_folder / "runs/disk"
+    assert same_weights(image_folder / "runs/host", whole)
+
+    with monkeypatch.context() as patch:  # in the second epoch: an epoch has 2 batches, each in 2 passes
+        patch.setattr(script, "train_step", stopping(script.train_step, 7))
+        script.train(load_config([*settings, "run.name=stopped"]), ALONE)
+    script.train(load_config([*settings, "run.name=stopped", "run.resume=auto"]), ALONE)
+    assert same_weights(image_folder / "runs/stopped", whole)
+
+    last = max(whole.glob("checkpoints/last-*"))
+    trained = load_model(last)
+    assert trained.fields["images"].shape == (3, 20, 20)
+    assert trained.workload.shape_CHW == (3, 16, 16)
+    terminal = io.StringIO()
+    predict.main(predict.parse([str(last), "--evaluate", "jpegs.h5", "--json"]), ALONE, terminal)
+    points = [point for point in metrics_of(whole) if "val/loss" in point]
+    assert json.loads(terminal.getvalue())["loss"] == points[-1]["val/loss"]
+
+
+@pytest.mark.slow
+def test_an_echo_of_encoded_images_trains_on_other_pixels_by_the_same_schedule(image_folder, monkeypatch):
+    """Three batches in a pool, trained on 2, 3, 2, ... times."""
+    write_jpegs(image_folder / "jpegs.h5")
+    common = ["data.train=jpegs.h5", "data.val=jpegs.h5", "data.image_size=8", "data.min_crop_scale=0.3"]
+    common += ["data.batch_size=8", "data.pool_batches=3", "train.epochs=2", "log.every_steps=1", "optim.lr=0.01"]
+
+    def train(name: str, echo: float, echo_at: str, *more: str) -> Path:
+        script.train(
+            load_config([*common, f"run.name={name}", f"data.echo={echo}", f"data.echo_at={echo_at}", *more]), ALONE
+        )
+        return image_folder / "runs" / name
+
+    assert same_weights(train("once", 1, "decoded"), train("once-encoded", 1, "encoded"))
+    decoded = train("decoded", 2.5, "decoded")
+    encoded = train("encoded", 2.5, "encoded")
+    assert not same_weights(encoded, decoded)
+    for tag in ("step", "train/lr", "data/echo"):
+        values = [[point[tag] for point in metrics_of(run) if tag in point] for run in (encoded, decoded)]
+        assert values[0]
+        assert values[0] == values[1]
+    assert same_weights(encoded, train("host", 2.5, "encoded", "data.tier=host"))
+
+    for n_steps in (6, 14, 24):  # inside the last pass over a pool, at the end of a pass, in the next epoch
+        name = f"stopped-{n_steps}"
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "train_step", stopping(script.train_step, n_steps))
+            train(name, 2.5, "encoded")
+        assert same_weights(encoded, train(name, 2.5, "encoded", "run.resume=auto"))
 
 
 def test_numbers_are_learned(image_folder):

@@ -5,7 +5,7 @@ Shapes: B rows of a batch, C H W of an image, K classes, attributes or numbers.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -47,8 +47,12 @@ class Workload(workloads.Workload):
 
         width: Count = 32
         """Channels of the first stage. Each later stage doubles them."""
-        blocks: Count = 1
-        """Residual blocks in each stage."""
+        block: Literal["basic", "bottleneck"] = "basic"
+        """Residual block. basic: two 3x3 convolutions. bottleneck: 1x1, 3x3 and 1x1, and four times as many channels
+        at its end."""
+        blocks: Count | Annotated[list[Count], Limits(min_length=1, max_length=4)] = 1
+        """Residual blocks in each stage, or a number for each stage: width 64 and bottlenecks [3, 4, 6, 3] are a
+        ResNet-50."""
         flip: bool = False
         """Mirror images left-right at random (not for digits or text)."""
         crop_padding: CountOrZero = 1
@@ -84,7 +88,8 @@ class Workload(workloads.Workload):
         _check_label_type(train.name, labels)
         self.options = options
         self.dtype = images.dtype
-        self.shape_CHW = (1, *images.shape)[-3:]
+        # The fields of a model.json have the size of validation images; its card has that of training images.
+        self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *images.shape)[-3:]))
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
         self.target_names = [str(name) for name in train.attributes.get("target_names") or []]
         self.is_regression = labels.dtype.kind == "f"
@@ -160,13 +165,14 @@ class Workload(workloads.Workload):
 
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits or numbers (B, K)."""
-        network = ResNet(self.shape_CHW, self.n_outputs, self.options.width, self.options.blocks)
+        o = self.options
+        network = ResNet(self.shape_CHW, self.n_outputs, o.width, o.blocks, block=o.block)
         return nn.Sequential(self.normalize, network)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, in the dtype of the file."""
         o = self.options
-        x_BCHW = batch["images"].view(-1, *self.shape_CHW)
+        x_BCHW = batch["images"].view(len(batch), -1, *batch["images"].shape[-2:])
         labels = batch["labels"]
         if o.min_crop_scale < 1:
             x_BCHW = augment.random_resized_crop(x_BCHW, o.min_crop_scale, rng)
@@ -239,7 +245,7 @@ class Workload(workloads.Workload):
 
     def card(self) -> dict[str, Any]:
         return {
-            "image_shape": list(self.shape_CHW),
+            "training_shape": list(self.shape_CHW),
             "n_classes": 0 if self.is_regression else self.n_outputs,
             "class_names": self.class_names,
             "has_attributes": self.has_attributes,
@@ -272,6 +278,8 @@ def check_images(train: Source, val: Source, target: str) -> None:
         ours = train.fields[name]
         theirs = val.fields[name]
         are_labels = name != "images" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
+        if ours.shape != theirs.shape and name == "images" and train.decoding and val.decoding:
+            continue  # they are decoded to sizes of their own
         if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
@@ -394,34 +402,65 @@ class Normalize(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The second norm is initialised with zeros."""
+    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The last norm is initialised with zeros."""
+
+    expansion = 1
+    """How many times `channels` the output has."""
 
     def __init__(self, channels_in: int, channels: int, stride: int):
         super().__init__()
-        self.body = nn.Sequential(
+        channels_out = channels * self.expansion
+        self.body = nn.Sequential(*self._make_body(channels_in, channels, stride))
+        nn.init.zeros_(self.body[-1].weight)  # type: ignore[arg-type]
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.AvgPool2d(stride, ceil_mode=True) if stride > 1 else nn.Identity(),
+                nn.Conv2d(channels_in, channels_out, 1, bias=False),
+                nn.BatchNorm2d(channels_out),
+            )
+
+    def _make_body(self, channels_in: int, channels: int, stride: int) -> list[nn.Module]:
+        return [
             nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
             nn.BatchNorm2d(channels),
             nn.ReLU(inplace=True),
             nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
             nn.BatchNorm2d(channels),
-        )
-        nn.init.zeros_(self.body[-1].weight)  # type: ignore[arg-type]
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.AvgPool2d(stride, ceil_mode=True) if stride > 1 else nn.Identity(),
-                nn.Conv2d(channels_in, channels, 1, bias=False),
-                nn.BatchNorm2d(channels),
-            )
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
+class Bottleneck(Block):
+    """Convolutions of 1x1, 3x3 and 1x1, and a shortcut. The 3x3 convolution has the stride."""
+
+    expansion = 4
+
+    def _make_body(self, channels_in: int, channels: int, stride: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(channels_in, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels * self.expansion, 1, bias=False),
+            nn.BatchNorm2d(channels * self.expansion),
+        ]
+
+
+BLOCKS = {"basic": Block, "bottleneck": Bottleneck}
+
+
 class ResNet(nn.Sequential):
     """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels."""
 
-    def __init__(self, shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int):
+    def __init__(
+        self, shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int | list[int], *, block: str = "basic"
+    ):
+        """blocks: in each stage. Raises UserError if it is a list of more stages than the images have room for."""
         channels, height, width_px = shape_CHW
         side, stride = min(height, width_px), 1 if min(height, width_px) <= 64 else 2
         layers: list[nn.Module] = [
@@ -433,12 +472,16 @@ class ResNet(nn.Sequential):
             layers.append(nn.MaxPool2d(3, 2, 1))
             side //= 4
         features = width
-        for stage in range(4):
+        for stage, n_blocks in enumerate(blocks if isinstance(blocks, list) else [blocks] * 4):
             halve = stage > 0
             if halve and side < 2 * MIN_SIDE:
+                if isinstance(blocks, list):
+                    raise UserError(
+                        f"model.blocks is {blocks}, but images of {height} x {width_px} pixels allow {stage} numbers"
+                    )
                 break
             side //= 2 if halve else 1
-            for block in range(blocks):
-                layers.append(Block(features, width << stage, 2 if halve and block == 0 else 1))
-                features = width << stage
+            for number in range(n_blocks):
+                layers.append(BLOCKS[block](features, width << stage, 2 if halve and number == 0 else 1))
+                features = (width << stage) * BLOCKS[block].expansion
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))

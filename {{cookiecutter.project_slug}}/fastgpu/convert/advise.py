@@ -108,7 +108,7 @@ def measure_disk(path: str) -> float:
 
 def _decoded_per_s(files: Sequence[bytes], size: int) -> float:
     """Images per second of all CPUs: the rate of one thread's CPU time, times their number."""
-    draws = draw(0, 0, np.arange(len(files))).tolist()
+    draws = draw((0, 0, 0), np.arange(len(files))).tolist()
     t0 = time.thread_time()
     for data, numbers in zip(files, draws, strict=True):
         decode_random(np.frombuffer(data, np.uint8), (size, size), numbers, MIN_SCALE)

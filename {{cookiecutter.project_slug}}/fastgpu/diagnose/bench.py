@@ -49,6 +49,7 @@ class Bench:
 
     def __init__(self, config: Config, world: World, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
+        config = config.resolved(data={"image_size": config.data.image_sizes[0]})  # one size: that of the first epoch
         self.config = config
         self.world = world
         self.meter = Meter(world, Device(world.device), seconds)
@@ -212,12 +213,13 @@ def _make_loop(parts: train.Parts, batch: Rows, world: World) -> Loop:
         if parts.config.train.compile:  # so far only DDP around the model is compiled
             parts.model.compile()
     rng = reseed(world, parts.config.run.seed)
-    echo = parts.config.data.echo
+    data = parts.config.data
+    echo = 1.0 if data.echo == "auto" or data.echo_at == "encoded" else data.echo  # such passes are pools of the feed
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
         batch_size=parts.sizes.batch_size,
-        echo=1.0 if echo == "auto" else echo,
+        echo=echo,
     )

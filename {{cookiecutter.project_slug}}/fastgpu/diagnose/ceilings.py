@@ -18,13 +18,13 @@ import psutil
 import torch
 
 from fastgpu.diagnose.verdict import Measured, Rounds
-from fastgpu.feed.echo import echo, echo_passes
+from fastgpu.feed.echo import echo
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.dataset import DatasetSource

@@ -17,21 +17,23 @@ MAX_FACTOR_UNCHANGED = 2.0
 """Largest factor that data.echo=auto chooses if rows look the same each time."""
 
 
-def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
+def echo(rows: Rows, batch_size: int, passes: int, seed: int, *, only_pass: int | None = None) -> Iterator[Rows]:
     """Batches of `batch_size` rows (the last may have fewer): once in order, then reshuffled `passes - 1` times.
 
     The first pass yields views of the pool, which are valid until the next pool is asked for. seed: of the order. The
-    order of ragged rows is drawn on the host, because it decides their sizes.
+    order of ragged rows is drawn on the host, because it decides their sizes. only_pass: the one pass that is wanted.
     """
     if not len(rows):
         return  # a run that is resumed at the end of an epoch: splitting nothing would give an empty batch
-    yield from rows.batches(batch_size)
     device = torch.device("cpu") if rows.has_ragged else next(iter(rows.columns.values())).device
     rng = torch.Generator(device).manual_seed(seed)
-    for _ in range(passes - 1):
-        order = torch.randperm(len(rows), generator=rng, device=device)
-        for index in order.split(batch_size):
-            yield rows.take(index)
+    for number in range(passes):
+        batches = rows.batches(batch_size)
+        if number:
+            order = torch.randperm(len(rows), generator=rng, device=device)
+            batches = map(rows.take, order.split(batch_size))
+        if only_pass in (None, number):
+            yield from batches
 
 
 def max_echo(is_random: bool) -> float:
@@ -42,12 +44,3 @@ def max_echo(is_random: bool) -> float:
 def free_echo(read_s: float, train_s: float, is_random: bool) -> float:
     """The factor that costs no time: seconds to read a row / seconds to train on it, between 1 and `max_echo`."""
     return round(min(max(read_s / train_s, 1.0), max_echo(is_random)), 2)
-
-
-def echo_passes(factor: float, number: int) -> int:
-    """How many times to train on pool `number`, counted over the whole run: 2.5 gives 2, 3, 2, 3, ...
-
-    The difference of two floors of number x factor is exact in the mean and needs no state in a checkpoint.
-    """
-    milli = round(1000 * factor)
-    return (number + 1) * milli // 1000 - number * milli // 1000

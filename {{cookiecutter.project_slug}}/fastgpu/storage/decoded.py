@@ -1,5 +1,6 @@
 """Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ from PIL import UnidentifiedImageError
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
 from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.order import echo_passes
+from fastgpu.rows.rows import RaggedArray, beginnings
 from fastgpu.storage.encoded import decode_centre, decode_random, draw, simplejpeg
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.images import Preprocessing
+from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
 
 if TYPE_CHECKING:
@@ -24,25 +27,36 @@ CENTRE_SHARE = 224 / 256
 
 
 class DecodedImages(Source):
-    """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size.
+    """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size in each epoch.
 
-    `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1. The
-    part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of readers, and
-    for a resumed run.
+    `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1, and
+    the size of the epoch. The part is a function of (seed, epoch, pass over the pool, row) alone: it is the same for
+    every world size, tier and number of readers, and for a resumed run.
     """
 
     def __init__(
-        self, encoded: Source, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None
+        self,
+        encoded: Source,
+        size: tuple[int, int] | Mapping[int, tuple[int, int]],
+        min_scale: float = 1.0,
+        centre_share: float | None = None,
+        *,
+        echo: float = 1.0,
     ):
-        """size: (height, width) of the rows. min_scale: smallest share of the area of a random part. 1: no such part.
+        """size: (height, width) of the rows, or {number of epochs done: (height, width) from then on}; `fields` has the
+        largest, and `read` gives it.
 
-        centre_share: share of the sides of the largest centre that is taken. None: CENTRE_SHARE if there are random
-        parts, otherwise all of it.
+        min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
+        largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it. echo: number of
+        passes over each pool, each of which takes other random parts (see `echo_passes`).
         """
         self._encoded = encoded
         self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
-        self._size = size
+        self._sizes = dict(sorted(size.items())) if isinstance(size, Mapping) else {0: size}
+        self._size = max(self._sizes.values(), key=math.prod)
         self._min_scale = min_scale
+        self._varies = min_scale < 1 or len(self._sizes) > 1
+        self.echo = echo
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
         self.name = encoded.name
         self.block_rows = encoded.block_rows
@@ -50,11 +64,15 @@ class DecodedImages(Source):
         self.filters = encoded.filters
         self.by_h5py = encoded.by_h5py
         self.around_page_cache = encoded.around_page_cache
-        preprocessing = Preprocessing(size, centre_share=self._centre_share)
-        self.attributes = {**encoded.attributes, "preprocessing": preprocessing.to_json()}
+        self.attributes = dict(encoded.attributes)
+        prepared = read_preparation(encoded)  # of pixels that were encoded later
+        if not prepared:
+            self.attributes["preprocessing"] = Preprocessing(self._size, centre_share=self._centre_share).to_json()
+        elif self._varies or self._centre_share < 1 or prepared.get("size") != list(self._size):
+            del self.attributes["preprocessing"]  # they are prepared twice, which it cannot say
         self.decoding = self._describe_decoding()
         self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self._encoded_fields}
-        pixels = Field(np.dtype(np.uint8), (3, *size))
+        pixels = Field(np.dtype(np.uint8), (3, *self._size))
         self.fields = {**encoded.fields, **dict.fromkeys(self._encoded_fields, pixels)}
         self._block_start = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
         if simplejpeg is None:
@@ -70,12 +88,12 @@ class DecodedImages(Source):
 
     @property
     def stored(self) -> Source:
-        """The encoded rows, if every epoch sees other parts of them."""
-        return self._encoded if self._min_scale < 1 else self
+        """The encoded rows, if epochs see other parts or sizes of them."""
+        return self._encoded if self._varies else self
 
     def over(self, stored: Source) -> Source:
         """The same rows, from a copy of `stored` that is kept in memory."""
-        if self._min_scale == 1:
+        if not self._varies:
             return stored
         return self._over(stored)
 
@@ -88,15 +106,23 @@ class DecodedImages(Source):
         source._encoded = encoded
         return source
 
+    def shapes_in(self, epoch: int) -> dict[str, tuple[int, ...]]:
+        """{field: shape of its images in an epoch}"""
+        size = next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
+        return dict.fromkeys(self._encoded_fields, (3, *size))
+
     def _describe_decoding(self) -> str:
         codecs = "+".join(sorted({self._encoded.fields[name].codec for name in self._encoded_fields}))
         part = "the centre"
         if self._min_scale < 1:
             part = f"a random part of {100 * self._min_scale:g} to 100 % of the area"
             part += f" (validation: the central {100 * self._centre_share:g} % of the sides)"
-        height, width = self._size
+        sizes = ", ".join(
+            f"{height} x {width} pixels" + f" after epoch {epoch}" * (epoch > 0)
+            for epoch, (height, width) in self._sizes.items()
+        )
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
-        return f"{codecs}, decoded by {library} in the reader threads to {height} x {width} pixels: {part}"
+        return f"{codecs}, decoded by {library} in the reader threads to {sizes}: {part}"
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
@@ -107,29 +133,35 @@ class DecodedImages(Source):
         return self._encoded.check_files()
 
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
-        """Threads that decode the centres; random parts if the order is random, too."""
-        if self._min_scale < 1 and order.shuffle:
-            return _RandomReader(self, order, n_readers)
+        """Threads that decode the centres; what each epoch takes if the order is random, too."""
+        if self._varies and order.shuffle:
+            return _EpochReader(self, order, n_readers)
         return super().open_reader(order, n_readers)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        """Decode images to their places: random parts for a `_RandomRead`, otherwise the centres. Thread-safe.
+        """Decode images to their places: what its epoch takes for an `_EpochRead`, otherwise the centres. Thread-safe.
 
         Raises RankError with the row if an image is damaged.
         """
         for read in reads:
             first_row = int(self._block_start[read.block]) + read.first
             rows = np.arange(first_row, first_row + len(read.places))
-            draws = draw(*read.seed, rows).tolist() if isinstance(read, _RandomRead) else []
+            shapes: Mapping[str, tuple[int, ...]] = {}
+            draws: list[list[float]] = []
+            if isinstance(read, _EpochRead):
+                shapes = read.shapes
+                draws = draw(read.seed, rows).tolist() if self._min_scale < 1 else []
             for name, column in self._read_encoded(read, rows).items():
                 if name in self._encoded_fields:
+                    pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
+                    size = pixels.shape[2:]
                     for number, place in enumerate(read.places.tolist()):
                         data = column.values[column.offsets[number] : column.offsets[number + 1]]
                         try:
                             if draws:
-                                out[name][place] = decode_random(data, self._size, draws[number], self._min_scale)
+                                pixels[place] = decode_random(data, size, draws[number], self._min_scale)
                             else:
-                                out[name][place] = decode_centre(data, self._size, self._centre_share)
+                                pixels[place] = decode_centre(data, size, self._centre_share)
                         except Exception as error:  # a decoder may raise anything for damaged bytes
                             raise self._is_damaged(first_row + number, error) from None
                 elif isinstance(column, RaggedArray):
@@ -164,27 +196,36 @@ class DecodedImages(Source):
         return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
 
 
-class _RandomRead(BlockRead):
-    """A read that takes random parts."""
+class _EpochRead(BlockRead):
+    """A read of what its epoch takes."""
 
-    seed: tuple[int, int]
-    """(seed of the run, epoch)"""
+    seed: tuple[int, int, int]
+    """(seed of the run, epoch, pass over the pool)"""
+    shapes: Mapping[str, tuple[int, ...]]
+    """{field: shape of its images}"""
 
 
-class _RandomReader(BlockReader):
-    """Reads random parts of images by threads, in the order of a sampler."""
+class _EpochReader(BlockReader):
+    """Reads the parts and sizes of images that each epoch takes by threads, in the order of a sampler."""
 
     def __init__(self, source: DecodedImages, order: "BlockSampler", n_threads: int):
         super().__init__(source, order, n_threads)
+        self._source = source
         self._order = order
         self.pools = self._pools
 
     def _pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, with reads that know it."""
+        shapes = self._source.shapes_in(epoch)
         for plan in self._order.pools(epoch, consumed):
-            reads: list[BlockRead] = []
-            for read in plan.reads:
-                random_read = _RandomRead(*read)
-                random_read.seed = (self._order.seed, epoch)
-                reads.append(random_read)
-            yield plan._replace(reads=reads)
+            passes = echo_passes(self._source.echo, epoch * self._order.pools_per_epoch + plan.number)
+            for number in range(passes):
+                reads: list[BlockRead] = []
+                for read in plan.reads:
+                    epoch_read = _EpochRead(*read)
+                    epoch_read.seed = (self._order.seed, epoch, number)
+                    epoch_read.shapes = shapes
+                    reads.append(epoch_read)
+                is_last = number == passes - 1
+                one_pass = plan._replace(reads=reads, shapes=shapes, is_last=plan.is_last and is_last)
+                yield one_pass._replace(echo_pass=number, is_last_pass=is_last) if self._source.echo > 1 else one_pass

@@ -137,13 +137,15 @@ def _may_have_exif(data: memoryview) -> bool:
 # ---------------------------------------------------------------------------------------------- boxes
 
 
-def draw(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
-    """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of (seed, epoch, row) alone.
+def draw(seed: tuple[int, int, int], rows: np.ndarray) -> np.ndarray:
+    """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of seed and row alone.
+
+    seed: (seed of the run, epoch, pass of `PoolPlan.echo_pass`).
 
     Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
     generators", 2014), so that the rows of a block cost a few array operations.
     """
-    (start,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
     z = start + steps * np.uint64(GOLDEN_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

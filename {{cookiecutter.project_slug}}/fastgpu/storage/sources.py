@@ -15,7 +15,8 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
-from fastgpu.storage.store import check_classes, expand, open_store, warn_of_other_preparation
+from fastgpu.storage.meaning import check_items, check_labels, warn_of_other_preparation
+from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.subset import hold_out
 from fastgpu.storage.trial import try_to_open
 from fastgpu.storage.unconverted import refuse_unconverted
@@ -30,8 +31,10 @@ def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[
     with world.raise_on_every_rank():
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
-        check_classes("data.val", source, val_source)
-        warn_of_other_preparation("data.val", source, val_source)
+        check_labels("data.val", source, val_source)
+        check_items("data.val", source, val_source)
+        if not (source.decoding and val_source.decoding):
+            warn_of_other_preparation("data.val", source, val_source)
         _warn_of_shared_files(data)
         if world.world_size > 1:
             for key, rows in (("data.train", source), ("data.val", val_source)):
@@ -97,20 +100,38 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
             raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
     elif data.balance == "classes":
         source.mixture = _balance_classes(source)
-    if any(field.codec for field in source.fields.values()):
+    has_codec = any(field.codec for field in source.fields.values())
+    echo = 1.0
+    if data.echo_at == "encoded" and split == "train":
+        if data.echo == "auto" or data.min_crop_scale == 1 or not has_codec:
+            raise UserError(
+                f"data.echo_at is encoded, which needs encoded images in {source.name}, data.min_crop_scale "
+                f"({data.min_crop_scale:g}) below 1 and a number as data.echo ({data.echo}); otherwise use decoded"
+            )
+        echo = data.echo
+    if has_codec:
         if not data.image_size:
             raise UserError(
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
-        return decode_images(source, (data.image_size, data.image_size), min_scale=data.min_crop_scale)
-    if data.image_size or data.min_crop_scale < 1:
-        warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
+        sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
+        if split == "val":
+            sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
+        return decode_images(source, sizes, min_scale=data.min_crop_scale, echo=echo)
+    if data.image_size or data.val_image_size or data.min_crop_scale < 1:
+        keys = "data.image_size, data.val_image_size and data.min_crop_scale"
+        warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 
 
 def decode_images(
-    source: Source, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
+    source: Source,
+    size: tuple[int, int] | Mapping[int, tuple[int, int]],
+    *,
+    min_scale: float = 1.0,
+    centre_share: float | None = None,
+    echo: float = 1.0,
 ) -> Source:
     """The source, with pixels in place of its encoded images (see `decoded.DecodedImages`).
 
@@ -119,7 +140,7 @@ def decode_images(
     name = "fastgpu.storage.decoded"
     if not find_spec(name):
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module(name).DecodedImages(source, size, min_scale, centre_share)
+    return import_module(name).DecodedImages(source, size, min_scale, centre_share, echo=echo)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

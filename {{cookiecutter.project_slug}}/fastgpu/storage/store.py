@@ -7,7 +7,6 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
-import json
 import pickle
 import re
 from bisect import bisect_right
@@ -28,6 +27,7 @@ from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unre
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
+from fastgpu.storage.meaning import check_meaning, check_row_order
 
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
@@ -144,8 +144,7 @@ def open_store(
     files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
-    check_classes(key, *files)
-    warn_of_other_preparation(key, *files)
+    check_meaning(key, *files)
     for file in files[1:]:
         for name, field in file.fields.items():
             expected = files[0].fields[name]
@@ -164,58 +163,6 @@ def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
         missing = [path for path in shards if not Path(path).exists()]
         if missing:
             warn(f"{key}: {len(missing):,} of {len(shards):,} shards are missing, the first is {missing[0]}")
-
-
-def check_classes(key: str, *sources: "Source | _File") -> None:
-    """Raise UserError if a label means one class in one source and another one in another. key: names them.
-
-    Prints a warning if only some of them have the attribute `class_names`, which says what the labels mean.
-    """
-    names_of = [source.attributes.get("class_names") or [] for source in sources]
-    named = [source for source, names in zip(sources, names_of, strict=True) if names]
-    for other in named[1:]:
-        names = zip(named[0].attributes["class_names"], other.attributes["class_names"], strict=False)
-        for label, (name, other_name) in enumerate(names):
-            if name != other_name:
-                raise UserError(
-                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {named[0].name} (attribute "
-                    "class_names); convert them together"
-                )
-    unnamed = [source for source, names in zip(sources, names_of, strict=True) if not names]
-    classes = [str(name) for name in named[0].attributes["class_names"]] if named else []
-    if not named or not unnamed or classes == [str(label) for label in range(len(classes))]:
-        return
-    text = f"{key}: {unnamed[0].name} has no class_names; its labels 0, 1, 2... would be {', '.join(classes[:20])}"
-    if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
-        raise UserError(f"{text} as in {named[0].name}: other numbers; convert them together")
-    warn(f"{text} as in {named[0].name}, in this order")
-
-
-def warn_of_other_preparation(key: str, *sources: "Source | _File") -> None:
-    """Say if the images of a source were cut or resized in another way than those of the first one that says how.
-
-    key: names the sources. The attribute `preprocessing` of converted files tells.
-    """
-    known = [(source.name, values) for source in sources if (values := _read_preparation(source))]
-    for name, values in known[1:]:
-        first_name, first_values = known[0]
-        changed = [key for key in {**first_values, **values} if first_values.get(key) != values.get(key)]
-        if changed:
-            here, there = (", ".join(f"{key} {each.get(key)}" for key in changed) for each in (values, first_values))
-            warn(
-                f"{key}: the images of {name} were prepared with {here}, those of {first_name} with {there}: they show "
-                "other parts or proportions"
-            )
-            return
-
-
-def _read_preparation(source: "Source | _File") -> dict[str, Any]:
-    """{setting of `Preprocessing`: value}. Empty if the source does not say it as convert.py does."""
-    try:
-        values = json.loads(source.attributes.get("preprocessing", "{}"))
-    except (TypeError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
@@ -286,6 +233,8 @@ class _File:
                     other, _, dataset = name.rpartition("::")
                     where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
                     place = files.enter_context(open_file(other, where)) if other else root
+                    if other:
+                        check_row_order(where, attributes_of(place, where), self)
                     data[field_name] = open_field(place, dataset, where, options)
                     if data[field_name].n_items and f"{name}/data" not in fields.values():
                         warn_of_unread_values(place, dataset, where, options)

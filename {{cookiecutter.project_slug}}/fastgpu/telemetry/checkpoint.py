@@ -90,6 +90,17 @@ class Progress:
     """Value of `metric` at the end of the last epoch. None: no value yet, or not a number."""
     epochs_without_gain: Count = 0
     """Epochs since `best`."""
+    val_rows: str = ""
+    """Digest of the validation rows, on which `best` and `score` were measured."""
+
+    def validate_on(self, val_rows: str) -> bool:
+        """Note the validation rows. If they are others than before, which this returns, the best value is forgotten."""
+        is_changed = self.val_rows not in ("", val_rows)
+        if is_changed:
+            self.best = None
+            self.epochs_without_gain = 0
+        self.val_rows = val_rows
+        return is_changed
 
     def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
         """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
@@ -185,12 +196,13 @@ def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
 
 
 def _costs(paths: list[Path], progress: Progress) -> dict[Path, float]:
-    """{checkpoint: its value of the metric of `progress` as a cost}; infinite if it was saved for another metric."""
+    """{checkpoint: its value of the metric of `progress` as a cost}; infinite for another metric or other rows."""
     costs = {}
     for path in paths:
         saved = _read_progress(path)
         score = saved.score if saved.metric else saved.best  # version 0.1.0 does not name the metric
-        costs[path] = _cost(score, progress.direction) if saved.metric in ("", progress.metric) else math.inf
+        is_comparable = saved.metric in ("", progress.metric) and saved.val_rows in ("", progress.val_rows)
+        costs[path] = _cost(score, progress.direction) if is_comparable else math.inf
     return costs
 
 

@@ -33,7 +33,7 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
     if source.decoding:
         text += f"\nimages: {source.decoding}"
         if source.stored is not source and sizes.tier == "disk":
-            text += "; pixels do not stay in memory, because each epoch takes other parts"
+            text += "; pixels do not stay in memory, because epochs take other ones"
     if source.mixture:
         text += f"\neach epoch: {_describe_mixture(source.mixture, order.total_size)}"
     elif order.total_size < len(source):

@@ -6,7 +6,7 @@ They need no other file: neither the training data nor model.pt, which is for re
     workload, options      the module in workloads/ and its settings
     fields                 {name: dtype, shape, is_ragged, n_items, dataset} of the training and validation rows
     attributes             what the training file says about its rows, and `Workload.card()`
-    rows, code             digests of the training rows and of the module of the workload
+    rows, val_rows, code   digests of the training and validation rows, and of the module of the workload
     metrics, directions    values of the last validation, and which values are better
     epoch, step            when the weights were saved
     batch_size, precision, channels_last    how the model was validated
@@ -31,7 +31,7 @@ from fastgpu.process.identity import identify_code
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.store import check_classes, warn_of_other_preparation
+from fastgpu.storage.meaning import check_meaning
 
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
@@ -50,8 +50,12 @@ def describe_model(
     """
     train, val = sources
     fields = {**val.fields, **train.fields}
+    described = dict(train.attributes)
+    if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
+        fields = {**train.fields, **val.fields}
+        described["preprocessing"] = val.attributes["preprocessing"]
     attributes = {}
-    for name, value in train.attributes.items():
+    for name, value in described.items():
         try:
             attributes[name] = _to_json(value)
         except (TypeError, ValueError):
@@ -70,7 +74,8 @@ def describe_model(
         "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
         "fields": {name: _field(field, datasets.get(name, name)) for name, field in fields.items()},
         "attributes": attributes,
-        "rows": hashlib.sha256(str(train.identity).encode()).hexdigest()[:12],
+        "rows": _digest_of_rows(train),
+        "val_rows": _digest_of_rows(val),
         "code": _digest_of_code(config["workload"]),
         "directions": dict(directions),
         "batch_size": config["data.batch_size"],
@@ -100,6 +105,10 @@ def _to_python(value: Any) -> Any:
     raise TypeError(f"it has a {type(value).__name__}")
 
 
+def _digest_of_rows(source: Source) -> str:
+    return hashlib.sha256(str(source.identity).encode()).hexdigest()[:12]
+
+
 def _digest_of_code(workload: str) -> object:
     """Digest of workloads/<workload>.py, which must have been imported. Empty if that is no file."""
     return identify_code().get(f"workloads/{workload}.py", "")
@@ -126,8 +135,7 @@ def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoc
         return
     saved = _read_json(folder / DESCRIPTION, "format")
     sources = DescribedSource(saved, str(folder)), DescribedSource(description, "data.train")
-    check_classes("run.resume", *sources)
-    warn_of_other_preparation("run.resume", *sources)
+    check_meaning("run.resume", *sources)
     warn_of_changed_code(folder, saved)
     if description["rows"] == saved.get("rows", description["rows"]):
         return

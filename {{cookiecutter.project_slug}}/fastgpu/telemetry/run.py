@@ -112,6 +112,8 @@ class Run:
         cure = f"put run.folder ({settings.folder}) on a file system that all nodes share"
         world.check_same({"the last checkpoint": self.progress}, cure)
         world.print_once(folder.describe_changes(changes))
+        if self.progress.validate_on(description["val_rows"]):
+            warn("resumed with other validation rows: the best value so far was measured on others and is forgotten")
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from harness import is_ragged, ragged
 
-from fastgpu.feed.echo import echo, echo_passes, free_echo, max_echo
+from fastgpu.feed.echo import echo, free_echo, max_echo
+from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Ragged, Rows
 
 

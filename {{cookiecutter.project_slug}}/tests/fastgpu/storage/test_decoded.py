@@ -18,6 +18,7 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.decoded import CENTRE_SHARE, DecodedImages
 from fastgpu.storage.encoded import Box, EncodedImage, decode_centre, decode_random, draw
+from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.sources import open_source
 from fastgpu.storage.store import open_store
 from fastgpu.storage.subset import Subset
@@ -75,9 +76,11 @@ def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]
     return rows
 
 
-def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
-    (draws,) = draw(5, epoch, np.array([row])).tolist()
-    return decode_random(np.frombuffer(FILES[row], np.uint8), SIZE, draws, min_scale).tobytes()
+def expected_pixels(
+    row: int, epoch: int, min_scale: float, size: tuple[int, int] = SIZE, *, echo_pass: int = 0
+) -> bytes:
+    (draws,) = draw((5, epoch, echo_pass), np.array([row])).tolist()
+    return decode_random(np.frombuffer(FILES[row], np.uint8), size, draws, min_scale).tobytes()
 
 
 def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):
@@ -100,6 +103,79 @@ def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
         parts = [rows_of(feed_of(source, shard=Shard(rank, world_size, 4)), 2) for rank in range(world_size)]
         assert sorted(chain(*parts)) == sorted(expected)
     assert rows_of(feed_of(source), 2, consumed=40) == expected[40:]
+
+
+def test_pixels_that_were_encoded_later_keep_how_they_were_prepared(tmp_path):
+    """A file of pixels that convert.py stretched, and that repack then encoded."""
+    path = write_encoded(tmp_path / "encoded.h5", FILES)
+    prepared = Preprocessing(SIZE, "exact").to_json()
+    with h5py.File(path, "a") as file:
+        file.attrs["preprocessing"] = prepared
+    store = open_store("data.train", str(path), FIELDS)
+    assert DecodedImages(store, SIZE).attributes["preprocessing"] == prepared
+    for twice in (DecodedImages(store, (8, 8)), DecodedImages(store, SIZE, 0.5)):
+        assert "preprocessing" not in twice.attributes
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_epochs_have_sizes_of_their_own(store, tier):
+    """One feed, which reads the first pools of the next epoch ahead, over a change to larger and to smaller images."""
+    sizes = {0: (8, 12), 2: SIZE, 3: (9, 9)}
+    feed = feed_of(DecodedImages(store, sizes, 0.2), tier)
+    for epoch, size in enumerate([(8, 12), (8, 12), SIZE, (9, 9), (9, 9)]):
+        labels = []
+        for pool in feed.pools(epoch):
+            assert pool.rows["images"].shape == (len(pool.rows), 3, *size)
+            for row, image in zip(pool.rows["labels"].tolist(), pool.rows["images"].numpy(), strict=True):
+                assert image.tobytes() == expected_pixels(row, epoch, 0.2, size)
+                labels.append(row)
+        assert len(set(labels)) == 88
+    feed.close()
+
+
+def test_sizes_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
+    source = DecodedImages(store, {0: SIZE, 1: (8, 8)}, 0.2)
+    expected = rows_of(feed_of(source), 1)
+    parts = [rows_of(feed_of(source, shard=Shard(rank, 2, 4)), 1) for rank in range(2)]
+    assert sorted(chain(*parts)) == sorted(expected)
+    for consumed in (40, 48, 88):  # inside a pool, at the end of one, at the end of the epoch
+        assert rows_of(feed_of(source), 1, consumed) == expected[consumed:]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_each_pass_over_a_pool_takes_other_parts_of_the_same_rows(store, tier):
+    feed = feed_of(DecodedImages(store, SIZE, 0.2, echo=2.25), tier)
+    for epoch, n_passes in enumerate([(2, 2, 2, 3), (2, 2, 2, 3)]):
+        seen: dict[int, list[list[int]]] = {}
+        for pool in feed.pools(epoch):
+            plan = pool.plan
+            rows = pool.rows["labels"].tolist()
+            passes = seen.setdefault(plan.number, [])
+            assert plan.echo_pass == len(passes)
+            passes.append(rows)
+            assert plan.is_last_pass == (len(passes) == n_passes[plan.number])
+            assert plan.is_last == (plan.is_last_pass and plan.number == 3)
+            for row, image in zip(rows, pool.rows["images"].numpy(), strict=True):
+                assert image.tobytes() == expected_pixels(row, epoch, 0.2, echo_pass=plan.echo_pass)
+        assert tuple(len(passes) for passes in seen.values()) == n_passes
+        assert all(rows == passes[0] for passes in seen.values() for rows in passes)
+    feed.close()
+
+
+def test_passes_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
+    source = DecodedImages(store, SIZE, 0.2, echo=3)
+    expected = rows_of(feed_of(source), 1)
+    assert len(expected) == 3 * 88
+    parts = [rows_of(feed_of(source, shard=Shard(rank, 2, 4)), 1) for rank in range(2)]
+    assert sorted(chain(*parts)) == sorted(expected)
+    assert rows_of(feed_of(source), 1, consumed=48) == expected[3 * 48 :]
+
+
+def test_epochs_may_have_sizes_of_their_own_without_random_parts(store):
+    source = DecodedImages(store, {0: (8, 8), 1: SIZE})
+    rows = rows_of(feed_of(source), 0)
+    assert rows == [(row, decode_centre(np.frombuffer(FILES[row], np.uint8), (8, 8), 1.0).tobytes()) for row, _ in rows]
+    np.testing.assert_array_equal(read_rows(source)["images"], read_rows(DecodedImages(store, SIZE))["images"])
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -189,8 +265,36 @@ def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tm
         sizes_of(path, image_size=16, min_crop_scale=0.3, tier="device")
 
 
+@pytest.mark.parametrize("values", [{"echo": "auto"}, {"min_crop_scale": 1.0}])
+def test_an_echo_of_encoded_images_needs_parts_to_draw_and_a_number(tmp_path, values):
+    settings = {"image_size": 16, "min_crop_scale": 0.5, "echo": 2.0, "echo_at": "encoded"}
+    with pytest.raises(UserError, match=r"data\.echo_at is encoded, which needs .*; otherwise use decoded"):
+        sizes_of(write_encoded(tmp_path / "x.h5", FILES), **(settings | values))
+    assert sizes_of(tmp_path / "x.h5", **settings).tier == "disk"
+
+
+def test_an_echo_of_pixels_cannot_be_encoded(write):
+    with pytest.raises(UserError, match=r"data\.echo_at is encoded, which needs encoded images in \S+rows\.h5"):
+        sizes_of(write(90), min_crop_scale=0.5, echo=2.0, echo_at="encoded")
+
+
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
         sizes_of(write_encoded(tmp_path / "x.h5", FILES))
-    sizes_of(write(90), min_crop_scale=0.5)
-    assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
+    message = "data.image_size, data.val_image_size and data.min_crop_scale have no effect: "
+    for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}):
+        sizes_of(write(90), **values)
+        assert message in capsys.readouterr().out
+
+
+def test_sizes_of_epochs_and_of_validation(tmp_path):
+    path = write_encoded(tmp_path / "x.h5", FILES)
+    data = Data(train=str(path), val="20%", fields=FIELDS, image_size={0: 8, 3: 16})
+    train, val = (open_source(data, split, Loader(), Hdf5()) for split in ("train", "val"))
+    assert train.fields["images"].shape == val.fields["images"].shape == (3, 16, 16)
+    assert "to 8 x 8 pixels, 16 x 16 pixels after epoch 3: the centre" in train.decoding
+    larger = open_source(data.model_copy(update={"val_image_size": 20}), "val", Loader(), Hdf5())
+    assert larger.fields["images"].shape == (3, 20, 20)
+    assert sizes_of(path, image_size={0: 8, 3: 16}).tier == "disk"
+    with pytest.raises(UserError, match=r"data\.tier is device, but each epoch decodes other parts or sizes"):
+        sizes_of(path, image_size={0: 8, 3: 16}, tier="device")

@@ -129,7 +129,7 @@ def test_random_parts_are_distributed_like_torchvisions(height, width):
     n = 4000
     rng = np.random.default_rng(0)
     expected = np.array([torchvision_box(rng, height, width, 0.08) for _ in range(n)])
-    draws = draw(0, 0, np.arange(n)).tolist()
+    draws = draw((0, 0, 0), np.arange(n)).tolist()
     found = np.array([random_box(each, height, width, 0.08) for each in draws])
     assert (found[:, :2] >= 0).all()
     assert (found[:, 0] + found[:, 2] <= height).all()
@@ -142,10 +142,10 @@ def test_random_parts_are_distributed_like_torchvisions(height, width):
 
 def test_draws_are_a_function_of_seed_epoch_and_row_alone_and_uniform():
     rows = np.arange(3000)
-    draws = draw(7, 3, rows)
+    draws = draw((7, 3, 0), rows)
     assert draws.shape == (3000, N_DRAWS)
-    np.testing.assert_array_equal(draw(7, 3, rows[[5, 2999, 17]]), draws[[5, 2999, 17]])
-    for other in (draw(8, 3, rows), draw(7, 4, rows)):
+    np.testing.assert_array_equal(draw((7, 3, 0), rows[[5, 2999, 17]]), draws[[5, 2999, 17]])
+    for other in (draw((8, 3, 0), rows), draw((7, 4, 0), rows), draw((7, 3, 1), rows)):
         assert not np.isin(other, draws).any()
     assert 0 <= draws.min() < draws.max() < 1
     counts, _ = np.histogram(draws, 100)

@@ -118,6 +118,23 @@ def test_of_equal_values_the_first_is_the_best(tmp_path):
     assert save_epochs(tmp_path, [0.5, 1.0, 1.0, 1.0], "higher", 3) == [2, 3, 4]
 
 
+def test_values_on_other_validation_rows_are_not_compared(tmp_path):
+    progress = Progress()
+    assert not progress.validate_on("easy rows")
+    assert not progress.validate_on("easy rows")
+    progress.end_epoch("val/x", 0.9, "higher")
+    progress.step = 1
+    checkpoint.save(tmp_path, "best", progress, parts(), order=ORDER)
+    assert progress.validate_on("hard rows")
+    assert progress.best is None
+    progress.end_epoch("val/x", 0.5, "higher")
+    assert (progress.best, progress.epochs_without_gain) == (0.5, 0)
+    assert is_among_best(tmp_path, progress, 1)
+    progress.step = 2
+    checkpoint.save(tmp_path, "best", progress, parts(), order=ORDER)
+    assert best_first(tmp_path)[0].name == "best-000000002"
+
+
 def test_a_checkpoint_of_version_0_1_is_the_best_by_its_value(tmp_path):
     """It does not name the metric, and its direction is that of the run."""
     old = {"epoch": 1, "consumed": 0, "step": 1, "echo": 1.0, "best": 0.5}

@@ -1,0 +1,134 @@
+"""What the numbers in rows mean, and whether sources that are used together agree about it.
+
+Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`, `row_order`.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastgpu.process.launch import UserError, warn
+
+
+class Described(Protocol):
+    """A source, or a file of one."""
+
+    name: str
+    attributes: dict[str, Any]
+
+
+def check_meaning(key: str, *sources: Described) -> None:
+    """Compare classes, names of numbers to predict, items and the preparation of images. key: names the sources.
+
+    Raises UserError if a number means one thing in one source and another thing in another. Prints a warning if images
+    were prepared in other ways, or if only some of the sources say what their numbers mean.
+    """
+    check_labels(key, *sources)
+    check_items(key, *sources)
+    warn_of_other_preparation(key, *sources)
+
+
+def check_labels(key: str, *sources: Described) -> None:
+    """Raise UserError if the columns of labels have other names, or classes other numbers (see `check_meaning`)."""
+    _check_classes(key, *sources)
+    named = [source for source in sources if source.attributes.get("target_names")]
+    for other in named[1:]:
+        names, other_names = (list(source.attributes["target_names"]) for source in (named[0], other))
+        if names != other_names:
+            raise UserError(
+                f"{key}: the columns of labels are {', '.join(other_names)} in {other.name} and {', '.join(names)} in "
+                f"{named[0].name} (attribute target_names); convert them in one order"
+            )
+
+
+def check_items(key: str, *sources: Described) -> None:
+    """Raise UserError if sources number their items in other ways (see `check_meaning`)."""
+    ids_of = [np.asarray(source.attributes.get("item_ids", ())) for source in sources]
+    known = [number for number, ids in enumerate(ids_of) if len(ids)]
+    for number in known[1:]:
+        if not np.array_equal(ids_of[number], ids_of[known[0]]):
+            raise UserError(
+                f"{key}: {sources[number].name} numbers its items in another way than {sources[known[0]].name} "
+                "(attribute item_ids); convert them together"
+            )
+    unknown = [source.name for source, ids in zip(sources, ids_of, strict=True) if not len(ids)]
+    if known and unknown and ids_of[known[0]].tolist() != [*range(len(ids_of[known[0]]))]:
+        warn(
+            f"{key}: {unknown[0]} has no item_ids, so its item numbers are taken for places in those of "
+            f"{sources[known[0]].name}"
+        )
+
+
+def check_row_order(where: str, attributes: Mapping[str, Any], rows: Described) -> None:
+    """Compare the order of rows whose fields lie in two files. where: names the file with these attributes.
+
+    Raises UserError if convert.py shuffled one of them, or both in other ways. Two files that it shuffled alike agree
+    only if they have blocks of the same number of rows, which is a warning.
+    """
+    order = attributes.get("row_order")
+    other = rows.attributes.get("row_order")
+    if not any(str(text).startswith("random") for text in (order, other)):
+        return
+    if order != other:
+        raise UserError(
+            f"{where} has its rows in another order than {rows.name} (attribute row_order: {order or 'none'}, "
+            f"{other or 'none'}); convert both into one file, or both with --keep-order"
+        )
+    warn(
+        f"{where} and {rows.name} were shuffled by two conversions, so row n of one may not belong to row n of the "
+        "other; convert both into one file, or both with --keep-order"
+    )
+
+
+def _check_classes(key: str, *sources: Described) -> None:
+    """Raise UserError if a label means one class in one source and another one in another.
+
+    Prints a warning if only some of them have the attribute `class_names`, which says what the labels mean.
+    """
+    names_of = [source.attributes.get("class_names") or [] for source in sources]
+    named = [source for source, names in zip(sources, names_of, strict=True) if names]
+    for other in named[1:]:
+        names = zip(named[0].attributes["class_names"], other.attributes["class_names"], strict=False)
+        for label, (name, other_name) in enumerate(names):
+            if name != other_name:
+                raise UserError(
+                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {named[0].name} (attribute "
+                    "class_names); convert them together"
+                )
+    unnamed = [source for source, names in zip(sources, names_of, strict=True) if not names]
+    classes = [str(name) for name in named[0].attributes["class_names"]] if named else []
+    if not named or not unnamed or classes == [str(label) for label in range(len(classes))]:
+        return
+    text = f"{key}: {unnamed[0].name} has no class_names; its labels 0, 1, 2... would be {', '.join(classes[:20])}"
+    if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
+        raise UserError(f"{text} as in {named[0].name}: other numbers; convert them together")
+    warn(f"{text} as in {named[0].name}, in this order")
+
+
+def warn_of_other_preparation(key: str, *sources: Described) -> None:
+    """Say if the images of a source were cut or resized in another way than those of the first one that says how.
+
+    key: names the sources. The attribute `preprocessing` of converted files tells.
+    """
+    known = [(source.name, values) for source in sources if (values := read_preparation(source))]
+    for name, values in known[1:]:
+        first_name, first_values = known[0]
+        changed = [key for key in {**first_values, **values} if first_values.get(key) != values.get(key)]
+        if changed:
+            here, there = (", ".join(f"{key} {each.get(key)}" for key in changed) for each in (values, first_values))
+            warn(
+                f"{key}: the images of {name} were prepared with {here}, those of {first_name} with {there}: they show "
+                "other parts or proportions"
+            )
+            return
+
+
+def read_preparation(source: Described) -> dict[str, Any]:
+    """{setting of `Preprocessing`: value}. Empty if the source does not say it as convert.py does."""
+    try:
+        values = json.loads(source.attributes.get("preprocessing", "{}"))
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
