@@ -87,22 +87,22 @@ class DatasetSource(Source):
         others are file names, names of classes, or classes that the items number in another way.
         """
         for attribute in (name, "targets"):
-            values = _as_array(getattr(self.items.dataset, attribute, None))
-            if values is not None and self._agrees(values, name):
-                return values[self.items.row_ids]
+            with suppress(
+                TypeError, ValueError, RuntimeError
+            ):  # of no array: lists of unequal length, tensors on a GPU
+                values = np.asarray(getattr(self.items.dataset, attribute, None))
+                if self._agrees(values, name):
+                    return values[self.items.row_ids]
         raise KeyError(name)
 
     def _agrees(self, values: np.ndarray, name: str) -> bool:
         """Whether an array can be a field of all rows, as far as the first row tells."""
         field = self.fields[name]
+        is_float = field.dtype.kind == "f"
         n_rows = len(self.items.dataset)  # type: ignore[arg-type]
-        if values.shape != (n_rows, *field.shape) or values.dtype.kind not in "buif":
+        if values.shape != (n_rows, *field.shape) or values.dtype.kind not in ("buif" if is_float else "bui"):
             return False
-        first = values[0]
-        if field.dtype.kind == "f":
-            first = first.astype(field.dtype)
-        elif values.dtype.kind == "f":
-            return False
+        first = values[0].astype(field.dtype) if is_float else values[0]
         return np.array_equal(first, torch.as_tensor(self._first_row[name]).numpy(), equal_nan=True)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
@@ -231,14 +231,6 @@ def _type_of(value: object) -> Field | str:
     except (TypeError, ValueError, RuntimeError):
         return type(value).__name__
     return Field(array.dtype, array.shape)
-
-
-def _as_array(values: object) -> np.ndarray | None:
-    """Values as an array; None if they are no array: of unequal length, on a GPU, or a method."""
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 class WorkerPool:

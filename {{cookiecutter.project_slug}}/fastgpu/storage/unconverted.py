@@ -38,7 +38,7 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
         what = ""
         if path.is_dir() and _has_images(path):
             what, command = "a folder of images", f"images {source} {target}{share}"
-        elif suffix in TABLES and "images" not in fields and _has_numbers(path):
+        elif suffix in TABLES and not {"images", "items"} & {*fields} and _has_numbers(path):
             arrays = [f"{field}=FILE.npy" for field in fields]
             what, command = "a table (write its columns by numpy.save)", f"arrays {' '.join(arrays)} {target}"
         elif suffix in TABLES:
@@ -64,14 +64,10 @@ def _has_images(folder: Path) -> bool:
 
 
 def _has_numbers(table: Path) -> bool:
-    """Whether the second line of a table has numbers only, and the table none of users and items."""
+    """Whether the second line of a table has numbers only, which are not those of users and films."""
     with table.open(encoding="utf-8", errors="replace") as lines:
         header, line = lines.readline(1 << 20), lines.readline(1 << 20)
-    try:
-        numbers = [float(cell) for cell in re.split("[,;\t]", line.strip())]
-    except ValueError:
-        return False
-    return bool(numbers) and "movieId" not in header
+    return "movieId" not in header and re.fullmatch(r"[-+.\deE,;\s]+", line) is not None
 
 
 def _command_for(table: Path, fields: Sequence[str]) -> str:
