@@ -12,6 +12,7 @@
 #               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour: bench/results/soak_*.md
 # make fuzz     10,000 damaged files for everything that reads files: bench/results/fuzz_*.md
+# make images   a million small images and 2,000 damaged ones are decoded, about 20 minutes: bench/results/images_*.md
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 
@@ -25,7 +26,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test test-project test-template slow check fix lines gpu slurm soak fuzz bench bench-peers clean
+.PHONY: demo test test-project test-template slow check fix lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -89,6 +90,9 @@ soak: .venv/installed
 fuzz: export OMP_NUM_THREADS := 1
 fuzz: .venv/installed
 	"$(BIN)/python" tests/faults/fuzz.py --publish
+
+images: .venv/installed
+	"$(BIN)/python" tests/faults/images.py --publish
 
 bench: .venv/installed
 	"$(BIN)/python" bench/run.py

@@ -47,6 +47,7 @@ ONLY_FOR = {
         "tests/fastgpu/convert/test_pixel_csv.py",
         "tests/fastgpu/convert/test_synthetic_images.py",
         "tests/fastgpu/convert/test_tables.py",
+        "tests/fastgpu/diagnose/test_encoded_facts.py",
         "tests/fastgpu/storage/test_decoded.py",
         "tests/fastgpu/storage/test_encoded.py",
         "tests/fastgpu/storage/test_image_decoding.py",

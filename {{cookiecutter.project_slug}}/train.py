@@ -41,12 +41,13 @@ from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.sources import open_sources
 from fastgpu.telemetry.checkpoint import Stateful
+from fastgpu.telemetry.damaged import DamagedRows
 from fastgpu.telemetry.describe import describe_feed, describe_validation
 from fastgpu.telemetry.model_files import describe_model
 from fastgpu.telemetry.run import Run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
-from fastgpu.training.evaluate import evaluate
+from fastgpu.training.evaluate import evaluate, leave_out
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradients, unused_gpus_hint
 from fastgpu.training.step import (
@@ -181,7 +182,7 @@ def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, flo
     return evaluate(
         parts.model_to_use,
         parts.workload,
-        pools,
+        leave_out(pools, parts.val_feed.order, parts.val_source.damaged),
         batch_size=parts.sizes.batch_size,
         autocast=parts.precision.autocast,
         world=world,
@@ -202,11 +203,12 @@ def train(cfg: Config, world: World) -> int:
         closing(parts.val_feed),
         closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
+        run.damaged = DamagedRows((parts.source, parts.val_source), world)
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
-            world.print_once(
-                describe_validation(run.folder, at.step, validate(parts, parts.val_feed.pools(at.epoch), world))
-            )
+            metrics = validate(parts, parts.val_feed.pools(at.epoch), world)
+            run.damaged.tell()
+            world.print_once(describe_validation(run.folder, at.step, metrics))
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")

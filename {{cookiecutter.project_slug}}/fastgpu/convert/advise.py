@@ -12,7 +12,7 @@ import numpy as np
 from fastgpu.convert.image_files import RecodedRows
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Source
-from fastgpu.storage.encoded import Kept, decode_random, draw, keep
+from fastgpu.storage.encoded import Kept, keep, measure
 from fastgpu.storage.layout import BLOCK_BYTES
 
 MARGIN = 1.15
@@ -53,19 +53,24 @@ def advise(path: str, source: Source, size: int, rows_per_s: float) -> Iterator[
     disk = measure_disk(path)
     sample = np.linspace(0, len(source) - 1, min(SAMPLE_ROWS, len(source))).astype(int)
     files = [rows.decode(row)[name].tobytes() for row in sample.tolist()]
-    small = [keep(data, Kept(side=size * 8 // 7)) for data in files]
-    pixels = Store(f"pixels, {size} x {size}", 3.0 * size * size, np.inf, f"repack {path} NEW.h5 --size {size}")
-    kept = Store("encoded, as they are", _mean(files), _decoded_per_s(files, size), "")
-    smaller = Store(
-        f"encoded, shorter side {size * 8 // 7}",
-        _mean(small),
-        _decoded_per_s(small, size),
-        f"repack {path} NEW.h5 --size {size * 8 // 7} --quality 92",
-    )
-    if not is_encoded:
-        pixels = pixels._replace(command="", row_bytes=float(source.fields[name].row_bytes))
-        kept = kept._replace(name="encoded, same size", command=f"repack {path} NEW.h5 --quality 92")
-    stores = [pixels, kept] + ([smaller] if is_encoded else [])
+    side = size * 8 // 7
+    repack = f"repack {path} NEW.h5"
+
+    def encoded(name: str, files: Sequence[bytes], command: str) -> Store:
+        row_bytes, decoding_s = measure(files, (size, size), MIN_SCALE)
+        return Store(name, row_bytes, available_cpus() / decoding_s, command)
+
+    pixels = f"pixels, {size} x {size}"
+    if is_encoded:
+        small = [keep(data, Kept(side)) for data in files]
+        stores = [
+            Store(pixels, 3.0 * size * size, np.inf, f"{repack} --size {size}"),
+            encoded("encoded, as they are", files, ""),
+            encoded(f"encoded, shorter side {side}", small, f"{repack} --size {side} --quality 92"),
+        ]
+    else:
+        row_bytes = float(source.fields[name].row_bytes)
+        stores = [Store(pixels, row_bytes, np.inf, ""), encoded("encoded, same size", files, f"{repack} --quality 92")]
     yield (
         f"{path}: {len(source):,} rows; this disk reads {disk / 1e9:.2f} GB/s, {available_cpus()} CPUs decode, "
         f"{free_host_bytes() / 1e9:.0f} GB of memory are free; needed: {rows_per_s:,.0f} rows/s"
@@ -82,10 +87,9 @@ def advise(path: str, source: Source, size: int, rows_per_s: float) -> Iterator[
     cure = f": python convert.py {stores[best].command}" if stores[best].command else ", as the rows lie now"
     yield f"best: {stores[best].name}{cure}"
     if not enough:
-        yield (
-            f"  it supplies {supplies[best] / rows_per_s:.2f} of what is needed: more CPUs or a faster disk, or "
-            f"data.echo={max(1.5, rows_per_s / supplies[best]):.1f}"
-        )
+        share = supplies[best] / rows_per_s
+        cure = f"more CPUs or a faster disk, or data.echo={max(1.5, 1 / share):.1f}"
+        yield f"  it supplies {share:.2f} of what is needed: {cure}"
     if best == 0 and is_encoded:
         yield "  pixels take the centre; random parts of the full resolution (data.min_crop_scale) need encoded images"
 
@@ -104,19 +108,6 @@ def measure_disk(path: str) -> float:
             return sum(counts) / (time.perf_counter() - t0)
     finally:
         os.close(descriptor)
-
-
-def _decoded_per_s(files: Sequence[bytes], size: int) -> float:
-    """Images per second of all CPUs: the rate of one thread's CPU time, times their number."""
-    draws = draw((0, 0, 0), np.arange(len(files))).tolist()
-    t0 = time.thread_time()
-    for data, numbers in zip(files, draws, strict=True):
-        decode_random(np.frombuffer(data, np.uint8), (size, size), numbers, MIN_SCALE)
-    return available_cpus() * len(files) / (time.thread_time() - t0)
-
-
-def _mean(files: Sequence[bytes]) -> float:
-    return sum(map(len, files)) / len(files)
 
 
 def _format(rate: float, unlimited: str) -> str:

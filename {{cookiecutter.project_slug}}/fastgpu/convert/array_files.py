@@ -45,43 +45,41 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
 
     Raises UserError for what cannot be rows.
     """
+    source_name = ", ".join(sources)
     columns: Columns = {}
     n_items: dict[str, int | None] = {}
     for source in sources:
         name, _, path = source.rpartition("=")
         content = _load(path)
-        is_mapping = isinstance(content, Mapping)
-        is_matrix = is_mapping and {"shape", "data"} <= set(content)
-        has_own_names = is_mapping and not is_matrix
+        is_matrix = isinstance(content, Mapping) and {"shape", "data"} <= set(content)
+        has_own_names = isinstance(content, Mapping) and not is_matrix
         if has_own_names == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
         if is_matrix:
             with explain_errors(path, "a whole sparse matrix"):
                 columns |= _ragged_columns(name, path, content)
                 n_items[name] = int(content["shape"][1])
-        elif is_mapping:
-            columns |= dict(content)
+        elif has_own_names:
+            columns |= content
         else:
             columns[name] = content
-    for name, column in columns.items():
-        if isinstance(column, RaggedArray):
-            continue
+    dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
+    for name, column in dense.items():
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
-    labels = columns.get("labels")
-    if labels is not None and not isinstance(labels, RaggedArray) and labels.dtype.kind == "f":
+    labels = dense.get("labels")
+    if labels is not None and labels.dtype.kind == "f":
         wrong = np.argwhere(~np.isfinite(labels[:]))
         if len(wrong):
-            raise UserError(
-                f"{', '.join(sources)}: row {wrong[0, 0]} of labels is {labels[:][tuple(wrong[0])]}; leave out such "
-                f"rows, {len(np.unique(wrong[:, 0])):,} of {len(labels):,}"
-            )
+            value = labels[:][tuple(wrong[0])]
+            counts = f"{len(np.unique(wrong[:, 0])):,} of {len(labels):,}"
+            raise UserError(f"{source_name}: row {wrong[0, 0]} of labels is {value}; leave out such rows, {counts}")
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
     if not any(lengths.values()):
-        raise UserError(f"{', '.join(sources)}: no rows")
-    return Arrays(", ".join(sources), prepare(columns), n_items=n_items)
+        raise UserError(f"{source_name}: no rows")
+    return Arrays(source_name, prepare(columns), n_items=n_items)
 
 
 def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str, Arrays]:
@@ -90,9 +88,8 @@ def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str
         name: source.ragged(name) if field.is_ragged else source.column(name) for name, field in source.fields.items()
     }
     n_items = {name: field.n_items for name, field in source.fields.items()}
-    labels = columns.get("labels")
-    if not isinstance(labels, (np.ndarray, h5py.Dataset, LazyColumn)):
-        labels = np.zeros(len(source))
+    has_labels = "labels" in source.fields and not source.fields["labels"].is_ragged
+    labels = source.column("labels") if has_labels else np.zeros(len(source))
     return {
         part: Arrays(source.name, {name: _choose(column, rows) for name, column in columns.items()}, n_items=n_items)
         for part, rows in draw_split(labels[:], shares, seed).items()
@@ -102,10 +99,8 @@ def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str
 def _choose(column: Any, rows: np.ndarray) -> Any:
     """These rows of a column. rows: ascending row numbers."""
     if isinstance(column, RaggedArray):
-        lengths = np.diff(column.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        places = np.repeat(column.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return RaggedArray(column.values[places], offsets)
+        offsets = np.concatenate([[0], np.cumsum(np.diff(column.offsets)[rows])])
+        return RaggedArray(column.values[column.places(rows)], offsets)
 
     def read(part: slice) -> np.ndarray:
         wanted = rows[part]
@@ -139,10 +134,8 @@ def _read_members(path: str, archive: Any) -> dict[str, np.ndarray]:
     n_bytes = sum(member.file_size for member in archive.zip.infolist())  # zipfile reads no more than these
     n_free = free_host_bytes()
     if n_bytes > n_free:
-        raise UserError(
-            f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free; save its arrays as .npy "
-            "files, which are not read at once"
-        )
+        sizes = f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free"
+        raise UserError(f"{sizes}; save its arrays as .npy files, which are not read at once")
     return {name: np.asarray(content) for name, content in archive.items()}
 
 
@@ -167,7 +160,7 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
             rows, columns = columns, rows
     else:
         raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    is_whole = len(rows) == len(columns) == len(data) and len(rows)
+    is_whole = len(rows) == len(columns) == len(data) > 0
     if not is_whole or rows.max() >= height or columns.max() >= width:
         raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
     keys, entry_of = np.unique(rows.astype(np.int64) * width + columns, return_inverse=True)
@@ -186,7 +179,6 @@ def _member(matrix: Mapping[str, np.ndarray], name: str, kinds: str = "ui") -> n
     """A member of a sparse matrix, (N,). kinds: of its type. Raises ValueError for others, and for negative indices."""
     values = matrix[name]
     if values.ndim != 1 or values.dtype.kind not in kinds or (kinds == "ui" and values.min(initial=0) < 0):
-        raise ValueError(
-            f"its {name}, {values.dtype} {values.shape}, should be a row of numbers; indices are whole, from 0 on"
-        )
+        kind = f"{values.dtype} {values.shape}"
+        raise ValueError(f"its {name}, {kind}, should be a row of numbers; indices are whole, from 0 on")
     return values

@@ -27,19 +27,16 @@ def prepare_images(
         shape: tuple[int, ...] = () if isinstance(column, RaggedArray) else column.shape
         is_classes = name == "labels" and bool(shape) and column.dtype.kind == "f" and is_one_hot(column[:])
         if name == "labels" and len(shape) == 2 and shape[1] == 1 and column.dtype.kind in "bui":
-            prepared[name] = _convert(column, shape[:1], column.dtype, lambda rows: rows[:, 0])
+            prepared[name] = _convert(column, lambda rows: rows[:, 0])
         elif is_classes:
-            prepared[name] = _convert(column, shape[:1], np.dtype(np.int64), lambda rows: rows.argmax(1))
+            prepared[name] = _convert(column, lambda rows: rows.argmax(1))
         elif name == "images" and len(shape) == 3:
-            prepared[name] = _convert(column, (shape[0], 1, *shape[1:]), column.dtype, lambda rows: rows[:, None])
+            prepared[name] = _convert(column, lambda rows: rows[:, None])
         elif len(shape) == 4 and layout == "nhwc":
-            new_shape = (shape[0], shape[3], *shape[1:3])
-            prepared[name] = _convert(column, new_shape, column.dtype, lambda rows: rows.transpose(0, 3, 1, 2))
+            prepared[name] = _convert(column, lambda rows: rows.transpose(0, 3, 1, 2))
         elif layout is None and looks_like_nhwc(shape[1:]):
-            raise UserError(
-                f"{name} is {shape}, which looks like (N, H, W, C); --layout nhwc writes it as (N, C, H, W), and "
-                "--layout nchw as it is"
-            )
+            cure = "--layout nhwc writes it as (N, C, H, W), and --layout nchw as it is"
+            raise UserError(f"{name} is {shape}, which looks like (N, H, W, C); {cure}")
         if prepared[name] is not column:
             what = "with a single 1 in each row are written as classes" if is_classes else "are written as"
             print(f"{name} {shape} {what} {prepared[name].shape}")
@@ -57,18 +54,15 @@ def prepare_images(
 def _with_fitting_type(name: str, column: Any) -> Any:
     """Images or labels of a type that can be trained on. Raises UserError for images of integers of another type."""
     dtype = column.dtype
-    if dtype.kind == "b":
-        new_dtype: np.dtype = np.dtype(np.uint8)
-    elif name == "images" and dtype.kind == "f" and dtype.itemsize > 4:
-        new_dtype = np.dtype(np.float32)
-    elif name == "images" and dtype.kind in "iu" and dtype not in (np.uint8, np.uint16):
-        raise UserError(
-            f"images are {dtype}; allowed are uint8, uint16 and floats; --to uint8 --range 0:255 writes them as bytes"
-        )
-    else:
+    if name == "images" and dtype.kind in "iu" and dtype not in (np.uint8, np.uint16):
+        cure = "--to uint8 --range 0:255 writes them as bytes"
+        raise UserError(f"images are {dtype}; allowed are uint8, uint16 and floats; {cure}")
+    is_wide = name == "images" and dtype.kind == "f" and dtype.itemsize > 4
+    if dtype.kind != "b" and not is_wide:
         return column
-    print(f"{name}, {dtype}, are written as {new_dtype}")
-    return _convert(column, column.shape, new_dtype, lambda rows: rows.astype(new_dtype))
+    converted = _convert(column, lambda rows: rows.astype(np.float32 if is_wide else np.uint8))
+    print(f"{name}, {dtype}, are written as {converted.dtype}")
+    return converted
 
 
 def _to_bytes(name: str, column: Any, byte_range: tuple[float, float], clip: bool) -> LazyColumn:
@@ -84,10 +78,10 @@ def _to_bytes(name: str, column: Any, byte_range: tuple[float, float], clip: boo
             raise UserError(f"{name} has the value {values[is_outside][0]:g}, outside of {low:g} to {high:g}{cure}")
         return np.rint((values - low) * (255 / (high - low))).astype(np.uint8)
 
-    return _convert(column, column.shape, np.dtype(np.uint8), convert)
+    return _convert(column, convert)
 
 
-def _convert(
-    column: Any, shape: tuple[int, ...], dtype: np.dtype, convert: Callable[[np.ndarray], np.ndarray]
-) -> LazyColumn:
-    return LazyColumn(shape, dtype, lambda rows: convert(column[rows]))
+def _convert(column: Any, convert: Callable[[np.ndarray], np.ndarray]) -> LazyColumn:
+    """A column whose rows are converted when they are read."""
+    no_rows = convert(column[:0])
+    return LazyColumn((len(column), *no_rows.shape[1:]), no_rows.dtype, lambda rows: convert(column[rows]))

@@ -9,18 +9,18 @@ import io
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
 
-from fastgpu.convert.image_files import Listing, OpenFile, open_images
-from fastgpu.convert.reading import MAX_ERROR_CHARS, DecodedRows, OnError, explain_errors
+from fastgpu.convert.image_files import Listing, OpenFile
+from fastgpu.convert.reading import MAX_ERROR_CHARS, explain_errors
+from fastgpu.convert.splits import SPLITS
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.encoded import Kept
-from fastgpu.storage.images import Preprocessing, open_file
+from fastgpu.storage.images import open_file
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is none, or a decompression bomb."""
@@ -29,8 +29,6 @@ MAX_CELEBA_BYTES = 8 << 30
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR_TEST = "test_batch"
-CELEBA_SPLITS = ("train", "val", "test")
-"""The names for 0, 1, 2 in list_eval_partition.txt."""
 N_ATTRIBUTES = 40
 ARRAY_GLOBALS = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct")}
 """Functions that a pickle of NumPy arrays needs."""
@@ -53,19 +51,15 @@ def open_cifar10(source: Path) -> dict[str, Arrays]:
             elif name == "batches.meta.txt":
                 class_names = content.decode().split()
         except Exception as error:  # garbage bytes can make a pickle fail in any way
-            raise UserError(
-                f"{source}: {name} is not a batch of CIFAR-10: {str(error)[:MAX_ERROR_CHARS]}; fetch it again"
-            ) from None
-    missing = [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]
-    if missing:
-        raise UserError(
-            f"{source} has no {missing[0]}; give cifar-10-python.tar.gz, cifar-10-binary.tar.gz or its folder"
-        )
+            reason = str(error)[:MAX_ERROR_CHARS]
+            raise UserError(f"{source}: {name} is not a batch of CIFAR-10: {reason}; fetch it again") from None
+    if missing := [stem for stem in (*CIFAR_TRAIN, CIFAR_TEST) if stem not in batches]:
+        archives = "cifar-10-python.tar.gz, cifar-10-binary.tar.gz or its folder"
+        raise UserError(f"{source} has no {missing[0]}; give {archives}")
     attributes = {"class_names": class_names} if len(class_names) == 10 else {}
 
     def join(stems: Sequence[str]) -> Arrays:
-        images = np.concatenate([batches[stem][0] for stem in stems])
-        labels = np.concatenate([batches[stem][1] for stem in stems])
+        images, labels = (np.concatenate(column) for column in zip(*(batches[stem] for stem in stems), strict=True))
         columns = {"images": images, "labels": labels}
         return Arrays(str(source), columns, attributes, block_rows=np.ones(len(labels), np.int32))
 
@@ -78,8 +72,7 @@ def _read_batches(source: Path) -> Iterator[tuple[str, bytes]]:
         for path in sorted(source.glob("*batch*")):
             with explain_errors(path, "a batch of CIFAR-10"):
                 _check_member(source, path.name, path.stat().st_size)
-                batch = path.read_bytes()
-            yield path.name, batch
+                yield path.name, path.read_bytes()
         return
     with (
         explain_errors(source, "a whole tar archive"),
@@ -148,36 +141,33 @@ def _unpickle(content: bytes) -> Any:
 # ---------------------------------------------------------------------------------------------- CelebA
 
 
-def open_celeba(folder: Path, preprocessing: Preprocessing | Kept, on_error: OnError) -> Mapping[str, DecodedRows]:
-    """{"train", "val", "test"}: the official split. Labels are 40 attributes, uint8 (N, 40), 1 where one is present.
+def list_celeba(folder: Path) -> Listing:
+    """The images and the official split. Labels are 40 attributes, uint8 (N, 40), 1 where one is present.
 
     folder: it holds img_align_celeba (or .zip), list_attr_celeba.txt and list_eval_partition.txt. Raises UserError if
     one is missing, or a line of the lists is wrong.
     """
     listing = _read_attributes(folder / "list_attr_celeba.txt")
     part_of = {}
-    partition_path = folder / "list_eval_partition.txt"
-    for number, line in enumerate(_read_lines(partition_path), 1):
+    path = folder / "list_eval_partition.txt"
+    for number, line in enumerate(_read_lines(path), 1):
         file, _, part = line.partition(" ")
         if part.strip() not in ("0", "1", "2"):
-            raise UserError(f"{partition_path}:{number}: a file and 0, 1 or 2 should stand here")
+            raise UserError(f"{path}:{number}: a file and 0, 1 or 2 should stand here")
         part_of[file] = int(part)
-    missing = set(listing.names) - set(part_of)
-    if missing:
-        raise UserError(f"{partition_path} has no line for {min(missing)}")
+    if missing := set(listing.names) - set(part_of):
+        raise UserError(f"{path} has no line for {min(missing)}")
     parts = np.array([part_of[name] for name in listing.names])
-    splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(CELEBA_SPLITS)}
-    listing = listing._replace(splits={split: rows for split, rows in splits.items() if len(rows)})
-    return open_images(listing.parts(), _image_opener(folder), preprocessing, on_error)
+    splits = {split: np.flatnonzero(parts == number) for number, split in enumerate(SPLITS) if number in parts}
+    return listing._replace(splits=splits, open=_image_opener(folder))
 
 
 def _read_attributes(path: Path) -> Listing:
     lines = _read_lines(path)
     attribute_names = lines[1].split() if len(lines) > 1 else []
     if len(attribute_names) != N_ATTRIBUTES or not lines[0].strip().isdecimal():
-        raise UserError(
-            f"{path} should begin with a line with the number of files and a line with {N_ATTRIBUTES} names"
-        )
+        head = f"a line with the number of files and a line with {N_ATTRIBUTES} names"
+        raise UserError(f"{path} should begin with {head}")
     n_files = int(lines[0])
     if len(lines) - 2 != n_files:
         raise UserError(f"{path} has {len(lines) - 2:,} files, but its first line says {n_files:,}; fetch it again")
@@ -200,9 +190,9 @@ def _read_lines(path: Path) -> list[str]:
 def _image_opener(folder: Path) -> OpenFile:
     """Opens images by name, in the folder or in the zip file."""
     images = folder / "img_align_celeba"
-    packed = folder / "img_align_celeba.zip"
     if images.is_dir():
         return lambda name: open_file(images / name)
+    packed = images.with_suffix(".zip")
     if not packed.exists():
         raise UserError(f"{folder} has neither img_align_celeba nor img_align_celeba.zip")
     with explain_errors(packed, "a whole zip archive"):

@@ -40,35 +40,31 @@ class CommandLine:
         for module in modules:
             module.add_commands(self)
 
-    def add(self, run: Run, source: str = "", *, many: bool = False) -> ArgumentParser:
+    def add(self, run: Run, source: str = "", *, many: bool = False, writes: bool = True) -> ArgumentParser:
         """Add a command with the name and the docstring of the function `run`.
 
-        source: help text of its argument `source`; empty if it has none. many: it takes several of them.
+        source: help text of its argument `source`; empty if it has none. many: it takes several of them. writes: it
+        has the argument `target` and the flags that `write` reads.
         """
         text = run.__doc__ or ""
-        parser = self.commands.add_parser(
-            run.__name__, help=" ".join(text.partition("\n\n")[0].split()), description=text
-        )
+        summary = " ".join(text.partition("\n\n")[0].split())
+        parser = self.commands.add_parser(run.__name__, help=summary, description=text)
         parser.set_defaults(run=run)
         if source:
             parser.add_argument("source", help=source, nargs="+" if many else None)
-        parser.add_argument(
-            "--threads",
-            type=int,
-            default=available_cpus(),
-            help="threads that read, decode, hash and compress; default: the number of CPUs",
-        )
+        help_text = "threads that read, decode, hash and compress; default: the number of CPUs"
+        parser.add_argument("--threads", type=int, default=available_cpus(), help=help_text)
+        if writes:
+            _add_target_flags(parser)
         return parser
 
     def add_synthetic(self, kind: str, make_parts: MakeParts) -> ArgumentParser:
         """Add a kind of made-up rows to the command `synthetic`. The kind that is added first is the default."""
         if not self._synthetic_kinds:
             parser = self.add(self.synthetic)
-            add_target_flags(parser)
             add_split_flag(parser)
-            parser.add_argument(
-                "--kind", choices=self._synthetic_kinds, default=kind, help=f"kind of rows; default: {kind}"
-            )
+            kinds = self._synthetic_kinds
+            parser.add_argument("--kind", choices=kinds, default=kind, help=f"kind of rows; default: {kind}")
             parser.add_argument("--rows", type=int, help="number of rows; default: enough for a first try")
         self._synthetic_kinds[kind] = make_parts
         return self.commands.choices["synthetic"]
@@ -81,7 +77,7 @@ class CommandLine:
 # ---------------------------------------------------------------------------------------------- shared flags
 
 
-def add_target_flags(parser: ArgumentParser) -> None:
+def _add_target_flags(parser: ArgumentParser) -> None:
     """TARGET, and how it is written. `write` reads them."""
     parser.add_argument("target", type=Path, help="file to write; it has a temporary name until it is complete")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
@@ -93,23 +89,19 @@ def add_target_flags(parser: ArgumentParser) -> None:
 
 
 def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
-    """Write each part to a file, as the flags of `add_target_flags` say (see `write_files`)."""
+    """Write each part to a file, as the flags of `_add_target_flags` say (see `write_files`)."""
     from fastgpu.convert.writer import WriteOptions
-    from fastgpu.convert.writing import Target, write_files
+    from fastgpu.convert.writing import write_files
 
     seed = None if args.keep_order else args.seed
     options = WriteOptions(args.shards, args.compression, args.threads, args.force)
-    write_files(parts, Target(args.target, seed, options, args.dry_run), skipped_lines)
+    write_files(parts, args.target, options, seed=seed, is_dry_run=args.dry_run, skipped_lines=skipped_lines)
 
 
 def add_split_flag(parser: ArgumentParser) -> None:
     """--split."""
-    parser.add_argument(
-        "--split",
-        type=parse_split,
-        metavar="SHARES",
-        help="share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1",
-    )
+    text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
+    parser.add_argument("--split", type=parse_split, metavar="SHARES", help=text)
 
 
 def parse_split(text: str) -> tuple[float, ...]:
@@ -122,19 +114,15 @@ def parse_split(text: str) -> tuple[float, ...]:
         shares = (shares[0], 1 - shares[0])
     is_whole = abs(sum(shares) - 1) < 1e-6
     if len(shares) not in (2, 3) or not is_whole or min(shares) <= 0:
-        raise ArgumentTypeError(
-            f"{text} should be the share to train on, such as 0.9, or the shares of train, val and test, such as "
-            "0.8,0.1,0.1"
-        )
+        kinds = "the share to train on, such as 0.9, or the shares of train, val and test, such as 0.8,0.1,0.1"
+        raise ArgumentTypeError(f"{text} should be {kinds}")
     return shares
 
 
 def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
     """--on-error. item: what may be broken."""
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help=f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, "
-        "and list it beside TARGET; stop if more than 1 %% are broken",
+    text = (
+        f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, and list it "
+        "beside TARGET; stop if more than 1 %% are broken"
     )
+    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)

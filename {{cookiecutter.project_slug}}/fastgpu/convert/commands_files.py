@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgpu.convert.command_line import CommandLine, add_split_flag, add_target_flags, write
+from fastgpu.convert.command_line import CommandLine, add_split_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -25,20 +25,17 @@ def add_commands(command_line: CommandLine) -> None:
     """Add the commands for files and arrays."""
     parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
     parser.set_defaults(prepare=lambda columns, args: columns)
-    add_target_flags(parser)
     add_split_flag(parser)
 
-    parser = command_line.add(
-        repack, "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset", many=True
-    )
+    text = "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset"
+    parser = command_line.add(repack, text, many=True)
     parser.set_defaults(recode=lambda source, args: source)
-    add_target_flags(parser)
     parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
     parser.add_argument("--trust-links", action="store_true", help="follow links into other files")
 
-    command_line.add(info, "file.h5 or file.h5::/group", many=True)
-    command_line.add(verify, "file.h5 or file.h5::/group", many=True)
+    command_line.add(info, "file.h5 or file.h5::/group", many=True, writes=False)
+    command_line.add(verify, "file.h5 or file.h5::/group", many=True, writes=False)
 
 
 def arrays(args: Namespace) -> None:
@@ -79,7 +76,7 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
     file, group = expand("SOURCE", paths[0])[0]
     columns = columns_of(f"{file}::{group}")
     group = group.strip("/")
-    groups = {name.strip("/"): group_fields for name, group_fields in fields_of(columns).items()}
+    groups = {name.strip("/"): fields_of_group for name, fields_of_group in fields_of(columns).items()}
     if group not in groups and not fields:
         names = ", ".join(f"/{name}" for name in sorted(groups)) or "no numbers"
         raise UserError(f"{paths[0]} has no rows in /{group}, but {names}; name one: file.h5::/group")
@@ -87,7 +84,7 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
     for column in columns:
         own_group = column.group.strip("/")
         if group in (own_group, own_group.rpartition("/")[0]):  # ragged rows lie one group deeper than the others
-            is_checked = is_checked and column.has_digests
+            is_checked &= column.has_digests
     return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
 
 
@@ -131,11 +128,8 @@ def verify(args: Namespace) -> int:
         columns = columns_of(path)
         with progress_bar(sum(column.nbytes for column in columns), "B") as bar:
             damages = damaged(path, args.threads, bar.update)
-        if damages:
-            exit_code = 1
-            print(*damages, f"{path}: {len(damages)} blocks are damaged", sep="\n")
-        else:
-            print(f"{path}: whole")
+        exit_code |= bool(damages)
+        print(*damages, f"{path}: {len(damages)} blocks are damaged" if damages else f"{path}: whole", sep="\n")
         for column in columns:
             if not column.has_digests:
                 print(f"  {column.path} was read, but has no checksums; `python convert.py repack` writes them")

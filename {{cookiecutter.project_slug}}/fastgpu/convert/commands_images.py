@@ -15,18 +15,17 @@ python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up imag
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, add_target_flags, write
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
     from fastgpu.convert.array_files import Columns
+    from fastgpu.convert.image_files import Listing
     from fastgpu.rows.contract import Source
-    from fastgpu.storage.encoded import Kept
-    from fastgpu.storage.images import Preprocessing
 
 SYNTHETIC_ROWS = 50_000
 
@@ -34,71 +33,55 @@ SYNTHETIC_ROWS = 50_000
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for images."""
     parser = command_line.add(images, "folder or .csv file")
-    add_target_flags(parser)
     _add_decoding_flags(parser)
     _add_table_flags(parser)
-    parser.add_argument(
-        "--columns",
-        default="path,label",
-        help="columns of the CSV with paths and labels; default: path,label. With several labels, such as "
-        "path,smile,hat, they are attributes of 0 and 1",
-    )
-    parser.add_argument("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
-    parser.add_argument("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
+    add = parser.add_argument
+    text = "columns of the CSV with paths and labels; default: path,label. With several labels, such as "
+    add("--columns", default="path,label", help=f"{text}path,smile,hat, they are attributes of 0 and 1")
+    add("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
+    add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
 
     parser = command_line.add(pixels, ".csv file")
-    add_target_flags(parser)
     _add_table_flags(parser)
-    parser.add_argument("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
-    parser.add_argument("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
+    add = parser.add_argument
+    add("--label", metavar="COLUMN", help="default: the one column that is neither pixels nor split")
+    add("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
     parser.set_defaults(prepare=prepare_arrays)
-    parser.add_argument(
-        "--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw"
-    )
-    parser.add_argument("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
-    parser.add_argument("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
-    parser.add_argument("--clip", action="store_true", help="take values outside of --range to its ends")
+    add = parser.add_argument
+    add("--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw")
+    add("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
+    add("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
+    add("--clip", action="store_true", help="take values outside of --range to its ends")
 
     parser = command_line.commands.choices["repack"]
     parser.set_defaults(recode=recode)
-    parser.add_argument(
-        "--size",
-        type=_parse_size,
-        metavar="HxW",
-        help="decode encoded images to pixels; with --quality: make them smaller",
-    )
-    parser.add_argument("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
+    add = parser.add_argument
+    text = "decode encoded images to pixels; with --quality: make them smaller"
+    add("--size", type=_parse_size, metavar="HxW", help=text)
+    add("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
+    add_on_error_flag(parser, "image, with --quality")
 
-    add_target_flags(command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it"))
+    command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
+    _add_decoding_flags(command_line.add(celeba, "folder with the images and the two lists"))
+    _add_decoding_flags(command_line.add(imagenet, "folder with train and val, or with the tar files"))
 
-    parser = command_line.add(celeba, "folder with the images and the two lists")
-    add_target_flags(parser)
-    _add_decoding_flags(parser)
+    add = command_line.add(advise, "file.h5 with images, encoded or as pixels", writes=False).add_argument
+    add("--rows-per-s", type=float, required=True, help="rows that this machine should train on a second")
+    add("--size", type=int, default=224, help="height and width to train on; default: 224")
 
-    parser = command_line.add(imagenet, "folder with train and val, or with the tar files")
-    add_target_flags(parser)
-    _add_decoding_flags(parser)
-
-    parser = command_line.add(advise, "file.h5 with images, encoded or as pixels")
-    parser.add_argument(
-        "--rows-per-s", type=float, required=True, help="rows that this machine should train on a second"
-    )
-    parser.add_argument("--size", type=int, default=224, help="height and width to train on; default: 224")
-
-    parser = command_line.add_synthetic("images", make_images)
-    parser.add_argument(
-        "--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help="of an image; default: 3x32x32"
-    )
-    parser.add_argument("--classes", type=int, default=10, help="number of classes of images; default: 10")
+    add = command_line.add_synthetic("images", synthetic_images).add_argument
+    text = "of an image; default: 3x32x32"
+    add("--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help=text)
+    add("--classes", type=int, default=10, help="number of classes of images; default: 10")
 
 
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs, open_images
+    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs
     from fastgpu.storage.images import open_file
 
     source = Path(args.source)
@@ -114,9 +97,8 @@ def images(args: Namespace) -> None:
         listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
-    parts = listing.parts(args.split, args.seed)
-    sources = open_images(parts, lambda name: open_file(root / name), _read_preprocessing(args), args.on_error)
-    write(sources, args)
+    listing = listing._replace(open=lambda name: open_file(root / name))
+    _write_images(listing.parts(args.split, args.seed), args)
 
 
 def pixels(args: Namespace) -> None:
@@ -143,9 +125,9 @@ def celeba(args: Namespace) -> None:
 
     The lists are list_attr_celeba.txt and list_eval_partition.txt.
     """
-    from fastgpu.convert.cifar_celeba import open_celeba
+    from fastgpu.convert.cifar_celeba import list_celeba
 
-    write(open_celeba(Path(args.source), _read_preprocessing(args), args.on_error), args)
+    _write_images(list_celeba(Path(args.source)).parts(), args)
 
 
 def imagenet(args: Namespace) -> None:
@@ -153,9 +135,9 @@ def imagenet(args: Namespace) -> None:
 
     The classes of val are in its folders, in LOC_val_solution.csv, or in ILSVRC2012_devkit_t12.tar.gz beside it.
     """
-    from fastgpu.convert.imagenet import open_imagenet
+    from fastgpu.convert.imagenet import list_imagenet
 
-    write(open_imagenet(Path(args.source), _read_preprocessing(args), args.on_error), args)
+    _write_images(list_imagenet(Path(args.source)), args)
 
 
 def advise(args: Namespace) -> None:
@@ -186,7 +168,9 @@ def recode(source: "Source", args: Namespace) -> "Source":
 
     report_nhwc(source)
     if args.quality:
-        return RecodedRows(source, Kept(args.size and min(args.size), args.quality))
+        return RecodedRows(source, Kept(args.size and min(args.size), args.quality), args.on_error)
+    if args.on_error == "skip":
+        raise UserError("--on-error is skip, which needs --quality; without --size it keeps encoded images as they are")
     if args.size and not any(field.codec for field in source.fields.values()):
         raise UserError(f"--size is for encoded images, and {source.name} has none; drop it, or add --quality")
     if not args.size:
@@ -208,60 +192,56 @@ def report_nhwc(source: "Source") -> None:
             )
 
 
-def make_images(args: Namespace) -> Mapping[str, "Source"]:
+def synthetic_images(args: Namespace) -> Mapping[str, "Source"]:
     """Made-up images: for each class one picture, under noise."""
     from fastgpu.convert.splits import SPLITS
-    from fastgpu.convert.synthetic_images import SyntheticImages
+    from fastgpu.convert.synthetic_images import make_images
 
     n_rows = args.rows or SYNTHETIC_ROWS
-    if not args.split:
-        return {"": SyntheticImages(n_rows, args.shape, args.classes, seed=args.seed)}
-    borders = [0, *(round(n_rows * share) for share in accumulate(args.split))]
+    borders = [0, *(round(n_rows * share) for share in accumulate(args.split or [1]))]
+    names = SPLITS if args.split else [""]
     return {
-        name: SyntheticImages(stop - start, args.shape, args.classes, seed=args.seed, part=part)
-        for part, (name, start, stop) in enumerate(zip(SPLITS, borders[:-1], borders[1:], strict=False))
+        name: make_images(stop - start, args.shape, args.classes, seed=args.seed, part=part)
+        for part, (name, (start, stop)) in enumerate(zip(names, pairwise(borders), strict=False))
     }
 
 
 def _add_table_flags(parser: ArgumentParser) -> None:
     add_split_flag(parser)
-    parser.add_argument("--split-by", metavar="COLUMN", help="column of the CSV that says train, val or test")
-    parser.add_argument(
-        "--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header"
-    )
-    parser.add_argument("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
+    add = parser.add_argument
+    add("--split-by", metavar="COLUMN", help="column of the CSV that says train, val or test")
+    add("--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header")
+    add("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
 
 
 def _add_decoding_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--size", type=_parse_size, metavar="HxW", help="height and width of the rows; default: those of the images"
+    add = parser.add_argument
+    text = "height and width of the rows; default: those of the images"
+    add("--size", type=_parse_size, metavar="HxW", help=text)
+    text = "shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders"
+    add("--resize", choices=("shorter", "exact", "pad"), default="shorter", help=text)
+    add("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
+    text = (
+        "write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images whose "
+        "shorter side is longer become smaller JPEG files"
     )
-    parser.add_argument(
-        "--resize",
-        choices=("shorter", "exact", "pad"),
-        default="shorter",
-        help="shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders",
-    )
-    parser.add_argument("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
-    parser.add_argument(
-        "--keep-encoded",
-        action="store_true",
-        help="write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images "
-        "whose shorter side is longer become smaller JPEG files",
-    )
-    parser.add_argument("--quality", type=_parse_quality, default=92, help="of those; default: 92")
+    add("--keep-encoded", action="store_true", help=text)
+    add("--quality", type=_parse_quality, default=92, help="of those; default: 92")
     add_on_error_flag(parser, "image")
 
 
-def _read_preprocessing(args: Namespace) -> "Preprocessing | Kept":
+def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
+    """Write the image files of each split, as the flags of `_add_decoding_flags` say."""
+    from fastgpu.convert.image_files import open_images
     from fastgpu.storage.encoded import Kept
     from fastgpu.storage.images import Preprocessing
 
+    preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize, args.crop)
     if args.keep_encoded:
         if args.crop or args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
             raise UserError("--keep-encoded takes --size SIDE, one number; drop --crop, --resize and --size HxW")
-        return Kept(args.size and args.size[0], args.quality)
-    return Preprocessing(args.size, args.resize, args.crop)
+        preprocessing = Kept(args.size and args.size[0], args.quality)
+    write(open_images(parts, preprocessing, args.on_error), args)
 
 
 def _parse_quality(text: str) -> int:

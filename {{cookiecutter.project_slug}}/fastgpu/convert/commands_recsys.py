@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgpu.convert import commands_files
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_target_flags, write
+from fastgpu.convert.command_line import CommandLine, add_on_error_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ SYNTHETIC_SPLIT = 0.9
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for users and items."""
     parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
-    add_target_flags(parser)
     parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
     parser.add_argument("--columns", default=COLUMNS, help=f"columns of the CSV; default: {COLUMNS}")
@@ -34,9 +33,8 @@ def add_commands(command_line: CommandLine) -> None:
 
     parser = command_line.commands.choices["arrays"]
     parser.set_defaults(run=arrays)
-    parser.add_argument(
-        "--held-out", type=int, help="for a sparse matrix: rows for validation, and as many for the test"
-    )
+    text = "for a sparse matrix: rows for validation, and as many for the test"
+    parser.add_argument("--held-out", type=int, help=text)
 
     parser = command_line.add_synthetic("interactions", make_parts)
     parser.add_argument("--items", type=int, default=1000, help="number of items of interactions; default: 1,000")
@@ -91,10 +89,8 @@ def make_parts(args: Namespace) -> Mapping[str, "Source"]:
 
     n_users = args.rows or SYNTHETIC_USERS
     if args.items < 20 or args.mean_items > args.items / 4 or n_users < 20:
-        raise UserError(
-            f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}: use 20 or more rows and items, "
-            "and a mean of at most a quarter of the items"
-        )
+        given = f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}"
+        raise UserError(f"{given}: use 20 or more rows and items, and a mean of at most a quarter of the items")
     if args.split and len(args.split) > 2:
         raise UserError(f"--split is {','.join(map(str, args.split))}; made-up interactions have train and val alone")
     train_share = args.split[0] if args.split else SYNTHETIC_SPLIT
@@ -108,10 +104,8 @@ def _write_split(split: "HeldOutSplit", args: Namespace, skipped_lines: Sequence
     if split.n_repeated:
         print(f"events that repeat an earlier one of the same user and item, and do not count: {split.n_repeated:,}")
     n_train_items = split.parts["train"].fields["items"].n_items
-    print(
-        f"{split.n_events:,} events of {split.n_users:,} users with 5 or more, {split.n_items:,} items; "
-        f"{n_train_items:,} of the training users"
-    )
+    counts = f"{split.n_events:,} events of {split.n_users:,} users with 5 or more, {split.n_items:,} items"
+    print(f"{counts}; {n_train_items:,} of the training users")
     for name in ("val", "test"):
         n_hidden = split.parts[name].lengths["held_out"]
         n_without = (n_hidden == 0).sum()

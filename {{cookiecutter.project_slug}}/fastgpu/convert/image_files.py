@@ -33,7 +33,6 @@ from fastgpu.storage.images import (
     read_mask,
 )
 
-Size = tuple[int, int] | None
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
@@ -59,6 +58,7 @@ class Listing(NamedTuple):
     """Whether the masks hold 0 and 255, which is class 1."""
     splits: Mapping[str, np.ndarray] = MappingProxyType({})
     """{split: row numbers}, if the source says it."""
+    open: OpenFile = open_file
 
     def where(self, row: int) -> str:
         """The place of a file in the folder or CSV, for messages."""
@@ -72,9 +72,8 @@ class Listing(NamedTuple):
             return [values[row] for row in rows] if values else ()
 
         labels = None if self.labels is None else self.labels[rows]
-        return self._replace(
-            names=take(self.names), labels=labels, lines=take(self.lines), masks=take(self.masks), splits={}
-        )
+        chosen = self._replace(names=take(self.names), lines=take(self.lines), masks=take(self.masks))
+        return chosen._replace(labels=labels, splits={})
 
     def parts(self, shares: Sequence[float] | None = None, seed: int = 0) -> dict[str, "Listing"]:
         """{split: its files}, or {"": all files}. All have the same dict of attributes.
@@ -103,15 +102,13 @@ def list_folder(folder: Path) -> Listing:
     if is_split:
         folders = [f"{split}/{name}" for split in folders for name in _list_sub_folders(folder / split)]
     names: list[str] = []
-    class_of_file: list[str] = []
     linked: set[str] = set()
     for name in folders:
         images = list_images(folder, name, linked)
         if not images:
             print(f"{folder / name} has no images and is not a class")
         names += images
-        class_of_file += [name.split("/")[-1]] * len(images)
-    classes, labels = np.unique(class_of_file, return_inverse=True)
+    classes, labels = np.unique([name.split("/")[1 if is_split else 0] for name in names], return_inverse=True)
     splits = {}
     if is_split:
         splits = group_splits(folder, [name.split("/")[0] for name in names], range(len(names)))
@@ -122,12 +119,9 @@ def _list_sub_folders(folder: Path) -> list[str]:
     """Names of sub-folders, sorted. Prints the images that lie beside them."""
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not folders:
-        raise UserError(
-            f"{folder} has no sub-folders, one for each class; if the files lie elsewhere, list them in a CSV of "
-            "path,label"
-        )
-    loose = sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name))
-    if loose:
+        cure = "if the files lie elsewhere, list them in a CSV of path,label"
+        raise UserError(f"{folder} has no sub-folders, one for each class; {cure}")
+    if loose := sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name)):
         print(f"images beside the class folders of {folder}, which are left out: {len(loose):,} ({list_first(loose)})")
     return folders
 
@@ -156,16 +150,14 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     mask_of = {key(name): name for name in masks}
     if len({key(name) for name in images}) < len(images) or len(mask_of) < len(masks):
         raise UserError(f"{folder} or {mask_folder} has files that differ in their suffixes alone; remove one of each")
-    lonely = [name for name in images if key(name) not in mask_of]
-    if lonely:
+    if lonely := [name for name in images if key(name) not in mask_of]:
         text = f"{len(lonely):,} of {len(images):,} images have no mask in {mask_folder}: {list_first(lonely)}"
         if on_error == "stop" or len(lonely) == len(images):
             raise UserError(f"{text}; --on-error skip leaves them out")
         print(f"{text}; they are left out")
     names = [name for name in images if key(name) in mask_of]
     used_masks = [mask_of[key(name)] for name in names]
-    unused = sorted(set(masks) - set(used_masks))
-    if unused:
+    if unused := sorted(set(masks) - set(used_masks)):
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
     paths = [mask_folder / name for name in used_masks]
     values: set[int] = set()
@@ -205,53 +197,51 @@ def list_csv(
 
 
 def open_images(
-    parts: Mapping[str, Listing], open_file: OpenFile, preprocessing: Preprocessing | Kept, on_error: OnError
+    parts: Mapping[str, Listing], preprocessing: Preprocessing | Kept, on_error: OnError
 ) -> Mapping[str, DecodedRows]:
     """The rows of each split. All have the size of the first image that can be decoded, if --size is not given; or any
     size, if they are kept encoded."""
     if isinstance(preprocessing, Kept):
-        return {split: EncodedFiles(listing, open_file, preprocessing, on_error) for split, listing in parts.items()}
+        return {split: EncodedFiles(listing, preprocessing, on_error) for split, listing in parts.items()}
     size = preprocessing.size
     sources: dict[str, ImageFiles] = {}
     for split, listing in parts.items():
-        sources[split] = ImageFiles(listing, open_file, preprocessing, size=size, on_error=on_error)
+        sources[split] = ImageFiles(listing, preprocessing, on_error, size=size)
         size = sources[split].size
         listing.attributes["preprocessing"] = preprocessing._replace(size=size).to_json()
     return sources
 
 
-class ImageFiles(DecodedRows):
+class ListedRows(DecodedRows):
+    """The image files of a listing, and their labels if it has any."""
+
+    def __init__(self, listing: Listing, on_error: OnError):
+        if not listing.names:
+            raise UserError(f"{listing.source} has no images")
+        labels = {} if listing.labels is None else {"labels": listing.labels}
+        super().__init__(listing.source, len(listing.names), labels, on_error=on_error)
+        self.attributes = listing.attributes
+        self._listing = listing
+
+
+class ImageFiles(ListedRows):
     """Rows `images`, uint8 (N, 3, H, W), and `labels`; or `masks`, uint8 (N, H, W), in their place.
 
     If there are masks, the attribute `n_classes` grows while they are read: it is the highest value + 1.
     """
 
     def __init__(
-        self,
-        listing: Listing,
-        open_file: OpenFile,
-        preprocessing: Preprocessing,
-        *,
-        size: Size | None,
-        on_error: OnError,
+        self, listing: Listing, preprocessing: Preprocessing, on_error: OnError, *, size: tuple[int, int] | None
     ):
         """size: of the rows. None: that of the first image that can be decoded."""
-        if not listing.names:
-            raise UserError(f"{listing.source} has no images")
-        columns = {} if listing.labels is None else {"labels": listing.labels}
-        super().__init__(listing.source, len(listing.names), columns, on_error=on_error)
-        self.attributes = listing.attributes
-        self._listing = listing
-        self._open = open_file
+        super().__init__(listing, on_error)
         self._preprocessing = preprocessing
         self._lock = Lock()
         self._changes_of_row: dict[int, list[str]] = {}
         self.size = size or self._find_size()
-        self.fields = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
-        if listing.labels is None:
-            self.fields["masks"] = Field(np.dtype(np.uint8), self.size)
-        else:
-            self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
+        images = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
+        masks = {"masks": Field(np.dtype(np.uint8), self.size)} if listing.masks else {}
+        self.fields = images | masks | self.fields
 
     @property
     def changes(self) -> list[str]:
@@ -266,9 +256,8 @@ class ImageFiles(DecodedRows):
         if decoded["images"].shape[1:] != self.size:
             size = format_size(decoded["images"].shape[1:])
             kind = BrokenRowError if self.on_error == "skip" else UserError  # without --size, there are many of them
-            raise kind(
-                f"{self._where(row)} has {size} pixels, but the first image has {format_size(self.size)}; give --size"
-            )
+            where = self._listing.where(row)
+            raise kind(f"{where} has {size} pixels, but the first image has {format_size(self.size)}; give --size")
         if "masks" in decoded:
             classes = decoded["masks"][decoded["masks"] != IGNORED_CLASS]
             with self._lock:
@@ -278,21 +267,17 @@ class ImageFiles(DecodedRows):
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        return self._where(variables["row"]) if "row" in variables else self.name
-
-    def _where(self, row: int) -> str:
-        return self._listing.where(row)
+        return self._listing.where(variables["row"]) if "row" in variables else self.name
 
     def _decode(self, row: int) -> dict[str, np.ndarray]:
-        with explain_broken(self._where(row)), self._open(self._listing.names[row]) as file:
+        listing = self._listing
+        with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
             self._changes_of_row[row] = describe_changes(file)
             file.seek(0)
-            if not self._listing.masks:
+            if not listing.masks:
                 return {"images": decode(file, self._preprocessing)}
-            with open_file(self._listing.masks[row]) as mask_file:
-                image_CHW, mask_HW = decode_pair(
-                    file, mask_file, self._preprocessing, is_binary=self._listing.is_binary
-                )
+            with open_file(listing.masks[row]) as mask_file:
+                image_CHW, mask_HW = decode_pair(file, mask_file, self._preprocessing, is_binary=listing.is_binary)
             return {"images": image_CHW, "masks": mask_HW}
 
     def _find_size(self) -> tuple[int, int]:
@@ -305,37 +290,27 @@ class ImageFiles(DecodedRows):
         raise UserError(f"{self.name}: none of these images can be decoded:\n  " + list_first(self.reasons, "\n  "))
 
 
-class EncodedFiles(DecodedRows):
+class EncodedFiles(ListedRows):
     """Rows `images`, the bytes of image files, and `labels`. Each file is decoded once, to find the broken ones."""
 
-    def __init__(self, listing: Listing, open_file: OpenFile, kept: Kept, on_error: OnError):
-        if not listing.names or listing.labels is None:
-            raise UserError(f"{listing.source} has no images with labels")
-        super().__init__(listing.source, len(listing.names), {"labels": listing.labels}, on_error=on_error)
-        self.attributes = listing.attributes
-        self._listing = listing
-        self._open = open_file
+    def __init__(self, listing: Listing, kept: Kept, on_error: OnError):
+        super().__init__(listing, on_error)
         self._kept = kept
-        self.fields = {"images": estimate_field(self, "images")}
-        self.fields["labels"] = Field(listing.labels.dtype, listing.labels.shape[1:])
+        self.fields = {"images": estimate_field(self, "images")} | self.fields
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
-        where = self._listing.where(row)
-        with explain_broken(where), self._open(self._listing.names[row]) as file:
+        listing = self._listing
+        with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
             return {"images": np.frombuffer(keep(file.read(), self._kept), np.uint8)}
-
-    def describe_read(self, variables: Mapping[str, Any]) -> str:
-        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        return variables.get("where", self.name)
 
 
 class RecodedRows(DecodedRows):
     """Rows of another source, with the bytes of image files in place of its encoded images, or of its pixels."""
 
-    def __init__(self, source: Source, kept: Kept):
+    def __init__(self, source: Source, kept: Kept, on_error: OnError = "stop"):
         """Raises UserError if the source has neither encoded images nor uint8 (N, 3, H, W)."""
-        super().__init__(source.name, len(source), {}, on_error="stop")
+        super().__init__(source.name, len(source), {}, on_error=on_error)
         self.attributes = source.attributes
         self._source = source
         self._kept = kept

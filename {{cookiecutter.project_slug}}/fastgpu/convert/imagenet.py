@@ -11,21 +11,20 @@ Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", arXiv:1
 import io
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 
 from fastgpu.convert.cifar_celeba import LimitedGzip
-from fastgpu.convert.image_files import Listing, OpenFile, list_images, open_images
-from fastgpu.convert.reading import DecodedRows, OnError, explain_errors
+from fastgpu.convert.image_files import Listing, list_images
+from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.tables import read_table
 from fastgpu.process.launch import UserError
-from fastgpu.storage.encoded import Kept
-from fastgpu.storage.images import Preprocessing, is_image, open_file
+from fastgpu.storage.images import is_image, open_file
 
 KAGGLE_FOLDER = "ILSVRC/Data/CLS-LOC"
 KAGGLE_LIST = "LOC_val_solution.csv"
@@ -34,65 +33,46 @@ DEVKIT_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 DEVKIT_META = "data/meta.mat"
 
 
-class _Images(NamedTuple):
-    """The images of a split."""
-
-    names: Sequence[str]
-    """Sorted; `class/file`, or `file`."""
-    open: OpenFile
-
-
-def open_imagenet(folder: Path, preprocessing: Preprocessing | Kept, on_error: OnError) -> Mapping[str, DecodedRows]:
+def list_imagenet(folder: Path) -> dict[str, Listing]:
     """{"train", "val"}: the published split. Classes are numbered in the order of their names (WordNet ids).
 
     Raises UserError if images or the labels of val are missing, or do not belong together.
     """
-    images = {split: _find_images(folder, split) for split in ("train", "val")}
-    loose = [name for name in images["train"].names if "/" not in name]
-    if loose:
-        raise UserError(f"{folder}: {loose[0]} of train is not in the folder of a class")
-    words = {"train": [name.partition("/")[0] for name in images["train"].names]}
-    names = images["val"].names
-    if all("/" in name for name in names):
-        words["val"] = [name.partition("/")[0] for name in names]
-    else:
-        words["val"] = _read_val_classes(folder, names)
+    listings = {split: _find_images(folder, split) for split in ("train", "val")}
+    words = {split: [name.split("/")[1] for name in listing.names] for split, listing in listings.items()}
+    if loose := [name for name in listings["train"].names if name.count("/") == 1]:
+        raise UserError(f"{folder}: {Path(loose[0]).name} of train is not in the folder of a class")
+    names = listings["val"].names
+    if not all(name.count("/") > 1 for name in names):
+        words["val"] = _read_val_classes(folder, [name.removeprefix("val/") for name in names])
     classes = sorted(set(words["train"]))
-    unknown = sorted(set(words["val"]) - set(classes))
-    if unknown:
+    if unknown := sorted(set(words["val"]) - set(classes)):
         raise UserError(f"{folder}: images of val are of the class {unknown[0]}, of which train has none")
     attributes = {"class_names": classes}
-    parts = {}
-    for split, found in images.items():
-        labels = np.searchsorted(classes, words[split]).astype(np.int64)
-        parts[split] = Listing(str(folder), [f"{split}/{name}" for name in found.names], labels, attributes)
-
-    def open_by_name(name: str) -> IO[bytes]:
-        split, _, rest = name.partition("/")
-        return images[split].open(rest)
-
-    return open_images(parts, open_by_name, preprocessing, on_error)
+    return {
+        split: listing._replace(labels=np.searchsorted(classes, words[split]).astype(np.int64), attributes=attributes)
+        for split, listing in listings.items()
+    }
 
 
-def _find_images(folder: Path, split: str) -> _Images:
-    """The images of a split, in a folder or in a tar file."""
-    root = folder / split
-    if not root.is_dir():
-        root = folder / KAGGLE_FOLDER / split
-    if root.is_dir():
-        return _Images(sorted(list_images(root)), lambda name: open_file(root / name))
+def _find_images(folder: Path, split: str) -> Listing:
+    """The images of a split, in a folder or in a tar file: `split/class/file` or `split/file`, sorted. No labels."""
+    root = folder if (folder / split).is_dir() else folder / KAGGLE_FOLDER
+    if (root / split).is_dir():
+        names = sorted(f"{split}/{name}" for name in list_images(root / split))
+        return Listing(str(folder), names, None, {}, open=lambda name: open_file(root / name))
     path = folder / f"ILSVRC2012_img_{split}.tar"
     if not path.exists():
         raise UserError(f"{folder} has neither {split}/, {KAGGLE_FOLDER}/{split}/ nor {path.name}")
     with explain_errors(path, "a whole tar archive"), path.open("rb") as file:
-        places = _index_tar(file, 0)
+        places = {f"{split}/{name}": place for name, place in _index_tar(file, 0).items()}
     descriptor = os.open(path, os.O_RDONLY)  # for as long as the process lives
 
     def open_member(name: str) -> IO[bytes]:
         offset, size = places[name]
         return io.BytesIO(os.pread(descriptor, size, offset))
 
-    return _Images(sorted(places), open_member)
+    return Listing(str(folder), sorted(places), None, {}, open=open_member)
 
 
 def _index_tar(file: IO[bytes], start: int) -> dict[str, tuple[int, int]]:
@@ -103,14 +83,14 @@ def _index_tar(file: IO[bytes], start: int) -> dict[str, tuple[int, int]]:
     places: dict[str, tuple[int, int]] = {}
     file.seek(start)
     with tarfile.open(fileobj=file, mode="r:") as archive:
-        members = [
-            (PurePosixPath(member.name), member.offset_data, member.size) for member in archive if member.isfile()
-        ]
-    for path, offset, size in members:
+        members = [member for member in archive if member.isfile()]
+    for member in members:
+        path = PurePosixPath(member.name)
         if path.suffix == ".tar":
-            places |= {f"{path.stem}/{name}": place for name, place in _index_tar(file, offset).items()}
+            inner = _index_tar(file, member.offset_data)
+            places |= {f"{path.stem}/{name}": place for name, place in inner.items()}
         elif is_image(path.name):
-            places[path.name] = (offset, size)
+            places[path.name] = (member.offset_data, member.size)
     return places
 
 
@@ -120,8 +100,7 @@ def _read_val_classes(folder: Path, names: Sequence[str]) -> list[str]:
     if path.exists():
         words, _ = read_table(path, ["ImageId", "PredictionString"], None)
         class_of = dict(zip(words["ImageId"], [word.split()[0] for word in words["PredictionString"]], strict=True))
-        missing = [name for name in names if Path(name).stem not in class_of]
-        if missing:
+        if missing := [name for name in names if Path(name).stem not in class_of]:
             raise UserError(f"{path} has no line for {missing[0]}")
         return [class_of[Path(name).stem] for name in names]
     path = folder / DEVKIT

@@ -58,10 +58,8 @@ def hold_out_users(
     user_ids = user_ids[is_kept]
     n_train = len(user_ids) - 2 * n_held_out
     if n_train < 1:
-        raise UserError(
-            f"{name}: {len(user_ids):,} users have {MIN_ITEMS} items or more, and 2 x {n_held_out:,} are to be held "
-            f"out; use --held-out {max(1, len(user_ids) // 10)}"
-        )
+        found = f"{len(user_ids):,} users have {MIN_ITEMS} items or more, and 2 x {n_held_out:,} are to be held out"
+        raise UserError(f"{name}: {found}; use --held-out {max(1, len(user_ids) // 10)}")
     order = np.random.RandomState(seed).permutation(len(user_ids))  # the authors' generator; NumPy keeps its stream
     row_of_user = np.empty(len(user_ids), np.int64)
     row_of_user[order] = np.arange(len(user_ids))
@@ -77,10 +75,8 @@ def hold_out_users(
     n_items = len(item_ids)
     attributes = {"item_ids": item_ids}
 
-    columns: Columns = {
-        "items": make_csr(rows[is_train], numbers[is_train], n_train),
-        "user": user_ids[order[:n_train]],
-    }
+    items_csr = make_csr(rows[is_train], numbers[is_train], n_train)
+    columns: Columns = {"items": items_csr, "user": user_ids[order[:n_train]]}
     parts = {"train": make_arrays(name, columns, n_items, attributes)}
     for part, start in (("val", n_train), ("test", n_train + n_held_out)):
         stop = start + n_held_out
@@ -109,10 +105,8 @@ def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
 
 def split_hidden(rows: np.ndarray, items: np.ndarray, hidden: np.ndarray, n_rows: int) -> Columns:
     """The visible events as `items` and the hidden ones as `held_out`. rows, items, hidden: (events,)."""
-    return {
-        "items": make_csr(rows[~hidden], items[~hidden], n_rows),
-        "held_out": make_csr(rows[hidden], items[hidden], n_rows),
-    }
+    masks = {"items": ~hidden, "held_out": hidden}
+    return {name: make_csr(rows[mask], items[mask], n_rows) for name, mask in masks.items()}
 
 
 def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:

@@ -74,26 +74,22 @@ def read_ratings(
             widths = set(map(str.count, lines, repeat(delimiter)))  # NumPy does not count the columns
             block = _parse(lines, places, delimiter) if widths <= {0, n_columns - 1} else None
             if block is None:  # NumPy does not say which line is not a rating
-                good_lines = []
                 for number, line in enumerate(lines, n_lines + 1):
-                    if is_rating(line):
-                        good_lines.append(line)
-                    elif line.strip():
+                    if line.strip() and not is_rating(line):
                         width = len(next(csv.reader([line], delimiter=delimiter)))
                         fault = f": {width} columns, not {n_columns} (a decimal comma?)" if width != n_columns else ""
                         skipped.append(f"{source}:{number}: {line.strip()[:80]!r} is not {','.join(columns)}{fault}")
                         if on_error == "stop":
                             raise UserError(f"{skipped[0]}; --on-error skip leaves such lines out; {ID_CURE}")
-                block = _parse(good_lines, places, delimiter)
+                block = _parse(list(filter(is_rating, lines)), places, delimiter)
                 assert block is not None
             n_lines += len(lines)
             blocks.append(block[block["rating"] > above])
             on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
     n_lines -= n_headers
     if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
-        raise UserError(
-            f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %; the first: {skipped[0]}; {ID_CURE}"
-        )
+        counts = f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %"
+        raise UserError(f"{counts}; the first: {skipped[0]}; {ID_CURE}")
     ratings = np.concatenate(blocks)
     if not len(ratings):
         raise UserError(f"{source} has no rating above {above:g}")
@@ -130,16 +126,12 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[li
     delimiter = max(",;\t", key=header.count)
     names = next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])
     if len(columns) != 3:
-        raise UserError(
-            f"--columns is {','.join(columns)}; it should name three columns: user, item and rating (events without "
-            "ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`)"
-        )
-    missing = [name for name in columns if name not in names]
-    if missing:
-        raise UserError(
-            f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}; --columns names those of "
-            "user, item and rating"
-        )
+        cure = "it should name three columns: user, item and rating"
+        other = "events without ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`"
+        raise UserError(f"--columns is {','.join(columns)}; {cure} ({other})")
+    if missing := [name for name in columns if name not in names]:
+        found = f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}"
+        raise UserError(f"{found}; --columns names those of user, item and rating")
     return [names.index(name) for name in columns], delimiter
 
 
@@ -154,16 +146,12 @@ def _open_text(source: Path) -> Iterator[tuple[io.TextIOWrapper, int]]:
         with zipfile.ZipFile(source) as archive:
             members = [info for info in archive.infolist() if Path(info.filename).name in PUBLISHED]
             if len(members) != 1:
-                raise UserError(
-                    f"{source} has {len(members)} files {' or '.join(PUBLISHED)}; give a zip file of MovieLens, or the "
-                    "file itself"
-                )
+                found = f"{source} has {len(members)} files {' or '.join(PUBLISHED)}"
+                raise UserError(f"{found}; give a zip file of MovieLens, or the file itself")
             (info,) = members
             n_packed_bytes = min(info.compress_size, source.stat().st_size)
             if info.file_size > MAX_EXPANSION * n_packed_bytes:  # zipfile unpacks no more than the size it claims
-                raise UserError(
-                    f"{source}: its {info.filename} grows from {n_packed_bytes:,} to {info.file_size:,} bytes: this is "
-                    "not MovieLens"
-                )
+                growth = f"its {info.filename} grows from {n_packed_bytes:,} to {info.file_size:,} bytes"
+                raise UserError(f"{source}: {growth}: this is not MovieLens")
             with archive.open(info) as member, io.TextIOWrapper(member, encoding="utf-8") as text:
                 yield text, info.file_size

@@ -38,7 +38,8 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
     except InUseError as error:
         raise UserError(f"{target} is being written by {error.holder}; wait for it, or choose another name") from None
     try:
-        _empty(folder)
+        for path in _files_of(folder):
+            path.unlink()
         yield folder
         for path in _files_of(folder):
             flush(path)
@@ -60,8 +61,8 @@ def remove_unfinished(parent: Path) -> None:
         except (UserError, OSError):
             continue
         files = _files_of(folder)
-        if (folder / COMPLETE).exists():
-            names = ", ".join(file.name for file in files)
+        if folder / COMPLETE in files:
+            names = ", ".join(file.name for file in files if file.name != COMPLETE)
             print(f"{names} in {parent}: complete when the converter was killed that wrote them, and named now")
         else:
             n_bytes = sum(file.stat().st_size for file in files)
@@ -70,7 +71,8 @@ def remove_unfinished(parent: Path) -> None:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name not in (LOCK, COMPLETE))
+    """All files but the lock."""
+    return sorted(path for path in folder.iterdir() if path.name != LOCK)
 
 
 def _close(folder: Path, lock: FolderLock) -> None:
@@ -80,25 +82,19 @@ def _close(folder: Path, lock: FolderLock) -> None:
     noticed when it is opened; old and new files are never mixed.
     """
     files = _files_of(folder)
-    if (folder / COMPLETE).exists():
+    if folder / COMPLETE in files:
+        files.remove(folder / COMPLETE)
         if len(files) > 1:
             for path in files:
                 (folder.parent / path.name).unlink(missing_ok=True)
         for path in files:
             path.replace(folder.parent / path.name)
         flush(folder.parent)
-    _empty(folder)
-    (folder / LOCK).unlink()
+    for path in (*_files_of(folder), folder / LOCK):
+        path.unlink()
     lock.close()
     with suppress(OSError):  # another process may have come in
         folder.rmdir()
-
-
-def _empty(folder: Path) -> None:
-    """Remove all files but the lock."""
-    for path in folder.iterdir():
-        if path.name != LOCK:
-            path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------- signals

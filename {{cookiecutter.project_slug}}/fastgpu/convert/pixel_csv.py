@@ -3,7 +3,8 @@
 import csv
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from math import isqrt, prod
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from fastgpu.convert.image_files import Listing
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
 from fastgpu.convert.splits import group_splits
-from fastgpu.convert.tables import check_columns, check_width, choose_delimiter, parse_labels, read_word, report_unused
+from fastgpu.convert.tables import check_columns, check_width, choose_delimiter, parse_labels, read_table
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 
@@ -26,24 +27,23 @@ class PixelFile:
     def __init__(self, path: Path, delimiter: str | None):
         self.path = path
         self._file = path.open("rb")
-        header = self._file.readline().decode("utf-8-sig")
-        self._delimiter = choose_delimiter(header, delimiter)
+        with path.open(encoding="utf-8", newline="") as lines:  # so that lines end where they do for `read_table`
+            header = lines.readline()
+            sizes = (len(line.encode()) for line in chain([header], lines))
+            self._borders = [0, *accumulate(sizes)]  # line n lies between the borders n - 1 and n
+        header = header.lstrip("\ufeff")
+        self.delimiter = choose_delimiter(header, delimiter)
         self.header = self._parse(header)
-        self._borders = [0, self._file.tell()]  # line n lies between the borders n - 1 and n
         self._columns: list[int] = []
         self.shape: tuple[int, ...] = ()
 
-    def scan(self) -> Iterator[tuple[int, list[str]]]:
-        """(number, fields) of each line below the header."""
-        for number, line in enumerate(self._file, 2):
-            self._borders.append(self._borders[-1] + len(line))
-            if line.strip():
-                fields = self._parse(line.decode())
-                check_width(self.path, number, fields, self.header)
-                yield number, fields
-
-    def choose_columns(self, fields: Sequence[str], others: Sequence[str], shape: tuple[int, ...] | None) -> None:
-        """Find the columns of pixels and their shape. fields: of the first row. others: columns that are not pixels."""
+    def choose_columns(self, others: Sequence[str], shape: tuple[int, ...] | None) -> None:
+        """Find the columns of pixels and their shape. others: columns that are not pixels."""
+        line = next((line for line in range(2, len(self._borders)) if self._fields(line)), 0)
+        if not line:
+            raise UserError(f"{self.path} has no rows below its header")
+        fields = self._fields(line)
+        check_width(self.path, line, fields, self.header)
         places = [place for place, name in enumerate(self.header) if name not in others]
         packed = [place for place in places if re.fullmatch(r"\d+(\s+\d+)+", fields[place].strip())]
         named = [place for place in places if PIXEL_COLUMN.fullmatch(self.header[place])]
@@ -74,8 +74,8 @@ class PixelFile:
 
     def read(self, line: int) -> np.ndarray:
         """The pixels of a line, uint8 (C, H, W). Thread-safe. Raises BrokenRowError if they are not 0 to 255."""
-        start, stop = self._borders[line - 1 : line + 1]
-        fields = self._parse(os.pread(self._file.fileno(), stop - start, start).decode())
+        fields = self._fields(line)
+        check_width(self.path, line, fields, self.header)
         try:
             values = self._numbers(fields)
         except ValueError:
@@ -87,8 +87,12 @@ class PixelFile:
             raise BrokenRowError(f"{self.path}:{line}: a pixel is {value}; allowed are 0 to 255")
         return values.astype(np.uint8).reshape(self.shape)
 
+    def _fields(self, line: int) -> list[str]:
+        start, stop = self._borders[line - 1 : line + 1]
+        return self._parse(os.pread(self._file.fileno(), stop - start, start).decode())
+
     def _parse(self, line: str) -> list[str]:
-        return next(csv.reader([line], delimiter=self._delimiter), [])
+        return next(csv.reader([line], delimiter=self.delimiter), [])
 
     def _numbers(self, fields: Sequence[str]) -> np.ndarray:
         return np.fromstring(" ".join(fields[place] for place in self._columns), np.int64, sep=" ")
@@ -106,25 +110,14 @@ def list_pixels(
         raise UserError(f"{path} has numbers in its first line, which should name the columns: label,pixel0,pixel1,...")
     named = [name for name in (label, split_by) if name]
     check_columns(path, file.header, named, "choose with --label and --split-by")
-    lines: list[int] = []
-    words: dict[str, list[str]] = {}
-    for line, fields in file.scan():
-        if not lines:
-            file.choose_columns(fields, named, shape)
-            labels = [label] if label else [name for name in file.other_columns if name != split_by]
-            if len(labels) != 1:
-                raise UserError(
-                    f"{path} has the columns {', '.join(labels) or 'of pixels alone'}; name that of the labels with "
-                    "--label, and that of the splits with --split-by"
-                )
-            words = {name: [] for name in (*labels, *([split_by] if split_by else []))}
-            places = {name: file.header.index(name) for name in words}
-            report_unused(file.other_columns, words)
-        for name, place in places.items():
-            words[name].append(read_word(path, line, name, fields[place]))
-        lines.append(line)
-    if not lines:
-        raise UserError(f"{path} has no rows below its header")
+    file.choose_columns(named, shape)
+    labels = [label] if label else [name for name in file.other_columns if name != split_by]
+    if len(labels) != 1:
+        found = ", ".join(labels) or "of pixels alone"
+        cure = "name that of the labels with --label, and that of the splits with --split-by"
+        raise UserError(f"{path} has the columns {found}; {cure}")
+    pixels = set(file.header) - set(file.other_columns)
+    words, lines = read_table(path, [*labels, *filter(None, [split_by])], file.delimiter, pixels)
     splits = group_splits(path, words.pop(split_by), lines) if split_by else {}
     parsed, attributes = parse_labels(path, words, lines, n_classes)
     return Listing(str(path), (), parsed, attributes, lines, splits=splits)
@@ -137,10 +130,7 @@ class PixelRows(DecodedRows):
         assert listing.labels is not None
         super().__init__(listing.source, len(listing.lines), {"labels": listing.labels}, on_error=on_error)
         self.attributes = listing.attributes
-        self.fields = {
-            "images": Field(np.dtype(np.uint8), file.shape),
-            "labels": Field(listing.labels.dtype, listing.labels.shape[1:]),
-        }
+        self.fields = {"images": Field(np.dtype(np.uint8), file.shape)} | self.fields
         self._file = file
         self._lines = listing.lines
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
 from fastgpu.storage.file import not_found
 
 OnError = Literal["stop", "skip"]
@@ -52,6 +53,7 @@ class DecodedRows(Source):
         """{row: why it cannot be read}. `read` leaves the place of such a row undefined; whoever takes rows from this
         source must leave it out."""
         self.on_error = on_error
+        self.fields = {field: Field(column.dtype, column.shape[1:]) for field, column in columns.items()}
         self._columns = columns
 
     def __len__(self) -> int:
@@ -75,20 +77,21 @@ class DecodedRows(Source):
         """One field of all rows that is in memory. Raises KeyError for the others."""
         return self._columns[name]
 
+    def read_row(self, row: int) -> Mapping[str, np.ndarray]:
+        """All fields of one row; none if it is broken. Thread-safe. Raises UserError if too many are broken."""
+        try:
+            decoded = self.decode(row)
+        except BrokenRowError as error:
+            self.failed[row] = str(error)
+            if len(self.failed) > max(1 if self.on_error == "skip" else MAX_COUNTED, MAX_SKIPPED_SHARE * len(self)):
+                raise describe_broken(self.reasons, len(self), ", more than 1 %") from None
+            return {}
+        return {field: column[row] for field, column in self._columns.items()} | dict(decoded)
+
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
-        """Decode rows to their places. Thread-safe. Raises UserError if too many are broken."""
-        max_failed = max(1 if self.on_error == "skip" else MAX_COUNTED, MAX_SKIPPED_SHARE * len(self))
+        """Decode rows to their places (see `read_row`)."""
         for row, _, (place,) in reads:
-            try:
-                decoded = self.decode(row)
-            except BrokenRowError as error:
-                self.failed[row] = str(error)
-                if len(self.failed) > max_failed:
-                    raise describe_broken(self.reasons, len(self), ", more than 1 %") from None
-                continue
-            for field, column in self._columns.items():
-                out[field][place] = column[row]
-            for field, value in decoded.items():
+            for field, value in self.read_row(row).items():
                 out[field][place] = value
 
 

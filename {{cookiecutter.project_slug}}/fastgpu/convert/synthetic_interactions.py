@@ -48,15 +48,12 @@ def make_interactions(
     phi_TI = _draw_phi(n_items, rng)
     theta_UT = rng.dirichlet(np.full(N_TOPICS, TASTE), n_users)
     lengths_U = _draw_lengths(n_users, n_items, mean_items, rng)
-    row_chunks = []
-    item_chunks = []
+    pairs = []
     for start in range(0, n_users, CHUNK_USERS):
         chunk = slice(start, start + CHUNK_USERS)
-        chunk_rows, chunk_items = _draw_items(theta_UT[chunk], phi_TI, lengths_U[chunk], rng)
-        row_chunks.append(chunk_rows + start)
-        item_chunks.append(chunk_items)
-    rows = np.concatenate(row_chunks)
-    items = np.concatenate(item_chunks)
+        users, items = _draw_items(theta_UT[chunk], phi_TI, lengths_U[chunk], rng)
+        pairs.append((users + start, items))
+    rows, items = (np.concatenate(column) for column in zip(*pairs, strict=True))
 
     n_train = round(train_share * n_users)
     is_train = rows < n_train
@@ -70,10 +67,7 @@ def make_interactions(
         f"oracle_ndcg_at_{NDCG_AT}": _mean_ndcg(val, theta_UT[n_train:], phi_TI),
     }
     name = f"synthetic interactions, seed {seed}"
-    return {
-        "train": make_arrays(name, {"items": train}, n_items, {}),
-        "val": make_arrays(name, val, n_items, scores),
-    }
+    return {"train": make_arrays(name, {"items": train}, n_items, {}), "val": make_arrays(name, val, n_items, scores)}
 
 
 def _draw_phi(n_items: int, rng: np.random.Generator) -> np.ndarray:
@@ -127,8 +121,7 @@ def _draw_items(
 
 def _mean_ndcg(val: Columns, theta_UT: np.ndarray, phi_TI: np.ndarray) -> float:
     """Mean NDCG of the scores theta @ phi over the users that have held-out items."""
-    items = _as_ragged(val["items"])
-    held_out = _as_ragged(val["held_out"])
+    items, held_out = (_as_ragged(val[name]) for name in ("items", "held_out"))
     total = 0.0
     n_users = 0.0
     for start in range(0, len(items), SCORED_USERS):

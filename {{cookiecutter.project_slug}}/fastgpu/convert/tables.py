@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ MAX_UNUSED_CLASSES = 1000
 
 def choose_delimiter(header: str, delimiter: str | None) -> str:
     """`delimiter` if it is given, otherwise the one that is most frequent in the header. Prints a guess but a comma."""
-    if delimiter and len(delimiter) > 1 and delimiter not in ("\\t", "tab"):
+    if delimiter in ("\\t", "tab"):
+        return "\t"
+    if delimiter and len(delimiter) > 1:
         raise UserError(f"--delimiter is {delimiter}; it should be one character, or tab")
     if delimiter:
-        return "\t" if delimiter in ("\\t", "tab") else delimiter
+        return delimiter
     guess = max(DELIMITERS, key=header.count)
     if guess != ",":
         print(f"the columns are separated by {guess!r} (--delimiter)")
@@ -43,10 +45,13 @@ def check_columns(path: Path, present: Sequence[str], wanted: Sequence[str], cur
             raise UserError(f"{path} has {problem} {name}; it has {list_first(present) or 'none'}; {cure}")
 
 
-def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tuple[dict[str, list[str]], list[int]]:
+def read_table(
+    path: Path, wanted: Sequence[str], delimiter: str | None, ignored: Collection[str] = ()
+) -> tuple[dict[str, list[str]], list[int]]:
     """({column: words}, the line in which each row begins) of a CSV file with a header.
 
-    Raises UserError with the line of a missing value, a wrong number of columns or an open quote. Warns of line breaks.
+    The other columns are printed, because one of them may say the split, but not those in `ignored`. Raises UserError
+    with the line of a missing value, a wrong number of columns or an open quote. Warns of line breaks.
     """
     columns: dict[str, list[str]] = {name: [] for name in wanted}
     lines = []
@@ -59,7 +64,8 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tupl
         try:
             header = next(reader, [])
             check_columns(path, header, wanted, "name those to read with --columns PATH,LABEL")
-            report_unused(header, wanted)
+            if unused := [name for name in header if name not in wanted and name not in ignored]:
+                print(f"columns that are not used: {list_first(unused)}")
             places = {name: header.index(name) for name in wanted}
             last_line = reader.line_num
             for fields in reader:
@@ -68,7 +74,7 @@ def read_table(path: Path, wanted: Sequence[str], delimiter: str | None) -> tupl
                     continue
                 check_width(path, line, fields, header)
                 for name, place in places.items():
-                    columns[name].append(read_word(path, line, name, fields[place]))
+                    columns[name].append(_read_word(path, line, name, fields[place]))
                 lines.append(line)
                 if last_line > line:
                     long_rows.append(line)
@@ -93,14 +99,7 @@ def check_width(path: Path, line: int, fields: Sequence[str], header: Sequence[s
         )
 
 
-def report_unused(present: Sequence[str], used: Container[str]) -> None:
-    """Print the columns that are not used: one of them may say the split."""
-    unused = [name for name in present if name not in used]
-    if unused:
-        print(f"columns that are not used: {list_first(unused)}")
-
-
-def read_word(path: Path, line: int, column: str, text: str) -> str:
+def _read_word(path: Path, line: int, column: str, text: str) -> str:
     """A value of a column. Raises UserError if it is missing or has several lines."""
     word = text.strip()
     if not word:
@@ -126,10 +125,8 @@ def parse_labels(
     names = list(columns)
     for name, words in columns.items():
         if kinds[name] == "name" and len(names) > 1:
-            raise UserError(
-                f"{path}:{lines[0]}: {name} is {words[0]!r}; several columns of labels should be numbers: 0 and 1 for "
-                "attributes, decimals for targets"
-            )
+            cure = "several columns of labels should be numbers: 0 and 1 for attributes, decimals for targets"
+            raise UserError(f"{path}:{lines[0]}: {name} is {words[0]!r}; {cure}")
     if "decimal" in kinds.values():
         if n_classes:
             raise UserError(f"--classes is {n_classes}, but the labels of {path} are decimals, which are no classes")
@@ -148,11 +145,9 @@ def parse_labels(
         return numbers.astype(np.int64), {"class_names": classes.tolist()}
     labels = [int(word) for word in words]
     word_of = dict(zip(labels, words, strict=True))
-    for line, word, label in zip(lines, words, labels, strict=True):
-        if word != word_of[label]:
-            raise UserError(
-                f"{path}:{line}: {names[0]} is {word}, and {word_of[label]} elsewhere; write the number in one way"
-            )
+    for line, word, other in zip(lines, words, map(word_of.get, labels), strict=True):
+        if word != other:
+            raise UserError(f"{path}:{line}: {names[0]} is {word}, and {other} elsewhere; write the number in one way")
     return _parse_classes(path, labels, lines, n_classes)
 
 
@@ -168,10 +163,9 @@ def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]
     odd = is_number.index(False)
     if any(is_number):
         number = is_number.index(True)
-        raise UserError(
-            f"{path}:{lines[odd]}: {name} is {words[odd]!r}, but {words[number]} in line {lines[number]}; give numbers "
-            f"only, or names only (such as class_{words[number]})"
-        )
+        problem = f"{name} is {words[odd]!r}, but {words[number]} in line {lines[number]}"
+        cure = f"give numbers only, or names only (such as class_{words[number]})"
+        raise UserError(f"{path}:{lines[odd]}: {problem}; {cure}")
     if re.fullmatch(r"[+-]?\d+,\d+", words[odd]):
         raise UserError(f"{path}:{lines[odd]}: {name} is {words[odd]}; write decimals with a point")
     return "name"
@@ -182,10 +176,8 @@ def _parse_attribute(path: Path, name: str, words: Sequence[str], lines: Sequenc
     allowed = (-1, 1) if -1 in values else (0, 1)
     for line, value in zip(lines, values, strict=True):
         if value not in allowed:
-            raise UserError(
-                f"{path}:{line}: {name} is {value}; several columns of labels are attributes: {allowed[0]} or 1 (for "
-                "targets, write decimals such as 2.0)"
-            )
+            cure = f"attributes: {allowed[0]} or 1 (for targets, write decimals such as 2.0)"
+            raise UserError(f"{path}:{line}: {name} is {value}; several columns of labels are {cure}")
     return np.array([value == 1 for value in values], np.uint8)
 
 
@@ -195,9 +187,10 @@ def _parse_classes(
     if not n_classes:
         n_classes = max(0, *numbers) + 1
         if n_classes > len(numbers) + MAX_UNUSED_CLASSES:
+            line = lines[numbers.index(n_classes - 1)]
+            problem = f"label {n_classes - 1} makes {n_classes:,} classes of {len(numbers):,} rows"
             raise UserError(
-                f"{path}:{lines[numbers.index(n_classes - 1)]}: label {n_classes - 1} makes {n_classes:,} classes of "
-                f"{len(numbers):,} rows; for targets, write decimals such as 2.0; otherwise give --classes"
+                f"{path}:{line}: {problem}; for targets, write decimals such as 2.0; otherwise give --classes"
             )
     if n_classes > MAX_CLASSES:
         raise UserError(f"{path} has {n_classes:,} classes; allowed are {MAX_CLASSES:,}: are the labels ids?")

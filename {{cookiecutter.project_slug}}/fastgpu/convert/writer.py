@@ -14,14 +14,14 @@ Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of
 import hashlib
 import os
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import h5py
@@ -40,8 +40,6 @@ RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
 MIN_CHUNK_BYTES = 16 << 10
 INDPTR = Field(np.dtype(np.int64), ())
-MAX_PENDING = 8
-"""Blocks of one column that may wait for a thread."""
 STATISTICS_ROWS = 10_000
 """Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
 STATISTICS_PIXELS = 1024
@@ -110,7 +108,7 @@ class Writer:
             self._statistics.add(rows, self.n_rows)
         for name, column in rows.items():
             if isinstance(column, np.ndarray) and column.dtype.kind == "f":
-                is_finite = np.isfinite(column).reshape(n_new, -1).all(1)
+                is_finite = np.isfinite(column).all(tuple(range(1, column.ndim)))
                 self.n_not_finite[name] += n_new - int(is_finite.sum())
         start = 0
         while start < n_new:
@@ -128,9 +126,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -211,10 +207,8 @@ def check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int)
         raise UserError(f"{min(other_shards)} is a shard of another file; remove it, or choose another name")
     free = shutil.disk_usage(folder).free
     if options.compression == "none" and n_bytes > free:
-        raise UserError(
-            f"{target} needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}; make "
-            "room, or write it elsewhere"
-        )
+        sizes = f"needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}"
+        raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
 
 
 def _slice(rows: np.ndarray | RaggedArray, start: int, stop: int) -> Any:
@@ -297,14 +291,9 @@ class Column:
 
     def append(self, rows: np.ndarray) -> None:
         """The next rows, (n, *shape). Their memory may be used again afterwards."""
-        pending = deque[Future[tuple[codecs.Bytes, bytes]]]()
-        for block in self._cut(np.ascontiguousarray(rows, self._waiting.dtype)):
-            number = len(self._digests) + len(pending)
-            pending.append(self._threads.submit(self._finish_block, number, block, len(block)))
-            if len(pending) > MAX_PENDING:
-                self._write(*pending.popleft().result())
-        while pending:
-            self._write(*pending.popleft().result())
+        blocks = self._cut(np.ascontiguousarray(rows, self._waiting.dtype))
+        for data, digest in self._threads.map(self._finish_block, count(len(self._digests)), blocks):
+            self._write(data, digest)
 
     def finish(self) -> None:
         """Write the last block, which may be short, and the checksums.
@@ -329,15 +318,15 @@ class Column:
                 yield rows[:block_rows]
                 rows = rows[block_rows:]
                 continue
-            count = min(len(rows), block_rows - self._n_waiting)
-            self._waiting[self._n_waiting : self._n_waiting + count] = rows[:count]
-            rows = rows[count:]
-            self._n_waiting += count
+            n_taken = min(len(rows), block_rows - self._n_waiting)
+            self._waiting[self._n_waiting : self._n_waiting + n_taken] = rows[:n_taken]
+            rows = rows[n_taken:]
+            self._n_waiting += n_taken
             if self._n_waiting == block_rows:
                 self._n_waiting = 0
                 yield self._waiting.copy()
 
-    def _finish_block(self, number: int, block: np.ndarray, n_rows: int) -> tuple[codecs.Bytes, bytes]:
+    def _finish_block(self, number: int, block: np.ndarray, n_rows: int | None = None) -> tuple[codecs.Bytes, bytes]:
         """Runs in a thread: (bytes that are still to be written, SHA-256 of the rows).
 
         A block that has its place in the file is written here, because the HDF5 library holds Python's lock while it
@@ -347,14 +336,12 @@ class Column:
         data = block.reshape(-1).view(np.uint8).data
         if not len(self._offsets):
             return codecs.encode(data, self._filters), digest
-        start = int(self._offsets[number])
-        offset = start
-        while data:
-            n_written = os.pwrite(self._descriptor, data, offset)
-            data = data[n_written:]
-            offset += n_written
+        offset = int(self._offsets[number])
+        n_written = 0
+        while n_written < len(data):
+            n_written += os.pwrite(self._descriptor, data[n_written:], offset + n_written)
         if hasattr(os, "posix_fadvise"):  # Linux begins to write to the disk now, so the last fsync finds little to do
-            os.posix_fadvise(self._descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
         return b"", digest
 
     def _write(self, data: codecs.Bytes, digest: bytes) -> None:
@@ -445,8 +432,7 @@ class ImageStatistics:
                 pixels = pixels[:, self._rng.integers(borders[:-1], borders[1:])]
             pixels = pixels.astype(np.float32)
             counts = np.full(len(image_CHW), pixels.shape[1])
-            squares = np.einsum("cp,cp->c", pixels, pixels)
-            self._sums.append(np.stack([counts, pixels.sum(1), squares]))
+            self._sums.append(np.stack([counts, pixels.sum(1), np.einsum("cp,cp->c", pixels, pixels)]))
 
     def attributes(self) -> dict[str, list[float]]:
         """{"mean": C numbers, "std": C numbers}, or nothing if there are no images."""

@@ -4,11 +4,10 @@ Rows take the random order, the reader threads and the pools of training, and th
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,8 @@ from fastgpu.convert.writer import WriteOptions, Writer, check_target
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import Source
+from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -34,66 +34,48 @@ SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
 
 
-class Target(NamedTuple):
-    """Where rows are written, and in which order."""
-
-    path: Path
-    seed: int | None = 0
-    """Seed of the random order. None: the order of the source."""
-    options: WriteOptions = WriteOptions()
-    is_dry_run: bool = False
-    """Print what would be written, and write nothing."""
-
-
-def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequence[str] = ()) -> None:
+def write_files(
+    parts: Mapping[str, Source],
+    target: Path,
+    options: WriteOptions,
+    *,
+    seed: int | None,
+    is_dry_run: bool = False,
+    skipped_lines: Sequence[str] = (),
+) -> None:
     """Write each part to a file of its own: x.h5 becomes x-train.h5 for the part `train`, and stays x.h5 for "".
 
     What was understood of the source is printed before. All files get their names together, or none does. Then the
-    number of rows of each file is printed, and what was skipped is listed beside it. skipped_lines: a line of text for
-    each line of the input that was left out. Raises UserError if rows are broken that must not be left out.
+    number of rows of each file is printed, and what was skipped is listed beside it. seed: of the random order; None:
+    the order of the source. is_dry_run: write nothing. skipped_lines: a line of text for each line of the input that
+    was left out. Raises UserError if rows are broken that must not be left out.
     """
-    messages: list[str] = []
-    reports: dict[Path, Sequence[str]] = {}
-
-    def report(path: Path, lines: Sequence[str], kind: str) -> None:
-        if lines:
-            path = path.with_name(f"{path.name}.skipped.txt")
-            reports[path] = lines
-            messages.append(f"broken {kind} that were skipped: {len(lines):,}, listed in {path}")
-
-    orders = {name: _choose_order(source, target.seed) for name, source in parts.items()}
+    orders = {name: _choose_order(source, seed) for name, source in parts.items()}
     texts = {name: _describe_order(source, orders[name]) for name, source in parts.items()}
-    if not target.is_dry_run:
-        remove_unfinished(target.path.parent)
-    folder = partial_folder(target.path)
+    if not is_dry_run:
+        remove_unfinished(target.parent)
     writers = {}
     for name, source in parts.items():
-        path = target.path
-        if name:
-            path = path.with_name(f"{path.stem}-{name}{path.suffix}")
+        path = target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target
         attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
         may_skip = isinstance(source, DecodedRows)
-        options = target.options
         check_target(path, options, len(source), len(source) * source.row_bytes)
-        file = folder / path.name
+        file = partial_folder(target) / path.name
         writers[name] = Writer(file, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
     first = next(iter(parts.values()))
     print(first.name, *describe_rows(parts, next(iter(texts.values()))), sep="\n", flush=True)
-    if target.is_dry_run:
-        print(
-            "--dry-run: nothing is written; it would be",
-            ", ".join(_join_paths(target, writer) for writer in writers.values()),
-        )
+    if is_dry_run:
+        paths = ", ".join(_join_paths(target, writer) for writer in writers.values())
+        print("--dry-run: nothing is written; it would be", paths)
         return
-    report(target.path, skipped_lines, "lines")
-    with complete_or_absent(target.path), ExitStack() as stack:
+    with complete_or_absent(target), ExitStack() as stack:
         for name, source in parts.items():
             stack.enter_context(writers[name])
-            failed = source.failed if isinstance(source, DecodedRows) else {}
-            _copy_rows(source, orders[name], writers[name], failed, name=name)
+            _copy_rows(source, orders[name], writers[name], name=name)
         _check_broken(parts)
         for name, source in parts.items():
             writers[name].attributes |= {**source.attributes, "row_order": texts[name]}  # some are known only now
+    messages = _list_skipped(target, "lines", skipped_lines)
     for name, source in parts.items():
         writer = writers[name]
         messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(target, writer)}")
@@ -101,14 +83,21 @@ def write_files(parts: Mapping[str, Source], target: Target, skipped_lines: Sequ
         messages += [f"  {name}: NaN or infinity in {n:,} rows" for name, n in writer.n_not_finite.items() if n]
         if isinstance(source, DecodedRows):
             messages += [f"  changed  {change}" for change in source.changes]
-            report(target.path.with_name(writer.paths[0].name), source.reasons, "images")
-    for path, lines in reports.items():
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            messages += _list_skipped(target.with_name(writer.paths[0].name), "images", source.reasons)
     print(*messages, sep="\n")
 
 
-def _join_paths(target: Target, writer: Writer) -> str:
-    text = ", ".join(str(target.path.with_name(path.name)) for path in writer.paths[:2])
+def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:
+    """Write what was skipped, if there is anything, to a file beside `path`. Returns the message that says so."""
+    if not lines:
+        return []
+    path = path.with_name(f"{path.name}.skipped.txt")
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return [f"broken {kind} that were skipped: {len(lines):,}, listed in {path}"]
+
+
+def _join_paths(target: Path, writer: Writer) -> str:
+    text = ", ".join(str(target.with_name(path.name)) for path in writer.paths[:2])
     if len(writer.paths) > 2:
         text += f" and {len(writer.paths) - 2} more"
     return text
@@ -117,8 +106,7 @@ def _join_paths(target: Target, writer: Writer) -> str:
 def _check_broken(parts: Mapping[str, Source]) -> None:
     """Raise UserError with all broken rows if rows must not be left out."""
     sources = [source for source in parts.values() if isinstance(source, DecodedRows) and source.on_error == "stop"]
-    reasons = [reason for source in sources for reason in source.reasons]
-    if reasons:
+    if reasons := [reason for source in sources for reason in source.reasons]:
         n_rows = sum(len(source) for source in sources)
         cure = ", so nothing was written"
         if len(reasons) <= MAX_SKIPPED_SHARE * n_rows:
@@ -154,18 +142,17 @@ def _describe_order(source: Source, order: BlockSampler) -> str:
     return text
 
 
-def _copy_rows(source: Source, order: BlockSampler, writer: Writer, failed: Mapping[int, str], *, name: str) -> None:
-    """Write all rows but those in `failed`, which grows while rows are read."""
-    placement = Placement("disk", torch.device("cpu"), writer.options.threads)
+def _copy_rows(source: Source, order: BlockSampler, writer: Writer, *, name: str) -> None:
+    """Write all rows but those that are broken, which is known when they have been read."""
     if isinstance(source, DecodedRows) and any(field.is_ragged for field in source.fields.values()):
         _copy_ragged_rows(source, order, writer, name=name)
         return
+    failed = source.failed if isinstance(source, DecodedRows) else {}
+    placement = Placement("disk", torch.device("cpu"), writer.options.threads)
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
     with closing(feed), progress_bar(len(source), "rows", name) as bar:
         for pool in feed.pools(0):
-            is_kept = np.ones(len(pool.rows), bool)
-            if failed:
-                is_kept = ~np.isin(order.row_ids(pool.plan), list(failed))
+            is_kept = ~np.isin(order.row_ids(pool.plan), list(failed)) if failed else np.ones(len(pool.rows), bool)
             for start in range(0, len(pool.rows), order.batch_size):
                 stop = min(start + order.batch_size, len(pool.rows))
                 rows = pool.rows.slice(start, stop).numpy()
@@ -177,38 +164,26 @@ def _copy_rows(source: Source, order: BlockSampler, writer: Writer, failed: Mapp
 
 
 def _copy_ragged_rows(source: DecodedRows, order: BlockSampler, writer: Writer, *, name: str) -> None:
-    """Write all rows but those in `source.failed`. How many values a row has is known only when it has been read."""
-    with (
-        ThreadPoolExecutor(writer.options.threads, "reader") as threads,
-        progress_bar(len(source), "rows", name) as bar,
-    ):
+    """The same for rows of which it is not known before how many values they have."""
+    threads = ThreadPoolExecutor(writer.options.threads, "reader")
+    with threads, progress_bar(len(source), "rows", name) as bar:
 
-        def read(row_ids: np.ndarray) -> tuple[np.ndarray, dict[str, Any], list[Future[None]]]:
-            out: dict[str, Any] = {}
-            for field_name, field in source.fields.items():
-                shape = (len(row_ids), *field.shape)
-                out[field_name] = [None] * len(row_ids) if field.is_ragged else np.empty(shape, field.dtype)
-            reads = [BlockRead(row, 0, np.array([place])) for place, row in enumerate(row_ids.tolist())]
-            return row_ids, out, [threads.submit(source.read, [each], out) for each in reads]
-
-        def write(row_ids: np.ndarray, out: dict[str, Any], jobs: list[Future[None]]) -> None:
-            for job in jobs:
-                job.result()
-            is_kept = ~np.isin(row_ids, list(source.failed))
-            for field_name, column in out.items():
-                if isinstance(column, list):
-                    values = [each for each in column if each is not None]
-                    offsets = np.cumsum([0, *map(len, values)])
-                    out[field_name] = RaggedArray(np.concatenate([*values, np.empty(0, np.uint8)]), offsets)
-                else:
-                    out[field_name] = column[is_kept]
-            writer.append(out)
-            bar.update(len(row_ids))
+        def write(rows: Iterator[Mapping[str, np.ndarray]]) -> None:
+            whole_rows = list(filter(None, rows))
+            columns = {field: [row[field] for row in whole_rows] for field in source.fields}
+            writer.append({field: _join_rows(source.fields[field], column) for field, column in columns.items()})
+            bar.update(writer.n_rows + len(source.failed) - bar.n)
             exit_if_signalled()
 
-        pools = map(read, map(order.row_ids, order.pools(0)))
+        pools = (threads.map(source.read_row, order.row_ids(plan).tolist()) for plan in order.pools(0))
         waiting = next(pools)
         for following in pools:  # is being read while the one before it is written
-            write(*waiting)
+            write(waiting)
             waiting = following
-        write(*waiting)
+        write(waiting)
+
+
+def _join_rows(field: Field, rows: Sequence[np.ndarray]) -> np.ndarray | RaggedArray:
+    if not field.is_ragged:
+        return np.array(rows, field.dtype).reshape(-1, *field.shape)
+    return RaggedArray(np.concatenate([*rows, np.empty(0, field.dtype)]), np.cumsum([0, *map(len, rows)]))

@@ -49,6 +49,7 @@ class Bench:
 
     def __init__(self, config: Config, world: World, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
+        self._largest_image_size = max(config.data.image_sizes.values())
         config = config.resolved(data={"image_size": config.data.image_sizes[0]})  # one size: that of the first epoch
         self.config = config
         self.world = world
@@ -82,6 +83,7 @@ class Bench:
         feeds = self._open_feeds({})
         measured = ceilings.measure(self.meter, self.loop, feeds, report=self.show)
         feeds.close()
+        self.compute = measured.compute
         return measured
 
     def time_supply(self, overrides: Overrides) -> Rounds | None:
@@ -155,9 +157,26 @@ class Bench:
                 Setting(f"model.{key}", value) for key, value in lighter.items() if config.model[key] != value
             ),
             repack_command=repack if uses_workers else "",
-            advise_command=f"python convert.py advise {config.data.train} --rows-per-s ROWS" if source.decoding else "",
             faster=tuple(faster) if self.world.device.type == "cuda" else (),
+            **self._facts_of_encoded(),
         )
+
+    def _facts_of_encoded(self) -> dict[str, Any]:
+        """What smaller images would save, if they are encoded, and which command compares them with pixels."""
+        smaller = self.parts.source.try_smaller(self._largest_image_size)
+        if smaller is None:
+            return {}
+        side, (now_bytes, now_s), (then_bytes, then_s) = smaller
+        data = self.config.data
+        paths = [data.train] if isinstance(data.train, str) else [*data.train]
+        step_rows = data.batch_size * self.world.local_world_size / self.world.world_size  # of this machine
+        advise = f"python convert.py advise {paths[0]} --size {self._largest_image_size}"
+        return {
+            "advise_command": f"{advise} --rows-per-s {step_rows / self.compute.median:.0f}",
+            "smaller_images": f"smaller images, {then_bytes / 1e3:.1f} kB instead of {now_bytes / 1e3:.1f}: "
+            f"python convert.py repack {' '.join(paths)} NEW.h5 --size {side} --quality 92",
+            "smaller_share": then_s / now_s,
+        }
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""

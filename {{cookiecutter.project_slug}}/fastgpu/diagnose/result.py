@@ -78,7 +78,8 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
     if verdict.cause != "COMPUTE":
         lines.append(f"  change    {verdict.change}")
     if verdict.gain > 1:
-        lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted")
+        rows_per_s = verdict.gain * m.batch_size / m.loop_s
+        lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted: {rows_per_s:,.0f} rows/s")
     if verdict.see_also:
         lines.append(f"  see also  {verdict.see_also}")
     return "\n".join(lines)

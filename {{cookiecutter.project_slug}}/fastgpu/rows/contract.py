@@ -101,6 +101,8 @@ class Source(Protocol):
     """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
+    damaged: dict[int, str] | None = None
+    """{row: why it cannot be decoded} of the rows in whose place `read` gave another one. None: it raises RankError."""
 
     def __len__(self) -> int: ...
 
@@ -108,6 +110,11 @@ class Source(Protocol):
     def row_bytes(self) -> int:
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
+
+    @property
+    def max_damaged(self) -> int:
+        """How many rows may be damaged before the run ends: 1 %, or a single one, but never all."""
+        return min(len(self) - 1, max(1, len(self) // 100))
 
     @property
     def identity(self) -> dict[str, object]:
@@ -122,6 +129,11 @@ class Source(Protocol):
     def over(self, stored: "Source") -> "Source":
         """These rows, read from a copy of `stored` in memory."""
         return stored
+
+    def try_smaller(self, size: int) -> tuple[int, tuple[float, float], tuple[float, float]] | None:
+        """The shorter side that encoded images need for `size`; bytes and CPU seconds of one, now and with that side.
+        None: no images are encoded."""
+        return None
 
     def through_page_cache(self) -> "Source":
         """The same rows, of which those that are read again come from memory: for measurements."""

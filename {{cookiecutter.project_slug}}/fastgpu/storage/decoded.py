@@ -1,7 +1,9 @@
 """Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, 
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import RaggedArray, beginnings
-from fastgpu.storage.encoded import decode_centre, decode_random, draw, simplejpeg
+from fastgpu.storage.encoded import Kept, decode_centre, decode_random, draw, keep, measure, simplejpeg
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.meaning import read_preparation
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 CENTRE_SHARE = 224 / 256
 """Share of the sides that is kept for validation where training sees random parts, which make things look larger."""
+SAMPLE_ROWS = 64
 
 
 class DecodedImages(Source):
@@ -32,6 +35,9 @@ class DecodedImages(Source):
     `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1, and
     the size of the epoch. The part is a function of (seed, epoch, pass over the pool, row) alone: it is the same for
     every world size, tier and number of readers, and for a resumed run.
+
+    If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; the first one follows the
+    last one.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class DecodedImages(Source):
         passes over each pool, each of which takes other random parts (see `echo_passes`).
         """
         self._encoded = encoded
+        self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
         self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
         self._sizes = dict(sorted(size.items())) if isinstance(size, Mapping) else {0: size}
         self._size = max(self._sizes.values(), key=math.prod)
@@ -124,6 +131,23 @@ class DecodedImages(Source):
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
         return f"{codecs}, decoded by {library} in the reader threads to {sizes}: {part}"
 
+    def try_smaller(self, size: int) -> tuple[int, tuple[float, float], tuple[float, float]]:
+        """The shorter side whose centre has `size`; bytes and CPU seconds of an image, now and with that side."""
+        side = round(size / self._centre_share)
+        files, smaller = [], []
+        reading_s = 0.0
+        for row in np.linspace(0, len(self) - 1, SAMPLE_ROWS).astype(int).tolist():
+            t0 = time.thread_time()
+            columns = self._read_encoded(self._read_of(row, 0), np.array([row]))
+            data = columns[min(self._encoded_fields)].values.tobytes()
+            reading_s += (time.thread_time() - t0) / SAMPLE_ROWS
+            with suppress(Exception):  # it may be damaged
+                smaller.append(keep(data, Kept(side)))
+                files.append(data)
+        costs = [measure(each, self._size, self._min_scale) for each in (files, smaller)]
+        now, then = ((row_bytes, reading_s + decoding_s) for row_bytes, decoding_s in costs)
+        return side, now, then
+
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
         return self._encoded.column(name)
@@ -141,33 +165,50 @@ class DecodedImages(Source):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Decode images to their places: what its epoch takes for an `_EpochRead`, otherwise the centres. Thread-safe.
 
-        Raises RankError with the row if an image is damaged.
+        Raises RankError with the row if an image is damaged and no other one may stand in for it.
         """
         for read in reads:
-            first_row = int(self._block_start[read.block]) + read.first
-            rows = np.arange(first_row, first_row + len(read.places))
-            shapes: Mapping[str, tuple[int, ...]] = {}
-            draws: list[list[float]] = []
-            if isinstance(read, _EpochRead):
-                shapes = read.shapes
-                draws = draw(read.seed, rows).tolist() if self._min_scale < 1 else []
-            for name, column in self._read_encoded(read, rows).items():
-                if name in self._encoded_fields:
-                    pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
-                    size = pixels.shape[2:]
-                    for number, place in enumerate(read.places.tolist()):
-                        data = column.values[column.offsets[number] : column.offsets[number + 1]]
-                        try:
-                            if draws:
-                                pixels[place] = decode_random(data, size, draws[number], self._min_scale)
-                            else:
-                                pixels[place] = decode_centre(data, size, self._centre_share)
-                        except Exception as error:  # a decoder may raise anything for damaged bytes
-                            raise self._is_damaged(first_row + number, error) from None
-                elif isinstance(column, RaggedArray):
-                    out[name].values[out[name].places(read.places)] = column.values
-                else:
-                    out[name][read.places] = column
+            waiting = [read]
+            while waiting:
+                waiting += self._decode(waiting.pop(), read, out)
+
+    def _decode(self, read: BlockRead, planned: BlockRead, out: Mapping[str, Any]) -> list[BlockRead]:
+        """Decode the rows of a read to their places. Returns reads of the rows that follow the damaged ones.
+
+        planned: the read for whose rows these stand in, or the same; it knows its epoch.
+        """
+        first_row = int(self._block_start[read.block]) + read.first
+        rows = np.arange(first_row, first_row + len(read.places))
+        shapes: Mapping[str, tuple[int, ...]] = {}
+        draws: list[list[float]] = []
+        if isinstance(planned, _EpochRead):
+            shapes = planned.shapes
+            draws = draw(planned.seed, rows).tolist() if self._min_scale < 1 else []
+        following: list[BlockRead] = []
+        for name, column in self._read_encoded(read, rows).items():
+            if name in self._encoded_fields:
+                pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
+                size = pixels.shape[2:]
+                for number, place in enumerate(read.places.tolist()):
+                    data = column.values[column.offsets[number] : column.offsets[number + 1]]
+                    try:
+                        if draws:
+                            pixels[place] = decode_random(data, size, draws[number], self._min_scale)
+                        else:
+                            pixels[place] = decode_centre(data, size, self._centre_share)
+                    except Exception as error:  # a decoder may raise anything for damaged bytes
+                        self._note_damaged(first_row + number, error)
+                        following.append(self._read_of((first_row + number + 1) % len(self), place))
+            elif isinstance(column, RaggedArray):
+                out[name].values[out[name].places(read.places)] = column.values
+            else:
+                out[name][read.places] = column
+        return following
+
+    def _read_of(self, row: int, place: int) -> BlockRead:
+        """A read of one row to a place."""
+        block = int(np.searchsorted(self._block_start, row, "right")) - 1
+        return BlockRead(block, row - int(self._block_start[block]), np.array([place]))
 
     def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
         """All fields of some rows as they are stored, valid until this thread reads again."""
@@ -183,11 +224,19 @@ class DecodedImages(Source):
         self._encoded.read([read._replace(places=np.arange(len(rows)))], columns)
         return columns
 
-    def _is_damaged(self, row: int, error: Exception) -> RankError:
-        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
-        if isinstance(self._encoded, Subset):
-            row = int(self._encoded.row_ids[row])
-        return RankError(f"{self.name}: the image in row {row:,} cannot be decoded: {reason}; {RESTORE}")
+    def _note_damaged(self, row: int, error: Exception) -> None:
+        """Add a row to `damaged`. Raises RankError if none, or no more, may be damaged, or if memory ran out."""
+        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
+        row_id = row if self._row_ids is None else int(self._row_ids[row])
+        text = f"{self.name}: the image in row {row_id:,} cannot be decoded: {reason}"
+        if isinstance(error, MemoryError) or "allocate memory" in reason:
+            raise RankError(f"{text}; free some memory, or use a smaller loader.num_readers") from None
+        if self.damaged is None:
+            raise RankError(f"{text}; {RESTORE}, or set data.on_damaged_image=skip") from None
+        self.damaged.setdefault(row, text)
+        if len(self.damaged) > self.max_damaged:
+            n_damaged = f"{len(self.damaged):,} of {len(self):,} rows"
+            raise RankError(f"{text}. So {n_damaged} are damaged, more than 1 %; {RESTORE}") from None
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""

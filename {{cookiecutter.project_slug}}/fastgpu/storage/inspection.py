@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from math import prod
 from typing import NamedTuple
 
 import h5py
@@ -25,8 +26,7 @@ REPACK = "`python convert.py repack` mends it"
 class DatasetInfo(NamedTuple):
     """How the rows of one HDF5 dataset lie in their file."""
 
-    group: str
-    name: str
+    path: str
     dtype: np.dtype
     shape: tuple[int, ...]
     chunk: tuple[int, ...] | None
@@ -37,25 +37,27 @@ class DatasetInfo(NamedTuple):
     has_digests: bool
 
     @property
-    def path(self) -> str:
-        return f"{self.group.rstrip('/')}/{self.name}"
+    def group(self) -> str:
+        return self.path.rpartition("/")[0] or "/"
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows before compression."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a chunk before compression; of all rows if they lie in one piece."""
-        if self.chunk is None:
-            return self.nbytes
-        return int(np.prod(self.chunk)) * self.dtype.itemsize
+        return prod(self.chunk or self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         blocks = "in one piece"
         if self.chunk:
-            n_blocks = int(np.prod([-(-n // k) for n, k in zip(self.shape, self.chunk, strict=True)]))
+            n_blocks = prod(-(-n // k) for n, k in zip(self.shape, self.chunk, strict=True))
             blocks = f"{n_blocks:,} blocks {self.chunk} of {self.block_bytes / 2**20:.2f} MiB"
         filters = " + ".join(self.filters) or "plain"
         checksums = "SHA-256" if self.has_digests else "no checksums"
@@ -74,15 +76,13 @@ def fields_of(columns: list[DatasetInfo]) -> dict[str, dict[str, str]]:
     ragged_groups = {column.group for column in columns if column.name == "indptr"}
     fields: dict[str, dict[str, str]] = {}
     for column in columns:
+        parent, _, field = column.group.rpartition("/")
         if column.group not in ragged_groups:
             fields.setdefault(column.group, {})[column.name] = column.name
+        elif column.name == "data":
+            fields.setdefault(parent or "/", {})[f"{field}_values"] = f"{field}/data"
         elif column.name != "indptr":
-            parent, _, field = column.group.rpartition("/")
-            source = field
-            if column.name == "data":
-                source = f"{field}/data"
-                field = f"{field}_values"
-            fields.setdefault(parent or "/", {})[field] = source
+            fields.setdefault(parent or "/", {})[field] = field
     return fields
 
 
@@ -92,9 +92,7 @@ def advise(columns: list[DatasetInfo]) -> list[str]:
     The figures are warm rates on 2 cores of an AMD EPYC, compared with blocks of 2 MiB (the template's
     bench/layouts.py).
     """
-    largest: dict[str, DatasetInfo] = {}
-    for column in sorted(columns, key=lambda column: column.nbytes):
-        largest[column.group] = column
+    largest = {column.group: column for column in sorted(columns, key=lambda column: column.nbytes)}
     return [f"{column.path}: {line}" for column in largest.values() for line in _advice(column)]
 
 
@@ -102,11 +100,8 @@ def _advice(column: DatasetInfo) -> Iterator[str]:
     if column.chunk and column.chunk[1:] != column.shape[1:]:
         yield f"chunks split rows: the HDF5 library must join them, one thread at a time, 8 to 13x slower; {REPACK}"
     elif column.chunk and column.block_bytes < SMALL_BYTES and column.nbytes > LARGE_BYTES:
-        size = f"{column.block_bytes / 1024:.1f} KiB"
-        yield (
-            f"chunks of {column.chunk[0]} rows, {size}: each takes a call, 5x slower with 114 KiB, 24x with 3 KiB; "
-            f"{REPACK}"
-        )
+        chunks = f"chunks of {column.chunk[0]} rows, {column.block_bytes / 1024:.1f} KiB"
+        yield f"{chunks}: each takes a call, 5x slower with 114 KiB, 24x with 3 KiB; {REPACK}"
     elif column.chunk and column.block_bytes > LARGE_BYTES:
         yield f"blocks of {column.block_bytes / 2**20:.0f} MiB: few fit a pool, so it mixes little; {REPACK}"
     if column.filters:
@@ -131,8 +126,7 @@ def damaged(path: str, threads: int, tick: Callable[[int], object]) -> list[str]
             for start in range(0, len(data), layout.chunk_rows):
                 n_rows = min(layout.chunk_rows, len(data) - start)
                 checks.append(pool.submit(_check, layout, start, n_rows, tick))
-        lines = [check.result() for check in checks]
-    return [line for line in lines if line]
+        return [line for check in checks if (line := check.result())]
 
 
 def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object]) -> str:
@@ -171,18 +165,10 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
 
 
 def _describe(data: h5py.Dataset) -> DatasetInfo:
-    group, _, name = data.name.rpartition("/")
     filters = codecs.filters_of(data.id.get_create_plist())
-    return DatasetInfo(
-        group=group or "/",
-        name=name,
-        dtype=data.dtype,
-        shape=data.shape,
-        chunk=data.chunks,
-        filters=tuple(codecs.name_of([applied]) for applied in filters),
-        stored_bytes=data.id.get_storage_size(),
-        has_digests=f"{DIGESTS}/{name}" in data.parent,
-    )
+    names = tuple(codecs.name_of([applied]) for applied in filters)
+    has_digests = f"{DIGESTS}/{data.name.rpartition('/')[2]}" in data.parent
+    return DatasetInfo(data.name, data.dtype, data.shape, data.chunks, names, data.id.get_storage_size(), has_digests)
 
 
 def class_order_warning(source: Source, pool_rows: int) -> str:

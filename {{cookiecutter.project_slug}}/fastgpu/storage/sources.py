@@ -118,9 +118,15 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
         sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
         if split == "val":
             sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
-        return decode_images(source, sizes, min_scale=data.min_crop_scale, echo=echo)
-    if data.image_size or data.val_image_size or data.min_crop_scale < 1:
-        keys = "data.image_size, data.val_image_size and data.min_crop_scale"
+        decoded = decode_images(source, sizes, min_scale=data.min_crop_scale, echo=echo)
+        if data.on_damaged_image == "skip":
+            if decoded.lengths:
+                names = ", ".join(decoded.lengths)
+                raise UserError(f"data.on_damaged_image is skip, which rows of different lengths ({names}) rule out")
+            decoded.damaged = {}
+        return decoded
+    if data.image_size or data.val_image_size or data.min_crop_scale < 1 or data.on_damaged_image != "stop":
+        keys = "data.image_size, data.val_image_size, data.min_crop_scale and data.on_damaged_image"
         warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 

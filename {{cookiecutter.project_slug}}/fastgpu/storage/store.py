@@ -7,11 +7,11 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
-import pickle
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -79,7 +79,7 @@ class Store(Source):
         """See `Source.through_page_cache`."""
         if not self.around_page_cache:
             return self
-        store: Store = pickle.loads(pickle.dumps(self))
+        store = deepcopy(self)
         store.around_page_cache = False
         for file in store._files:
             file.use_page_cache()

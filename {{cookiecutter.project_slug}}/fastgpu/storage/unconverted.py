@@ -35,7 +35,6 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
             continue
         target = shlex.quote(f"data/{path.resolve().name.split('.')[0]}.h5")
         source = shlex.quote(name if path == Path(name) else str(path))
-        what = ""
         if path.is_dir() and _has_images(path):
             what, command = "a folder of images", f"images {source} {target}{share}"
         elif suffix in TABLES and not {"images", "items"} & {*fields} and _has_numbers(path):
@@ -51,8 +50,9 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
             what, command = "a file of NumPy arrays", f"arrays {matrix}{source} {target}"
         elif suffix in ARCHIVES:
             what, command = "an archive (unpack it, unless --help lists it)", "--help"
-        if what:
-            raise UserError(f"{key} is {name}, {what}; convert it once: python convert.py {command}")
+        else:
+            continue
+        raise UserError(f"{key} is {name}, {what}; convert it once: python convert.py {command}")
 
 
 def _has_images(folder: Path) -> bool:

@@ -32,6 +32,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.telemetry import checkpoint, folder
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
+from fastgpu.telemetry.damaged import DamagedRows
 from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
@@ -114,6 +115,7 @@ class Run:
         world.print_once(folder.describe_changes(changes))
         if self.progress.validate_on(description["val_rows"]):
             warn("resumed with other validation rows: the best value so far was measured on others and is forgotten")
+        self.damaged = DamagedRows((), world)
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
@@ -190,6 +192,7 @@ class Run:
             return
         n_skipped = self._count_skipped()
         self._reported_skips = self.progress.skipped_steps
+        self.damaged.tell(self.folder)
         losses = torch.stack(self._losses)
         mean = losses.nanmean() if n_skipped else losses.mean()
         loss = self._world.all_reduce_sum(mean).item() / self._world.world_size
@@ -314,6 +317,7 @@ class Run:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
+        self._world.print_once(self.damaged.summary)
         if self._world.is_main:
             forget_starts(self.folder)
         self.close()
@@ -353,6 +357,7 @@ class Run:
 
         If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
         """
+        self.damaged.tell(self.folder)
         self._count_skipped()
         for part in self._state.values():
             if isinstance(part, nn.Module):

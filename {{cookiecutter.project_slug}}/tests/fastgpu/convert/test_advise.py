@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from fastgpu.convert import advise as module
+from fastgpu.process.machine import available_cpus
 
 
 @pytest.fixture
@@ -15,7 +16,9 @@ def rates(monkeypatch):
 
     def set_rates(disk: float, decoded: float) -> None:
         monkeypatch.setattr(module, "measure_disk", lambda path: disk)
-        monkeypatch.setattr(module, "_decoded_per_s", lambda files, size: decoded)
+        monkeypatch.setattr(
+            module, "measure", lambda files, *_: (np.mean([*map(len, files)]), available_cpus() / decoded)
+        )
         monkeypatch.setattr(module, "free_host_bytes", lambda: 0)
 
     return set_rates

@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from fastgpu.convert import cifar_celeba
-from fastgpu.convert.cifar_celeba import CIFAR_TRAIN, open_celeba, open_cifar10
+from fastgpu.convert.cifar_celeba import CIFAR_TRAIN, list_celeba, open_cifar10
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
-from fastgpu.storage.images import Preprocessing
 
 STEMS = [*CIFAR_TRAIN, "test_batch"]
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -219,7 +218,7 @@ def test_a_bad_list_is_named_with_its_line(tmp_path, file, old, new, message):
     path = tmp_path / "celeba" / file
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(UserError, match=message):
-        open_celeba(tmp_path / "celeba", Preprocessing(), "stop")
+        list_celeba(tmp_path / "celeba")
 
 
 def test_an_image_that_is_missing_from_the_zip_is_named(tmp_path, convert):

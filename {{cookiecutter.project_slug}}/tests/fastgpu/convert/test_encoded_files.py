@@ -127,9 +127,25 @@ def test_encoded_rows_are_repacked_byte_for_byte_or_made_smaller(convert, photos
     assert images[0].decode(Box(0, 0, 20, 20), (20, 20)).shape == (3, 20, 20)
 
 
+def test_repack_leaves_out_damaged_images_if_asked(convert, photos, tmp_path):
+    convert("images", "photos", "x.h5", "--keep-encoded")
+    files = rows_in(tmp_path / "x.h5")
+    with h5py.File(tmp_path / "x.h5", "r+") as file:
+        file["images/values"][file["images/indptr"][5] : file["images/indptr"][6]] = 0
+        del file["images/fastgpu_sha256"]
+    done = convert("repack", "x.h5", "y.h5", "--quality", "92")
+    assert done.returncode == 2
+    assert "1 of 40 rows are broken, so nothing was written" in done.stderr
+    done = convert("repack", "x.h5", "y.h5", "--quality", "92", "--on-error", "skip")
+    assert done.returncode == 0, done.stderr
+    assert "row 5 " in (tmp_path / "y.h5.skipped.txt").read_text()
+    assert sorted(rows_in(tmp_path / "y.h5")) == sorted(files[:5] + files[6:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("repack", "pixels.h5", "y.h5", "--on-error", "skip"), "--on-error is skip, which needs --quality"),
         (("images", "photos", "x.h5", "--keep-encoded", "--masks", "photos"), "--keep-encoded is for images with lab"),
         (("images", "photos", "x.h5", "--keep-encoded", "--crop", "9"), "--keep-encoded takes --size SIDE, one number"),
         (("images", "photos", "x.h5", "--keep-encoded", "--size", "9", "--quality", "0"), "'0' is not a quality of"),

@@ -132,6 +132,21 @@ def test_columns_of_pixels_that_were_sorted_by_name_are_refused(tmp_path, conver
     assert "has the column pixel2 behind pixel15; put the columns of pixels into the order of their" in result.stderr
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_where_the_table_says(tmp_path, convert, end):
+    rows = ['2,"a note",1 2 3 4', "1,b,5 6 7 8", "0,c,9 10 11 12"]
+    (tmp_path / "a.csv").write_text(end.join(["label,note,pixels", *rows]), newline="", encoding="utf-8-sig")
+    assert convert("pixels", "a.csv", "a.h5", "--label", "label", "--keep-order").returncode == 0
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["images"][:, 0, 0, 0].tolist() == [1, 5, 9]
+        assert file["labels"][:].tolist() == [2, 1, 0]
+    rows[1] = rows[1].replace("b", '"b\r b"')  # its second half is a line, too
+    (tmp_path / "a.csv").write_text(end.join(["label,note,pixels", *rows]), newline="")
+    result = convert("pixels", "a.csv", "b.h5", "--label", "label")
+    assert result.returncode == 2
+    assert "a.csv:3: 2 columns; its header has 3" in result.stderr
+
+
 def test_pixels_that_are_decimals_are_told(tmp_path, convert):
     (tmp_path / "a.csv").write_text("label,pixel0,pixel1,pixel2,pixel3\n1,0.5,0.25,0,1\n")
     result = convert("pixels", "a.csv", "a.h5")

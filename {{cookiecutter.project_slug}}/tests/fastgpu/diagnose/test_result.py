@@ -27,7 +27,7 @@ def test_the_table_has_every_part_and_one_verdict():
     assert any(line.startswith("READ: the loop waits for bytes from storage (98 to 98 %") for line in lines)
     assert "  change    data.echo=4" in lines
     assert "  certainty high" in lines
-    assert "  gain      4.00 x the speed, predicted" in lines
+    assert "  gain      4.00 x the speed, predicted: 6,400 rows/s" in lines
 
 
 def test_the_table_of_a_fed_gpu_shows_its_work_and_no_change():

@@ -1,0 +1,332 @@
+"""Decode a million small images, and 2,000 damaged ones: memory stays flat, nothing crashes, each damaged one is named.
+
+    make images                                                 all of it, and a page in bench/results
+    python tests/faults/images.py --images 4000 --damaged 200   a short form
+
+**A million.** JPEG and PNG files of many sizes, some of which are grey, progressive or on their side, are decoded by
+reader threads in epoch after epoch, as random parts; the memory of the process is read on the way.
+
+**Damaged.** Each file follows from the seed and its number. All go through `convert.py images --keep-encoded --on-error
+skip`, among a hundred times as many whole ones, and as rows of a file through the feed of training with
+data.on_damaged_image=skip; each of the two is a process of its own. A file either decodes or is named.
+"""
+
+import argparse
+import csv
+import io
+import json
+import random
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PROJECT = ROOT / "{{cookiecutter.project_slug}}"
+sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "bench")]
+
+import h5py
+import numpy as np
+import psutil
+import publish
+import torch
+from mutations import flip
+from PIL import Image
+
+from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.process.machine import available_cpus
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.decoded import DecodedImages
+from fastgpu.storage.store import open_store
+
+N_DISTINCT = 2000
+"""Whole images; they are repeated."""
+WHOLE_PER_DAMAGED = 110
+"""At most 1 % of the rows may be damaged."""
+SIZE = (32, 32)
+BATCH = 256
+SIDES = (24, 160)
+"""Of whole images, in pixels."""
+BOMB_SIDE = 30_000
+MARKS = (0.1, 0.5, 1.0)
+
+
+class Verdict(NamedTuple):
+    """What became of the damaged files."""
+
+    named: dict[int, str]
+    """{number of the file: why it was left out}"""
+    exit_code: int
+    memory_mib: float
+    """The most that the process used."""
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def make_image(number: int) -> bytes:
+    """A whole image of any size, format, mode and orientation."""
+    rng = np.random.default_rng(number)
+    height, width = rng.integers(*SIDES, 2)
+    pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((width, height))
+    file = io.BytesIO()
+    kind = number % 10
+    if kind == 0:
+        pixels.save(file, "PNG")
+    elif kind == 1:
+        pixels.convert("L").save(file, "JPEG")
+    elif kind == 2:
+        pixels.save(file, "JPEG", progressive=True)
+    elif kind == 3:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # on its side
+        pixels.save(file, "JPEG", exif=exif)
+    elif kind == 4:
+        pixels.save(file, "WEBP")
+    elif kind == 5:
+        pixels.convert("CMYK").save(file, "JPEG")
+    else:
+        pixels.save(file, "JPEG")
+    return file.getvalue()
+
+
+def truncated(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randint(1, len(data) * 9 // 10)]
+
+
+def with_other_size(data: bytes, rng: random.Random) -> bytes:
+    """The header has another height and width than the pixels."""
+    height, width = (rng.choice((0, 1, rng.randint(2, 300), 2000, 65_500)) for _ in range(2))
+    return with_size(data, height, width)
+
+
+def bomb(data: bytes, rng: random.Random) -> bytes:
+    """900 million pixels in at most some kilobytes."""
+    if rng.random() < 0.5:
+        return png_bomb()
+    return with_size(make_image(6), BOMB_SIDE, BOMB_SIDE)
+
+
+@cache
+def png_bomb() -> bytes:
+    rows = zlib.compress(bytes(BOMB_SIDE * (BOMB_SIDE // 8 + 1)), 9)
+    header = struct.pack(">IIBBBBB", BOMB_SIDE, BOMB_SIDE, 1, 0, 0, 0, 0)
+    chunks = png_chunk(b"IHDR", header), png_chunk(b"IDAT", rows), png_chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def png_chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def with_size(data: bytes, height: int, width: int) -> bytes:
+    """An image whose header, with a right checksum, says another size."""
+    if data.startswith(b"\x89PNG"):
+        header = struct.pack(">II", width, height) + data[24:29]
+        return data[:8] + png_chunk(b"IHDR", header) + data[33:]
+    if data.startswith(b"RIFF"):
+        at = data.index(b"VP8 ") + 14  # the two sizes of a lossy WebP file, 14 bits each
+        return data[:at] + struct.pack("<HH", width & 0x3FFF, height & 0x3FFF) + data[at + 4 :]
+    at = next(match.start() for match in re.finditer(b"\xff[\xc0\xc2]\x00[\x0b\x11\x14]\x08", data))
+    return data[: at + 5] + struct.pack(">HH", height, width) + data[at + 9 :]
+
+
+DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "truncated": truncated,
+    "flipped bits": flip,
+    "another size in the header": with_other_size,
+    "decompression bomb": bomb,
+    "noise behind a header": lambda data, rng: data[:20] + rng.randbytes(len(data)),
+    "zeros": lambda data, rng: bytes(len(data)),
+}
+ALWAYS_NAMED = ("truncated", "decompression bomb", "noise behind a header", "zeros")
+
+
+def damage_of(number: int) -> str:
+    return list(DAMAGES)[number % len(DAMAGES)]
+
+
+def make_damaged(number: int, seed: int) -> bytes:
+    rng = random.Random(f"{seed}:{number}")
+    return DAMAGES[damage_of(number)](make_image(rng.randrange(N_DISTINCT)), rng)
+
+
+def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
+    """Encoded rows: row n is files[row_of[n]]; its label is that number."""
+    with h5py.File(path, "w") as file:
+        group = file.create_group("images")
+        group.attrs["codec"] = "jpeg+png+webp"
+        group["indptr"] = np.concatenate([[0], np.cumsum([len(files[each]) for each in row_of])])
+        group["values"] = np.frombuffer(b"".join([files[each] for each in row_of]), np.uint8)
+        file["labels"] = row_of
+
+
+# ---------------------------------------------------------------------------------------------- their own processes
+
+
+def epochs(path: str, *, skips_damaged: bool) -> tuple[DecodedImages, Any]:
+    """The rows of a file and their feed."""
+    store = open_store("FILE", path, {"images": "images", "labels": "labels"})
+    source = DecodedImages(store, SIZE, 0.08)
+    source.damaged = {} if skips_damaged else None
+    order = BlockSampler(source.block_rows, BATCH, pool_batches=4, drop_last=False)
+    return source, make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
+
+
+def decode_many(path: str, n_images: int) -> dict[str, float]:
+    """{share of the images: MiB of memory}, the number of images, and the seconds of CPU."""
+    _, feed = epochs(path, skips_damaged=False)
+    process = psutil.Process()
+    memory = {}
+    n_done = epoch = 0
+    waiting = [*MARKS]
+    with closing(feed):
+        while waiting:
+            for pool in feed.pools(epoch):
+                n_done += len(pool.rows)
+                while waiting and n_done >= waiting[0] * n_images:
+                    memory[f"{waiting.pop(0):.0%}"] = process.memory_info().rss / 2**20
+            epoch += 1
+    return {**memory, "images": n_done, "CPU s": sum(process.cpu_times()[:2])}
+
+
+def decode_damaged(path: str) -> dict[str, str]:
+    """{label of the row: why it cannot be decoded}, of one epoch. Fails if a stand-in is not a whole row."""
+    source, feed = epochs(path, skips_damaged=True)
+    with closing(feed):
+        labels = np.concatenate([pool.rows["labels"].numpy() for pool in feed.pools(0)])
+    label_of = source.column("labels")
+    damaged = source.damaged or {}
+    named = {str(label_of[row]): reason for row, reason in damaged.items()}
+    assert not set(map(str, labels.tolist())) & named.keys()
+    return named
+
+
+def run(function: str, *arguments: object) -> tuple[int, str]:
+    """Call a function of this file in another process. Returns the exit code, and what it returned as JSON."""
+    done = subprocess.run(
+        [sys.executable, __file__, function, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    return done.returncode, done.stdout
+
+
+# ---------------------------------------------------------------------------------------------- damaged files
+
+
+def convert_all(folder: Path, whole: Sequence[bytes], damaged: Sequence[bytes], row_of: np.ndarray) -> Verdict:
+    """Convert all files, named by a CSV. Its line n + 2 names row n."""
+    for name, files in (("whole", whole), ("damaged", damaged)):
+        (folder / name).mkdir()
+        for number, data in enumerate(files):
+            (folder / name / f"{number}.jpg").write_bytes(data)
+    with Path(folder / "list.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "label"])
+        for row in row_of.tolist():
+            number = row - len(damaged)
+            writer.writerow([f"whole/{number}.jpg" if number >= 0 else f"damaged/{row}.jpg", row % 2])
+    words = ["images", "list.csv", "out.h5", "--keep-encoded", "--on-error", "skip"]
+    command = [sys.executable, str(PROJECT / "convert.py"), *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    listed = folder / "out.h5.skipped.txt"
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    found = [(re.search(r"damaged/(\d+)\.jpg", line), line) for line in lines]
+    assert all(match for match, _ in found), "a whole image was left out"
+    named = {int(match[1]): line for match, line in found if match}
+    return Verdict(named, done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+
+
+def train_on_all(folder: Path, files: Sequence[bytes], n_damaged: int, row_of: np.ndarray) -> Verdict:
+    write_rows(folder / "rows.h5", files, row_of)
+    code, output = run("decode_damaged", folder / "rows.h5")
+    answer = json.loads(output) if not code else {"value": {}, "memory_mib": 0.0}
+    named = {int(label): reason for label, reason in answer["value"].items()}
+    assert max(named, default=0) < n_damaged, "a whole image was named"
+    return Verdict(named, code, answer["memory_mib"])
+
+
+def describe_damaged(n_damaged: int, verdicts: dict[str, Verdict]) -> publish.Table:
+    rows = []
+    for damage in DAMAGES:
+        numbers = {number for number in range(n_damaged) if damage_of(number) == damage}
+        cells = [f"{len(numbers & verdict.named.keys()):,}" for verdict in verdicts.values()]
+        rows.append([damage, f"{len(numbers):,}", *cells])
+    rows.append(["all", f"{n_damaged:,}", *(f"{len(verdict.named):,}" for verdict in verdicts.values())])
+    crashes = Counter(verdict.exit_code != 0 for verdict in verdicts.values())[True]
+    memory = ", ".join(f"{name} {verdict.memory_mib:,.0f} MiB" for name, verdict in verdicts.items())
+    note = (
+        f"Crashes: {crashes}. Those that are not named were decoded: an image file has no checksum, so flipped bits "
+        "may give other pixels (`data.verify` finds damage that comes after the conversion). Most memory used: "
+        f"{memory}. A bomb says that it has {BOMB_SIDE**2 / 1e6:,.0f} million pixels."
+    )
+    return publish.Table("Damaged files", ["damage", "files", *(f"named by {name}" for name in verdicts)], rows, note)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=1_000_000)
+    parser.add_argument("--damaged", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
+    args = parser.parse_args()
+    whole = [make_image(number) for number in range(min(N_DISTINCT, args.images))]
+    damaged = [make_damaged(number, args.seed) for number in range(args.damaged)]
+    files = [*damaged, *whole]
+    row_of = np.arange(args.damaged * (1 + WHOLE_PER_DAMAGED))
+    row_of[args.damaged :] = args.damaged + row_of[args.damaged :] % len(whole)
+    np.random.default_rng(args.seed).shuffle(row_of)
+    with tempfile.TemporaryDirectory(prefix="images-") as name:
+        folder = Path(name)
+        verdicts = {"convert": convert_all(folder, whole, damaged, row_of)}
+        verdicts["training"] = train_on_all(folder, files, args.damaged, row_of)
+        write_rows(folder / "whole.h5", whole, np.arange(len(whole)))
+        code, output = run("decode_many", folder / "whole.h5", args.images)
+    memory = json.loads(output)["value"] if not code else {}
+    shares = [f"{share:.0%}" for share in MARKS]
+    table = publish.Table(
+        f"{int(memory.get('images', 0)):,} images",
+        ["after", *shares],
+        [["memory, MiB", *(f"{memory[share]:,.0f}" for share in shares if memory)]],
+        f"{len(whole):,} images of {SIDES[0]} to {SIDES[1] - 1} pixels a side, again and again, as random parts of 8 "
+        f"to 100 % of the area to {SIZE[0]} x {SIZE[1]}; {available_cpus()} reader threads; "
+        f"{memory.get('CPU s', 0):,.0f} s of CPU time. Memory of the process (RSS).",
+    )
+    tables = [table, describe_damaged(args.damaged, verdicts)]
+    for table in tables:
+        print(f"{table.title}\n\n{table.markdown()}\n{table.note}\n")
+    if args.publish:
+        damaged_files = {name: {**each._asdict(), "named": sorted(each.named)} for name, each in verdicts.items()}
+        data = {"memory_mib": memory, "damaged": damaged_files}
+        publish.write("images", tables, data, "python tests/faults/images.py --publish")
+    missed = [
+        f"{number} ({damage_of(number)}) by {name}"
+        for name, verdict in verdicts.items()
+        for number in range(args.damaged)
+        if damage_of(number) in ALWAYS_NAMED and number not in verdict.named
+    ]
+    print(f"not named, and should be: {missed}" if missed else "each file was named that has no pixels to decode")
+    return int(bool(missed or code or any(verdict.exit_code for verdict in verdicts.values())))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    functions = {"decode_many": decode_many, "decode_damaged": decode_damaged}
+    if sys.argv[1:] and sys.argv[1] in functions:
+        value = functions[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))
+        memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"value": value, "memory_mib": memory_mib}))
+    else:
+        sys.exit(main())

@@ -1,0 +1,37 @@
+import io
+import re
+
+import h5py
+import numpy as np
+from harness import ALONE
+from PIL import Image
+
+from fastgpu.diagnose.bench import Bench
+from fastgpu.process.config import Config, Data
+
+
+def test_what_smaller_images_would_save_is_measured(tmp_path):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 120, 3), np.uint8)).save(file, "JPEG")
+    data = file.getvalue()
+    path = tmp_path / "rows.h5"
+    with h5py.File(path, "w") as rows:
+        rows["images/indptr"] = len(data) * np.arange(65)
+        rows["images/values"] = np.frombuffer(data * 64, np.uint8)
+        rows["images"].attrs["codec"] = "jpeg"
+        rows["labels"] = np.arange(64) % 4
+    fields = {"images": "images", "labels": "labels"}
+    settings = {"image_size": {0: 20, 5: 28}, "min_crop_scale": 0.3, "batch_size": 32}
+    config = Config(
+        workload="images",
+        data=Data(train=str(path), val=str(path), fields=fields, **settings),
+        model={"width": 4},
+        dist={"device": "cpu"},
+    )
+    bench = Bench(config, ALONE, 0.001)
+    facts = bench.facts()
+    sizes = rf"smaller images, \d\.\d kB instead of {len(data) / 1e3:.1f}: "
+    assert re.fullmatch(sizes + f"python convert.py repack {path} NEW.h5 --size 32 --quality 92", facts.smaller_images)
+    assert facts.smaller_share > 0
+    rows_per_s = f"{32 / bench.compute.median:.0f}"
+    assert facts.advise_command == f"python convert.py advise {path} --size 28 --rows-per-s {rows_per_s}"
