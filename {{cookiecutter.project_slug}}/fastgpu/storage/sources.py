@@ -191,9 +191,7 @@ def _balance_classes(source: Source) -> Mixture:
         if labels is not None:
             found = f"is {source.fields['labels']}"
         elif "labels" in source.fields:
-            found = (
-                "is not in memory (a Dataset needs an attribute `labels` or `targets` that has the values of its items)"
-            )
+            found = "is not in memory (a Dataset needs an attribute `labels` or `targets` equal to its items)"
         raise UserError(
             f"data.balance is classes, but the field `labels` of {source.name} {found}; it should have one whole "
             "number for each row"
