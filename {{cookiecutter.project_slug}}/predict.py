@@ -21,6 +21,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("inputs", metavar="INPUT", nargs="*")
     parser.add_argument("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
+    parser.add_argument("--id", metavar="FIELD", help="of INPUT, such as user: its value is written beside each row")
     parser.add_argument("--top", type=int, help="number of classes or items for each row, best first")
     parser.add_argument(
         "--on-error", choices=("stop", "skip"), default="stop", help="at a broken image; skip writes why"
@@ -39,8 +40,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
     if args.export and not args.export.endswith((".pt2", ".onnx")):
         raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
-    if (args.json and not args.evaluate) or (not args.inputs and (args.output != "-" or args.top)):
-        raise UserError("--json belongs to --evaluate; -o and --top belong to INPUT")
+    if (args.json and not args.evaluate) or (not args.inputs and (args.output != "-" or args.top or args.id)):
+        raise UserError("--json belongs to --evaluate; -o, --id and --top belong to INPUT")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args
@@ -96,7 +97,8 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
             raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
     if args.inputs and not args.output.endswith(".jsonl"):
         check_fits_csv(values)
-    inputs = open_inputs([args.evaluate] if args.evaluate else args.inputs, trained.card, fields, args.on_error)
+    paths = [args.evaluate] if args.evaluate else args.inputs
+    inputs = open_inputs(paths, trained.card, fields, args.on_error, id_field=args.id or "")
     described = DescribedSource(trained.card, "the training rows")
     check_items("INPUT", described, inputs.source)
     warn_of_other_preparation("INPUT", described, inputs.source)
@@ -122,8 +124,10 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
             for start in range(0, len(row_ids), order.batch_size):
                 batch_ids = row_ids[start : start + order.batch_size]
                 with torch.inference_mode(), autocast:
-                    values = trained.workload.predict(trained.model, pool.rows.slice(start, start + len(batch_ids)))
-                writer.write(batch_ids, values)
+                    rows = pool.rows.slice(start, start + len(batch_ids))
+                    values = trained.workload.predict(trained.model, rows)
+                ids = {args.id: rows[args.id]} if args.id else {}
+                writer.write(batch_ids, ids, values)
                 bar.update(len(batch_ids) * world.world_size)
     n_failed = int(sum(world.all_gather(writer.n_failed)))
     failed = f", of which {n_failed:,} could not be read" if n_failed else ""

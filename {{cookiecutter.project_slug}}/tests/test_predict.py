@@ -212,7 +212,8 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path):
         (["runs/a", "--export", "a.bin"], "--export is a.bin; it should end in .pt2 or .onnx"),
         (["runs/a", "x.npy", "--top", "0"], "should be at least 1"),
         (["runs/a", "x.npy", "--json"], "--json belongs to --evaluate"),
-        (["runs/a", "--evaluate", "x.h5", "-o", "x.csv"], "-o and --top belong to INPUT"),
+        (["runs/a", "--evaluate", "x.h5", "-o", "x.csv"], "-o, --id and --top belong to INPUT"),
+        (["runs/a", "--export", "a.pt2", "--id", "user"], "-o, --id and --top belong to INPUT"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_before_torch_is_imported(arguments, message):

@@ -296,7 +296,7 @@ def count_classes(source: Source, name: str, ignored: int = -1) -> int:
     if labels is None:
         raise UserError(
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
-            f"`class_names` or its `{name}` as an array"
+            f"`class_names` or an attribute `{name}` that has the values of its items"
         )
     highest = int(labels[labels != ignored].max(initial=0))
     if highest >= MAX_CLASSES:

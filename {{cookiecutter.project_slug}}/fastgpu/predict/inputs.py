@@ -48,12 +48,13 @@ class Inputs(NamedTuple):
 
 
 def open_inputs(
-    paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[str, Field], on_error: OnError
+    paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[str, Field], on_error: OnError, *, id_field: str = ""
 ) -> Inputs:
     """The rows to predict. They have all `fields`, of the shape and type that the model was trained on.
 
     paths: HDF5 files (`file.h5::/group` and globs, too), one .npy or .npz file, or image files, folders and globs.
-    card: the content of model.json. Raises UserError if the inputs do not fit.
+    card: the content of model.json. id_field: one more field, which says what a row is, such as the number of a user.
+    Raises UserError if the inputs do not fit.
     """
     for path in paths:
         if any((Path(path) / name).exists() for name in MODEL_FILES):
@@ -67,20 +68,25 @@ def open_inputs(
             refuse_unconverted("INPUT", paths, list(fields))
             taken = ", ".join(f"{name}, {field}" for name, field in fields.items())
             raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
+        if id_field:
+            raise UserError(f"--id is {id_field}, but INPUT are image files, which have no fields; leave it out")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
         return Inputs(images, images.files, images.failed if on_error == "skip" else None)
     source: Source
+    ids = {id_field: id_field} if id_field and id_field not in fields else {}
     if kinds == {"HDF5 files"}:
-        datasets = {name: card["fields"][name]["dataset"] for name in fields}
+        datasets = {name: card["fields"][name]["dataset"] for name in fields} | ids
         source = open_store("INPUT", paths, _find_datasets(paths[0], datasets))
     else:
-        source = _open_arrays(paths, list(fields))
+        source = _open_arrays(paths, [*fields, *ids])
     for name, field in fields.items():
         if source.fields[name].codec and len(field.shape) == 3:
             preprocessing = json.loads(card["attributes"].get("preprocessing", "{}"))
             source = decode_images(source, field.shape[1:], centre_share=preprocessing.get("centre_share"))
         if not _fits(source.fields[name], field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
+    if id_field and (source.fields[id_field].is_ragged or source.fields[id_field].shape):
+        raise UserError(f"--id is {id_field}, {source.fields[id_field]}; it should be one number for each row")
     return Inputs(source)
 
 
@@ -122,6 +128,8 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
             content = {names[0]: content}
         missing = [name for name in names if name not in content]
         if missing:
+            if {"shape", "data"} <= set(content):  # as scipy.sparse.save_npz writes it
+                refuse_unconverted("INPUT", paths, names)
             raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
         columns = {name: content[name] for name in names}
     except UserError:

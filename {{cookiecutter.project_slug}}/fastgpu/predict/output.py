@@ -3,7 +3,7 @@
 import csv
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
 from fastgpu.process.atomic import atomic_replace
-from fastgpu.process.launch import RankError, UserError, stop_at_closed_pipe
+from fastgpu.process.launch import RankError, UserError, stop_at_closed_pipe, warn
 from fastgpu.process.world import World
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
@@ -26,7 +26,7 @@ class PredictionWriter:
     """Writes lines to an open file.
 
     A value that is not finite is null in JSON and empty in CSV. Several values a row are a list in JSON; in CSV they
-    are columns such as `scores_0` and `scores_1`.
+    are columns such as `scores_0` and `scores_1`. A column whose name is taken gets another one, with a warning.
     """
 
     def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool):
@@ -38,12 +38,20 @@ class PredictionWriter:
         self._is_csv = is_csv
         self._csv: csv.DictWriter | None = None
 
-    def write(self, row_ids: Sequence[int], values: Mapping[str, Tensor]) -> None:
-        """Write a batch. values: {column: (B,), (B, k) or, for JSON, any shape}."""
+    def write(self, row_ids: Sequence[int], ids: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Write a batch. ids: {column: (B,)} of the input. values: {column: (B,), (B, k) or, for JSON, any shape}."""
         _, files, failed = self._inputs
         columns: dict[str, list[Any]] = {"file": [files[row] for row in row_ids]} if files else {"row": list(row_ids)}
-        for name, value in values.items():
-            columns |= self._columns_of(name, value)
+        errors = ["error"] * (failed is not None)
+        renamed = []
+        for name, value in [*ids.items(), *values.items()]:
+            for title, rows in self._columns_of(name, value).items():
+                free = _free_title(title, {*columns, *errors, *(values.keys() - {name})})
+                if free != title:
+                    renamed.append(f"{title} is in the column {free}")
+                columns[free] = rows
+        if renamed and row_ids[0] == 0:
+            warn(f"{', '.join(renamed)}, because the output has another column of that name")
         lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
         for place, row in enumerate(row_ids):
             if failed and row in failed:
@@ -53,8 +61,7 @@ class PredictionWriter:
             self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             return
         if self._csv is None:
-            has_errors = failed is not None
-            self._csv = csv.DictWriter(self._file, [*columns, *["error"] * has_errors], lineterminator="\n")
+            self._csv = csv.DictWriter(self._file, [*columns, *errors], lineterminator="\n")
             if row_ids[0] == 0:  # the first rank may have no row
                 self._csv.writeheader()
         self._csv.writerows(lines)
@@ -63,12 +70,20 @@ class PredictionWriter:
         numbers = np.array(value.tolist())  # NumPy knows no bfloat16
         columns = {name: _shorten(numbers, value.dtype.itemsize) if value.is_floating_point() else numbers}
         title, attribute = NAMES.get(name, ("", ""))
-        if labels := self._attributes.get(attribute):
+        labels = self._attributes.get(attribute)
+        if labels and not value.is_floating_point():
             is_known = (numbers >= 0) & (numbers < len(labels))
             columns[title] = np.array([*labels, None], object)[np.where(is_known, numbers, -1)]
         if not self._is_csv or value.ndim < 2:
             return {key: rows.tolist() for key, rows in columns.items()}
         return {f"{key}_{place}": each.tolist() for key, rows in columns.items() for place, each in enumerate(rows.T)}
+
+
+def _free_title(title: str, taken: Set[str]) -> str:
+    """The name of a column; another one if it is taken."""
+    while title in taken:
+        title = f"predicted_{title}"
+    return title
 
 
 def check_fits_csv(values: Mapping[str, Tensor]) -> None:

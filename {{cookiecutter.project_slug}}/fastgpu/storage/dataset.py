@@ -51,7 +51,7 @@ class DatasetSource(Source):
 
     Its items are mappings, or sequences in the order of `fields`, of arrays, tensors or numbers with a fixed shape. The
     attribute `class_names` (or torchvision's `classes`) is used if the Dataset has it, and so are arrays with the name
-    of a field (or `targets`).
+    of a field (or `targets`) if they have the values of the items (see `column`).
     """
 
     def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str], loader: Loader):
@@ -66,7 +66,8 @@ class DatasetSource(Source):
             raise UserError(f"data.dataset: {name} has no rows")
         self.block_rows = np.ones(n_rows, np.int32)
         self.fields = self.items.types = {}
-        for field, value in self.items[0, 0].items():
+        self._first_row = self.items[0, 0]
+        for field, value in self._first_row.items():
             found = _type_of(value)
             if isinstance(found, str):
                 raise UserError(
@@ -80,11 +81,29 @@ class DatasetSource(Source):
         return len(self.block_rows)
 
     def column(self, name: str) -> np.ndarray:
-        """One field of all rows, if the Dataset has it as an attribute. Raises KeyError if it has not."""
-        values = getattr(self.items.dataset, name, getattr(self.items.dataset, "targets", None))
-        if values is None or len(values) != len(self.items.dataset):  # type: ignore[arg-type]
-            raise KeyError(name)
-        return np.asarray(values)[self.items.row_ids]
+        """One field of all rows, if the Dataset has it as an attribute. Raises KeyError if it has not.
+
+        An attribute counts only if it has numbers of the shape of the field, and what the item of the first row has:
+        others are file names, names of classes, or classes that the items number in another way.
+        """
+        for attribute in (name, "targets"):
+            with suppress(
+                TypeError, ValueError, RuntimeError
+            ):  # of no array: lists of unequal length, tensors on a GPU
+                values = np.asarray(getattr(self.items.dataset, attribute, None))
+                if self._agrees(values, name):
+                    return values[self.items.row_ids]
+        raise KeyError(name)
+
+    def _agrees(self, values: np.ndarray, name: str) -> bool:
+        """Whether an array can be a field of all rows, as far as the first row tells."""
+        field = self.fields[name]
+        is_float = field.dtype.kind == "f"
+        n_rows = len(self.items.dataset)  # type: ignore[arg-type]
+        if values.shape != (n_rows, *field.shape) or values.dtype.kind not in ("buif" if is_float else "bui"):
+            return False
+        first = values[0].astype(field.dtype) if is_float else values[0]
+        return np.array_equal(first, torch.as_tensor(self._first_row[name]).numpy(), equal_nan=True)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Rows as they are in epoch 0, read in this process. Training reads through `open_reader`."""

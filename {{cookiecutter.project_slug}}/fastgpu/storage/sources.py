@@ -1,5 +1,6 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
+from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,18 +48,34 @@ def _warn_of_shared_files(data: Data) -> None:
     has_own_rows = data.val_share is not None or data.val_fields not in ({}, data.fields)
     if data.dataset != "none" or has_own_rows:
         return
-    shared = sorted(_list_files("data.train", data.train) & _list_files("data.val", data.val))
+    shared = sorted({*_list_files("data.train", data.train)} & {*_list_files("data.val", data.val)})
     if shared:
-        path, group = shared[0]
-        name = path.name if group == "/" else f"{path.name}::{group}"
+        name = _short_name(*shared[0])
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         warn(f"{name}{more} in data.val is also in data.train: the validation metrics are of rows that are trained on")
 
 
-def _list_files(key: str, named: str | list[str] | dict[str, float]) -> set[tuple[Path, str]]:
+def _refuse_repeated_files(data: Data) -> None:
+    """Raise UserError if data.train names a file twice: rows held out of one copy would be trained on in the other."""
+    files = Counter(_list_files("data.train", data.train))
+    file, n_times = files.most_common(1)[0]
+    if n_times > 1:
+        name = _short_name(*file)
+        raise UserError(
+            f"data.train names {name} {n_times} times and data.val is {data.val}: what one of them holds out would be "
+            f"trained on in another; name it once, with a weight if its rows should come more often: {{{name}: 2, ...}}"
+        )
+
+
+def _short_name(path: Path, group: str) -> str:
+    """The name of a file, or of a group in it, without the folder."""
+    return path.name if group == "/" else f"{path.name}::{group}"
+
+
+def _list_files(key: str, named: str | list[str] | dict[str, float]) -> list[tuple[Path, str]]:
     """(file, group) of everything that data.train or data.val names."""
     paths = [named] if isinstance(named, str) else named
-    return {(Path(file).resolve(), group) for path in paths for file, group in expand(key, path)}
+    return [(Path(file).resolve(), f"/{group.strip('/')}") for path in paths for file, group in expand(key, path)]
 
 
 def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
@@ -68,6 +85,8 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
     else:
         if data.val_fields:
             raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
+        if data.dataset == "none":
+            _refuse_repeated_files(data)
         parts = hold_out(_open_files(data, "train", loader, hdf5), data.val_share)
         source = parts[0] if split == "train" else parts[1]
     if split == "val":
@@ -172,7 +191,7 @@ def _balance_classes(source: Source) -> Mixture:
         if labels is not None:
             found = f"is {source.fields['labels']}"
         elif "labels" in source.fields:
-            found = "is not in memory (a Dataset needs an attribute `labels` or `targets`)"
+            found = "is not in memory (a Dataset needs an attribute `labels` or `targets` equal to its items)"
         raise UserError(
             f"data.balance is classes, but the field `labels` of {source.name} {found}; it should have one whole "
             "number for each row"

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from itertools import islice
@@ -36,13 +37,17 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
         source = shlex.quote(name if path == Path(name) else str(path))
         if path.is_dir() and _has_images(path):
             what, command = "a folder of images", f"images {source} {target}{share}"
+        elif suffix in TABLES and not {"images", "items"} & {*fields} and _has_numbers(path):
+            arrays = [f"{field}=FILE.npy" for field in fields]
+            what, command = "a table (write its columns by numpy.save)", f"arrays {' '.join(arrays)} {target}"
         elif suffix in TABLES:
             what, command = "a table", f"{_command_for(path, fields)} {source} {target}"
         elif suffix == ".npy":
             arrays = [f"{fields[0]}={source}", *(f"{field}=FILE.npy" for field in fields[1:])]
             what, command = "a NumPy array", f"arrays {' '.join(arrays)} {target}"
         elif suffix == ".npz":
-            what, command = "a file of NumPy arrays", f"arrays {source} {target}"
+            matrix = "items=" if "items" in fields else ""
+            what, command = "a file of NumPy arrays", f"arrays {matrix}{source} {target}"
         elif suffix in ARCHIVES:
             what, command = "an archive (unpack it, unless --help lists it)", "--help"
         else:
@@ -56,6 +61,13 @@ def _has_images(folder: Path) -> bool:
     inner = next((name for name in names if name.is_dir()), None)
     names += islice(inner.iterdir(), MAX_NAMES) if inner else []
     return any(name.suffix.lower() in IMAGES for name in names)
+
+
+def _has_numbers(table: Path) -> bool:
+    """Whether the second line of a table has numbers only, which are not those of users and films."""
+    with table.open(encoding="utf-8", errors="replace") as lines:
+        header, line = lines.readline(1 << 20), lines.readline(1 << 20)
+    return "movieId" not in header and re.fullmatch(r"[-+.\deE,;\s]+", line) is not None
 
 
 def _command_for(table: Path, fields: Sequence[str]) -> str:

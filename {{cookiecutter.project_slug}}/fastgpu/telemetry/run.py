@@ -121,6 +121,8 @@ class Run:
         self._monitor = Monitor(None)
         self._losses: list[Tensor] = []
         self._epoch_losses = (0.0, 0)  # their mean, and the number of steps that were not skipped
+        is_inside_epoch = self.progress.consumed or self.progress.pool_steps
+        self._epoch_loss_name = "train/loss since the resume" if is_inside_epoch else "train/loss"
         self._metrics: dict[str, float] = {}
         self._is_saved = True
         self._saved_step = self.progress.step
@@ -296,11 +298,12 @@ class Run:
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
         mean_loss, n_steps = self._epoch_losses
-        shown = {"train/loss": mean_loss, **metrics} if n_steps else metrics
+        shown = {self._epoch_loss_name: mean_loss, **metrics} if n_steps else metrics
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self._epoch_losses = (0.0, 0)
+        self._epoch_loss_name = "train/loss"
         self.clock.restart()
 
     def set_echo(self, factor: float) -> None:

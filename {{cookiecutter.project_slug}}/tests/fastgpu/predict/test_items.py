@@ -7,6 +7,7 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+import scipy.sparse
 import yaml
 from harness import ALONE, ROOT, metrics_of
 
@@ -72,3 +73,29 @@ def test_users_of_another_conversion_are_refused(run_folder, tmp_path):
     (tmp_path / "r.csv").write_text("user,item,stars\n")
     with pytest.raises(UserError, match="a table; convert it once: python convert.py movielens"):
         run(run_folder, tmp_path / "r.csv")
+    scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye_array(1000, format="csr"))
+    with pytest.raises(UserError, match="m.npz, a file of NumPy arrays; convert it once: .* arrays items=.*m.npz"):
+        run(run_folder, tmp_path / "m.npz")
+
+
+def test_a_field_says_which_user_a_line_is_of(run_folder, tmp_path):
+    """Rows lie in random order, so the number of a row says nothing about its user."""
+    path = tmp_path / "named.h5"
+    shutil.copy(ROOT / "data/interactions-val.h5", path)
+    users = np.random.default_rng(0).permutation(600) + 10_000
+    with h5py.File(path, "r+") as file:
+        file["user"] = users
+        file["pair"] = np.zeros((600, 2))
+    run(run_folder, path, "-o", "x.csv", "--id", "user", "--batch-size", 64)
+    header, *lines = (tmp_path / "x.csv").read_text().splitlines()
+    assert header.startswith("row,user,items_0,")
+    assert [tuple(map(int, line.split(",")[:2])) for line in lines] == list(enumerate(users.tolist()))
+    plain = run(run_folder, path).splitlines()
+    assert [line.split(",")[2:] for line in lines] == [line.split(",")[1:] for line in plain[1:]]
+    for field, message in (
+        ("names", "names is missing; there is .*, user"),
+        ("items", r"--id is items, int32 .*; it should be one number for each row"),
+        ("pair", r"--id is pair, float64 \(N, 2\); it should be one number for each row"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(run_folder, path, "--id", field)

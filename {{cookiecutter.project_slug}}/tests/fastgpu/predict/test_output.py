@@ -14,10 +14,10 @@ from fastgpu.storage.arrays import Arrays
 ROWS = Arrays("made up", {"x": np.zeros((9, 2), np.float32)})
 
 
-def write(values, *, is_csv=True, inputs=None, **attributes):
+def write(values, *, is_csv=True, inputs=None, ids=None, **attributes):
     file = io.StringIO()
     writer = PredictionWriter(file, inputs or Inputs(ROWS), attributes, is_csv=is_csv)
-    writer.write([0, 1], values)
+    writer.write([0, 1], ids or {}, values)
     lines = file.getvalue().splitlines()
     return lines if is_csv else [json.loads(line) for line in lines]
 
@@ -66,6 +66,37 @@ def test_rows_that_could_not_be_read_say_why():
         {"file": "0.png", "error": "is broken"},
         {"file": "1.png", "y": 2.0},
     ]
+
+
+def test_a_column_whose_name_is_taken_gets_another_one(capsys):
+    half = torch.tensor([0.5, 0.25])
+    assert write({"row": half, "predicted_row": half * 2}) == [
+        "row,predicted_predicted_row,predicted_row",
+        "0,0.5,1.0",
+        "1,0.25,0.5",
+    ]
+    printed = capsys.readouterr().out
+    assert printed.count("warning") == 1
+    assert "row is in the column predicted_predicted_row, because the output has another column of that name" in printed
+    files = [f"{number}.png" for number in range(9)]
+    values = {"file": half, "error": half}
+    assert write(values, inputs=Inputs(ROWS, files, {1: "is broken"})) == [
+        "file,predicted_file,predicted_error,error",
+        "0.png,0.5,0.5,",
+        "1.png,,,is broken",
+    ]
+    assert write(values, inputs=Inputs(ROWS, files, {1: "is broken"}), is_csv=False) == [
+        {"file": "0.png", "predicted_file": 0.5, "predicted_error": 0.5},
+        {"file": "1.png", "error": "is broken"},
+    ]
+    lines = write({"class": torch.tensor([1, 0])}, ids={"class": torch.tensor([0, 1])}, class_names=["a", "b"])
+    assert lines == ["row,class,class_name,predicted_class,predicted_class_name", "0,0,a,1,b", "1,1,b,0,a"]
+
+
+def test_only_whole_numbers_have_names(capsys):
+    """An attribute may be called class: its probability is no number of a class."""
+    assert write({"class": torch.tensor([0.5, 0.25])}, class_names=["class"]) == ["row,class", "0,0.5", "1,0.25"]
+    assert not capsys.readouterr().out
 
 
 def test_the_output_is_complete_or_absent(tmp_path):

@@ -216,6 +216,42 @@ def test_rows_columns_and_class_names_without_a_feed():
         source.column("labels")  # the Dataset has no such attribute
 
 
+FLOATS = torch.linspace(0, 1, N_ROWS, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("item", "attributes", "column"),
+    [
+        (lambda row: row % 4, {"targets": [row % 4 for row in range(N_ROWS)]}, np.arange(N_ROWS) % 4),
+        (lambda row: np.uint8(row % 4), {"labels": torch.arange(N_ROWS) % 4}, np.arange(N_ROWS) % 4),
+        (lambda row: FLOATS[row].float(), {"targets": FLOATS}, FLOATS.numpy()),
+        (lambda row: float("nan"), {"targets": np.full(N_ROWS, np.nan)}, np.full(N_ROWS, np.nan)),
+        (lambda row: row % 4, {"labels": ["a"] * N_ROWS, "targets": np.arange(N_ROWS) % 4}, np.arange(N_ROWS) % 4),
+        (lambda row: row % 4, {"targets": np.arange(N_ROWS) % 4 * 10 + 10}, None),  # numbered in another way
+        (lambda row: row % 4, {"targets": np.arange(N_ROWS - 1) % 4}, None),
+        (lambda row: row % 4, {"targets": np.zeros(N_ROWS)}, None),  # floats, for which labels of classes are no match
+        (lambda row: np.full((2, 2), row % 4), {"targets": np.arange(N_ROWS) % 4}, None),  # of images, not of pixels
+        (lambda row: row % 4, {"labels": ["a.png"] * N_ROWS}, None),
+        (lambda row: row % 4, {"labels": [[0], [0, 1]] * (N_ROWS // 2)}, None),
+        (lambda row: row % 4, {"labels": len, "targets": 5}, None),
+    ],
+)
+def test_an_attribute_is_a_field_only_if_it_has_the_values_of_the_items(item, attributes, column):
+    class WithAttributes(Numbered):
+        def __getitem__(self, row: int):
+            return self.images[row], item(row)
+
+    rows = WithAttributes()
+    vars(rows).update(attributes)
+    source = DatasetSource("Numbered", rows, FIELDS, Loader())
+    if column is None:
+        with pytest.raises(KeyError):
+            source.column("labels")
+    else:
+        np.testing.assert_array_equal(source.column("labels"), column)
+        np.testing.assert_array_equal(hold_out(source, 0.1)[0].column("labels")[:3], column[:3])
+
+
 # ---------------------------------------------------------------------------------------------- errors
 
 

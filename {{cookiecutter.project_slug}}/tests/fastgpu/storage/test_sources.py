@@ -70,7 +70,7 @@ def test_fields_of_other_files_that_cannot_be_are_refused(write):
     refused("data.fields names files, so data.val_fields should name those", fields=b | {"labels": "a.h5::/labels"})
     refused(
         "data.train names 2 files, and a field is in another one .labels: b.h5::/labels.; name one file",
-        ["a.h5", "a.h5"],
+        ["a.h5", "b.h5"],
         fields=b,
         val="9%",
     )
@@ -182,6 +182,23 @@ def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys):
     open_both("p-*.h5", "10%", {"images": "images"})
     open_both("groups.h5::/train", "groups.h5::/train", val_fields={"images": "labels", "labels": "labels"})
     assert "warning" not in capsys.readouterr().out
+
+
+def test_a_share_of_a_file_that_is_named_twice_is_refused(write):
+    """Each copy would hold out other rows, which are trained on in the other copy."""
+    for name in ("p-a.h5", "p-b.h5", "q.h5"):
+        write(40, name=name)
+    with h5py.File("groups.h5", "w") as file:
+        file["x/images"] = file["x/labels"] = np.arange(20)
+    for train in (["p-a.h5", "./p-a.h5"], ["p-*.h5", "p-a.h5"], {"p-*.h5": 1, "q.h5": 1, "p-a.h5": 2}):
+        refused(
+            r"data.train names p-a.h5 2 times and data.val is 10%.* name it once.*: \{p-a.h5: 2, ...\}", train, "10%"
+        )
+        assert len(open_both(train, "q.h5")[0]) > 40  # without a share, no row is held out
+    refused("data.train names groups.h5::/x 2 times", ["groups.h5::x", "groups.h5::/x"], "10%")
+    train, val = open_both({"p-a.h5": 2, "p-b.h5": 1}, "10%", {"labels": "labels", "images": "images"})
+    assert len(train) + len(val) == 80
+    assert not {*train.row_ids} & {*val.row_ids}
 
 
 def test_what_convert_should_read_first_is_refused():

@@ -54,8 +54,20 @@ def test_what_may_be_hdf5_is_left_to_those_who_open_it(path):
 
 def test_the_command_fits_the_key_and_the_fields(tmp_path):
     make(Path("photos/cat/1.jpg"))
-    make(Path("r.csv"), "user,item,stars\n")
+    make(Path("r.csv"), "user,item,stars\n1,2,3\n")
     with pytest.raises(UserError, match="images photos data/photos.h5$"):
         refuse_unconverted("INPUT", "photos", FIELDS)
     with pytest.raises(UserError, match="movielens r.csv data/r.h5$"):
         refuse_unconverted("INPUT", "r.csv", ["items"])
+    make(Path("films.csv"), "userId,movieId\n1,2\n")
+    with pytest.raises(UserError, match="movielens films.csv data/films.h5$"):
+        refuse_unconverted("INPUT", "films.csv", ["seen"])
+    make(Path("new.csv"), "a,b\n0.5,-1e3\n")
+    with pytest.raises(UserError, match=r"a table \(.* numpy.save\); .* arrays x=FILE.npy y=FILE.npy data/new.h5$"):
+        refuse_unconverted("INPUT", "new.csv", ["x", "y"])
+    make(Path("list.csv"), "path,label\n1.png,3\n")
+    with pytest.raises(UserError, match="images list.csv data/list.h5$"):
+        refuse_unconverted("INPUT", "list.csv", ["x"])
+    make(Path("m.npz"))
+    with pytest.raises(UserError, match="arrays items=m.npz data/m.h5$"):
+        refuse_unconverted("INPUT", "m.npz", ["items"])

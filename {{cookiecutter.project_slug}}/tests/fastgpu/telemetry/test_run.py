@@ -295,3 +295,16 @@ def test_the_line_of_an_epoch_has_the_mean_loss_of_its_steps(tmp_path, model, ca
     printed = capsys.readouterr().out
     assert "epoch 1/2 train/loss 2.5, val/score 1, " in printed
     assert "epoch 2/2 val/score 1, no rows" in printed
+
+
+def test_the_loss_of_an_epoch_that_was_resumed_inside_says_so(tmp_path, model, capsys):
+    with started_run(tmp_path, model, checkpoint_every_steps=1) as run:
+        run.count(torch.tensor(4.0), 8, 8)
+        run.progress.consumed = 8
+        run.save_if_due(model)
+    with started_run(tmp_path, model, resume="auto") as run:
+        train_epoch(run, model)
+        train_epoch(run, model)
+    printed = capsys.readouterr().out
+    assert "epoch 1/2 train/loss since the resume 0.5, " in printed
+    assert "epoch 2/2 train/loss 0.5, " in printed
