@@ -12,6 +12,9 @@ SHELL = ("bash", "env")
 JOB = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "localhost:0", "RUN_NAME": "a"}
 
 
+TORCHRUN = "#!/usr/bin/env bash\nif [ $1 = --help ]; then echo '{help}'; else echo \"$@\"; fi\n"
+
+
 @pytest.mark.parametrize(
     ("programs", "binding", "expected"),
     [
@@ -20,12 +23,14 @@ JOB = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "local
         (("nvidia-smi", "numactl"), "", "train.py"),
         (("nvidia-smi",), None, "train.py"),
         (("numactl",), None, "train.py"),
+        (("nvidia-smi", "numactl", "old torchrun"), None, "train.py"),
     ],
 )
 def test_ranks_are_bound_where_that_is_possible(tmp_path, programs, binding, expected):
     for name in ("python", *programs):
         (tmp_path / name).write_text("#!/usr/bin/env bash\n")
-    (tmp_path / "torchrun").write_text('#!/usr/bin/env bash\necho "$@"\n')
+    has_flag = "old torchrun" not in programs
+    (tmp_path / "torchrun").write_text(TORCHRUN.format(help="--numa-binding {node}" if has_flag else "--standalone"))
     for name in SHELL:
         (tmp_path / name).symlink_to(shutil.which(name))
     for program in tmp_path.iterdir():

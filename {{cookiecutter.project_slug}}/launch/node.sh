@@ -39,6 +39,10 @@ if [ -n "$numa" ] && ! command -v numactl >/dev/null; then
   echo "warning: numactl is not installed, so the ranks are not bound to the CPUs next to their GPUs" >&2
   numa=""
 fi
+if [ -n "$numa" ] && [[ $(torchrun --help) != *--numa-binding* ]]; then
+  echo "warning: torchrun of this version does not bind ranks to the CPUs next to their GPUs" >&2
+  numa=""
+fi
 torchrun ${numa:+"--numa-binding=$numa"} "$@" &
 asked=0
 trap 'asked=1; kill -TERM $!' TERM INT     # a shell does not pass signals on by itself

@@ -169,13 +169,15 @@ def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator)
     share_B = gamma_2B[0] / gamma_2B.sum(0).clamp(min=1e-30)
     partner_B = torch.randperm(B, generator=rng, device=device)
     share_B111 = share_B.view(B, 1, 1, 1)
-    mixed = x_BCHW * share_B111 + x_BCHW[partner_B] * (1 - share_B111)
+    partners_BCHW = _movable(x_BCHW)[partner_B].view(x_BCHW.dtype)
+    mixed = x_BCHW * share_B111 + partners_BCHW * (1 - share_B111)
     mixed_target_BK = target_BK * share_B[:, None] + target_BK[partner_B] * (1 - share_B[:, None])
     return to_dtype(mixed, x_BCHW.dtype), mixed_target_BK
 
 
 def _movable(x: Tensor) -> Tensor:
-    """The same bytes as a type that every kernel of torch can move: `where` and `flip` have none for uint16."""
+    """The same bytes as a type that every kernel of torch can move: `where` and `flip` have none for uint16, and of
+    older versions indexing."""
     return x.view(torch.int16) if x.dtype == torch.uint16 else x
 
 
