@@ -47,7 +47,11 @@ def arrays(args: Namespace) -> None:
     from fastgpu.convert.array_files import open_arrays, split_arrays
 
     source = open_arrays(args.source, lambda columns: args.prepare(columns, args))
-    write(split_arrays(source, args.split, args.seed) if args.split else {"": source}, args)
+    parts = split_arrays(source, args.split, args.seed) if args.split else {"": source}
+    if value_range := getattr(args, "range", None):  # the flag of projects with an image workload
+        for part in parts.values():
+            part.attributes["value_range"] = list(value_range)
+    write(parts, args)
 
 
 def repack(args: Namespace) -> None:
@@ -99,7 +103,11 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
         own_group = column.group.strip("/")
         if group in (own_group, own_group.rpartition("/")[0]):  # ragged rows lie one group deeper than the others
             is_checked &= column.has_digests
-    return open_store("SOURCE", paths, fields or groups[group], verify=is_checked, trust_links=trust_links)
+    fields = fields or groups[group]
+    for name in fields:
+        if f"{name}_values" in fields:  # a matrix: without its values, opening it says what gets lost
+            open_store("SOURCE", paths, {name: fields[name]}, trust_links=trust_links)
+    return open_store("SOURCE", paths, fields, verify=is_checked, trust_links=trust_links)
 
 
 def info(args: Namespace) -> None:

@@ -78,6 +78,13 @@ def arrays(args: Namespace) -> None:
     first_field = next(iter(source.fields))
     if list(source.lengths) != [first_field]:
         raise UserError(f"--held-out is for one sparse matrix of ones: items=matrix.npz; {KEEP_LIKES}")
+    if others := [name for name in source.fields if name != first_field]:
+        raise UserError(
+            f"--held-out is for a matrix alone, without {', '.join(others)}: it deals the rows anew; the field user of "
+            "the files has the row of the matrix, by which you can look up other arrays"
+        )
+    if args.split:
+        raise UserError("--split and --held-out do not go together: --held-out says how many rows val and test have")
     rows = source.ragged(first_field)
     users = np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
     _write_split(hold_out_users(source.name, users, rows.values, args.held_out), args)

@@ -178,6 +178,11 @@ class _SeededDataset(Dataset):
         try:
             item = self.dataset[row]
             if isinstance(item, Mapping):
+                if missing := [source for source in self._fields.values() if source not in item]:
+                    raise UserError(
+                        f"data.dataset: the items of {self._name} have {', '.join(map(str, item))}, not "
+                        f"{', '.join(missing)}; name what they have in data.fields, or in --fields NAME=NAME of repack"
+                    )
                 return {name: item[source] for name, source in self._fields.items()}
             return dict(zip(self._fields, item, strict=True))
         except Exception as error:

@@ -1,6 +1,7 @@
 """What the numbers in rows mean, and whether sources that are used together agree about it.
 
-Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`, `row_order`.
+Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `value_range`,
+`preprocessing`, `row_order`.
 """
 
 import json
@@ -26,7 +27,7 @@ def check_meaning(key: str, *sources: Described) -> None:
     were prepared in other ways, or if only some of the sources say what their numbers mean.
     """
     check_labels(key, *sources)
-    check_items(key, *sources)
+    check_values(key, *sources)
     warn_of_other_preparation(key, *sources)
 
 
@@ -43,8 +44,20 @@ def check_labels(key: str, *sources: Described) -> None:
             )
 
 
-def check_items(key: str, *sources: Described) -> None:
-    """Raise UserError if sources number their items in other ways (see `check_meaning`)."""
+def check_values(key: str, *sources: Described) -> None:
+    """Raise UserError if item numbers or bytes of images stand for other things (see `check_meaning`)."""
+    _check_items(key, *sources)
+    known = [source for source in sources if source.attributes.get("value_range")]
+    for other in known[1:]:
+        here, there = (source.attributes["value_range"] for source in (other, known[0]))
+        if here != there:
+            raise UserError(
+                f"{key}: bytes of images are values from {here} in {other.name} and from {there} in {known[0].name} "
+                "(attribute value_range); convert them with one --range"
+            )
+
+
+def _check_items(key: str, *sources: Described) -> None:
     ids_of = [np.asarray(source.attributes.get("item_ids", ())) for source in sources]
     known = [number for number, ids in enumerate(ids_of) if len(ids)]
     for number in known[1:]:

@@ -7,6 +7,7 @@ from harness import numbered
 
 from fastgpu.convert import array_images
 from fastgpu.process.launch import UserError
+from fastgpu.storage.store import open_store
 
 RNG = np.random.default_rng(0)
 
@@ -73,6 +74,8 @@ def test_a_range_becomes_bytes_from_hdf5_too(tmp_path, convert):
     assert convert("arrays", *sources, "c.h5", *flags, "100:4000", "--clip").returncode == 0
     expected = np.rint((np.clip(images.astype(float), 100, 4000) - 100) * 255 / 3900)
     np.testing.assert_array_equal(read(tmp_path / "c.h5")[0], expected)
+    with pytest.raises(UserError, match=r"values from \[100.0, 4000.0\] in c.h5 and from \[0.0, 4095.0\] in a.h5"):
+        open_store("data.train", ["a.h5", "c.h5"], {"images": "images"})
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path, convert
         number = file["number"][:]
         assert is_ragged(RaggedArray(file["items/indices"][:], file["items/indptr"][:]), number)
         assert sorted(number) == list(range(300)) != number.tolist()
+    assert "other than 1" not in result.stdout
+    ratings = tmp_path / "ratings.h5"
+    ratings.write_bytes(Path(write_ragged(30)).read_bytes())
+    with h5py.File(ratings, "a") as file:
+        file["items"].pop("data", None)
+        file["items/data"] = np.arange(len(file["items/indices"])) % 5
+    assert "items/data has values other than 1, such as 0" in convert("repack", ratings, tmp_path / "b.h5").stdout
     shown = convert("info", target).stdout
     assert "/items/indices  int32 (600,)" in shown
     assert "unequal length" not in shown
@@ -102,6 +109,12 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
     result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("mine:Photos called with 60\n")
+    (tmp_path / "own.py").write_text(
+        "from mine import Photos\nclass Table(Photos):\n    def __getitem__(self, i): return {'x': i, 'y': 2 * i}\n"
+    )
+    refused = convert("repack", "--dataset", "own:Table", "60", "table.h5")
+    assert "the items of own:Table have x, y, not images, labels; name what they have in" in refused.stderr
+    assert convert("repack", "--dataset", "own:Table", "60", "table.h5", "--fields", "x=x", "y=y").returncode == 0
     with h5py.File(tmp_path / "new.h5") as file:
         labels = file["labels"][:]
         assert sorted(labels.tolist()) == list(range(60))

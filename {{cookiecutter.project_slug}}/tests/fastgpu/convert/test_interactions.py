@@ -132,3 +132,7 @@ def test_rows_of_a_sparse_matrix_are_held_out(tmp_path, convert):
     result = convert("arrays", f"items={tmp_path}/counts.npz", tmp_path / "z.h5", "--held-out", "8")
     assert "--held-out is for one sparse matrix of ones" in result.stderr
     assert "such as matrix = matrix > 3\n" in result.stderr
+    np.save(tmp_path / "ids.npy", np.arange(40))
+    sources = [f"items={tmp_path}/x.npz", f"id={tmp_path}/ids.npy"]
+    result = convert("arrays", *sources, tmp_path / "z.h5", "--held-out", "8")
+    assert "--held-out is for a matrix alone, without id" in result.stderr

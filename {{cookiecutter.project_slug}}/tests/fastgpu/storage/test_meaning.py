@@ -23,6 +23,13 @@ def test_items_have_the_same_numbers_in_all_sources(capsys):
     assert "b has no item_ids, so its item numbers are taken for places in those of a" in capsys.readouterr().out
 
 
+def test_bytes_stand_for_one_range_of_values():
+    wide = [0.0, 4095.0]
+    check_meaning("data.val", source("a", value_range=wide), source("b", value_range=wide), source("c"))
+    with pytest.raises(UserError, match=r"values from \[0.0, 255.0\] in b and from \[0.0, 4095.0\] in a"):
+        check_meaning("data.val", source("a", value_range=wide), source("b", value_range=[0.0, 255.0]))
+
+
 def test_numbers_to_predict_have_one_order():
     check_meaning("data.val", source("a", target_names=["row", "column"]), source("b"))
     with pytest.raises(UserError, match="the columns of labels are column, row in b and row, column in a"):
