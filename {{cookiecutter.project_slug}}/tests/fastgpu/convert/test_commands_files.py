@@ -113,7 +113,7 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
         "from mine import Photos\nclass Table(Photos):\n    def __getitem__(self, i): return {'x': i, 'y': 2 * i}\n"
     )
     refused = convert("repack", "--dataset", "own:Table", "60", "table.h5")
-    assert "the items of own:Table have x, y, not images, labels; name what they have in" in refused.stderr
+    assert " have x, y, not images, labels; name what they have in data.fields, or in --fields" in refused.stderr
     assert convert("repack", "--dataset", "own:Table", "60", "table.h5", "--fields", "x=x", "y=y").returncode == 0
     with h5py.File(tmp_path / "new.h5") as file:
         labels = file["labels"][:]
