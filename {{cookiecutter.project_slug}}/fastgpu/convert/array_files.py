@@ -191,7 +191,7 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
         ragged[f"{name}_values"] = RaggedArray(values, offsets)
         warn(
             f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values; {name} has the "
-            f"places of all, also of low and negative ones, and a recommender counts each as a like; {KEEP_LIKES}"
+            f"places of all, also of low and negative ones, which count alike where only places are read; {KEEP_LIKES}"
         )
     return ragged
 

@@ -35,13 +35,14 @@ def share_gradients(
         return DataParallel(model)
     if world.world_size == 1:
         return model
-    return DistributedDataParallel(
+    ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         static_graph=static_graph,
-        forward_sync_buffers=False,  # `average_buffers` does this when it matters, not in every forward pass
     )
+    ddp.broadcast_buffers = False  # `average_buffers` does this when it matters, not in every forward pass
+    return ddp
 
 
 def average_buffers(model: nn.Module, world: World) -> None:
