@@ -1,0 +1,363 @@
+"""The contenders of encoded.py: each decodes JPEG files, takes a random part, and yields shuffled batches of 224 x 224.
+
+All have the bytes of the same files in the page cache, take parts as torchvision's RandomResizedCrop does (8 to 100 %
+of the area), and have a thread or process for each CPU. FFCV, DALI and FFmpeg resize by code of their own and yield
+(B, H, W, C); all others resize by torch with antialiasing and yield (B, C, H, W). Nothing is flipped or normalised.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import tarfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import project  # noqa: F401
+import simplejpeg
+import torch
+import torch.nn.functional as F
+from peers import SHARD_BYTES, Batch, Task, convert_once, permutation
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from fastgpu.storage.encoded import N_DRAWS, Box, random_box
+
+SIZE = (224, 224)
+MIN_SCALE = 0.08
+RATIO = (3 / 4, 4 / 3)
+
+
+def files_of(task: Task) -> list[Path]:
+    """The JPEG files of a task, beside its HDF5 file."""
+    return sorted((task.folder / "jpegs").iterdir())
+
+
+def a_box(height: int, width: int) -> Box:
+    """A random part of an image."""
+    return random_box([random.random() for _ in range(N_DRAWS)], height, width, MIN_SCALE)
+
+
+def by_simplejpeg(data: bytes | np.ndarray) -> torch.Tensor:
+    """Decoder and resize as a user of both libraries writes them."""
+    pixels = simplejpeg.decode_jpeg(data)
+    top, left, height, width = a_box(*pixels.shape[:2])
+    part = np.ascontiguousarray(pixels[top : top + height, left : left + width])
+    return F.interpolate(torch.from_numpy(part).permute(2, 0, 1)[None], SIZE, mode="bilinear", antialias=True)[0]
+
+
+def by_pillow(path: Path) -> torch.Tensor:
+    """What torchvision's RandomResizedCrop does with an image of Pillow."""
+    with Image.open(path) as image:
+        top, left, height, width = a_box(image.height, image.width)
+        part = image.convert("RGB").crop((left, top, left + width, top + height))
+        resized = np.array(part.resize(SIZE[::-1], Image.Resampling.BILINEAR))
+        return torch.from_numpy(resized).permute(2, 0, 1).contiguous()
+
+
+def read_by_simplejpeg(path: Path) -> torch.Tensor:
+    return by_simplejpeg(path.read_bytes())
+
+
+def both(images: Any) -> Batch:
+    """A batch without labels, as worker.py counts its rows."""
+    return images, images
+
+
+class Feed:
+    """This project's feed, with as many rows ahead as a DataLoader has."""
+
+    def __init__(self, task: Task, *, n_readers: int | None = None) -> None:
+        from fastgpu.feed.tiers import Placement, make_feed
+        from fastgpu.rows.order import BlockSampler
+        from fastgpu.storage.decoded import DecodedImages
+        from fastgpu.storage.store import open_store
+
+        rows = open_store("FILE", str(task.h5), {"images": "images", "labels": "labels"})
+        source = DecodedImages(rows, SIZE, MIN_SCALE)
+        order = BlockSampler(source.block_rows, task.batch_size, pool_batches=1)
+        self.feed = make_feed(source, order, Placement("disk", torch.device("cpu"), n_readers or task.n_workers))
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        for pool in self.feed.pools(number):
+            yield both(pool.rows["images"])
+
+
+class Bare:
+    """A limit: `by_simplejpeg` in a loop over bytes in memory, in one process or in one for each worker at a time."""
+
+    def __init__(self, task: Task, *, on_each_cpu: bool = False) -> None:
+        torch.set_num_threads(1)
+        self.files = [np.fromfile(path, np.uint8) for path in files_of(task)]
+        self.batch_size = task.batch_size
+        self.n_processes = task.n_workers if on_each_cpu else 1
+        for _ in range(self.n_processes - 1):
+            multiprocessing.get_context("fork").Process(target=self._repeat, daemon=True).start()
+
+    def _repeat(self) -> None:
+        for number in count():
+            for _ in self.epoch(number):
+                pass
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Batches as large as those of all processes together, which are equally fast."""
+        for rows in permutation(len(self.files), self.batch_size, 0, number):
+            for row in rows:
+                by_simplejpeg(self.files[row])
+            yield both(range(self.n_processes * len(rows)))
+
+
+class _Files(Dataset[torch.Tensor]):
+    def __init__(self, paths: list[Path], decode: Callable[[Path], torch.Tensor]) -> None:
+        self.paths = paths
+        self.decode = decode
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self.decode(self.paths[row])
+
+
+class TorchDataLoader:
+    """torch's DataLoader over the files."""
+
+    def __init__(self, task: Task, *, decode: Callable[[Path], torch.Tensor]) -> None:
+        self.loader = DataLoader(
+            _Files(files_of(task), decode),
+            task.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=task.n_workers,
+            persistent_workers=True,
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        yield from map(both, self.loader)
+
+
+class _Picture(np.ndarray):
+    """Pixels that know the file from which they were decoded."""
+
+    jpeg: np.ndarray
+
+
+class _Pictures(NamedTuple):
+    """What FFCV's writer reads."""
+
+    paths: list[Path]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, row: Any) -> Any:
+        data = np.fromfile(self.paths[row], np.uint8)
+        picture = simplejpeg.decode_jpeg(data).view(_Picture)
+        picture.jpeg = data
+        return (picture,)
+
+
+class Ffcv:
+    """FFCV: RGBImageField in mode jpg, RandomResizedCropRGBImageDecoder, OrderOption.RANDOM, os_cache=True, compiled.
+
+    The field would encode the pixels anew; here it keeps the bytes of the files.
+    """
+
+    def __init__(self, task: Task) -> None:
+        import ffcv.fields.rgb_image as rgb
+        from ffcv.loader import Loader, OrderOption
+        from ffcv.transforms import ToTensor
+        from ffcv.writer import DatasetWriter
+
+        def write(target: Path) -> None:
+            rgb.encode_jpeg = lambda picture, quality: picture.jpeg
+            writer = DatasetWriter(str(target), {"image": rgb.RGBImageField("jpg")}, num_workers=task.n_workers)
+            writer.from_indexed_dataset(_Pictures(files_of(task)))
+
+        decoder = rgb.RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO)
+        self.loader = Loader(
+            str(convert_once(task.folder / "jpegs.beton", write)),
+            batch_size=task.batch_size,
+            num_workers=task.n_workers,
+            os_cache=True,
+            order=OrderOption.RANDOM,
+            seed=task.seed,
+            drop_last=True,
+            pipelines={"image": [decoder, ToTensor()]},
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        for (images,) in self.loader:
+            yield both(images)
+
+
+class Dali:
+    """DALI, CPU pipeline: file reader with a full shuffle, decoders.image_random_crop (which decodes the part), resize.
+
+    It resizes by a triangular filter where the part is larger, as torch with antialiasing does.
+    """
+
+    def __init__(self, task: Task) -> None:
+        from nvidia.dali import fn
+        from nvidia.dali.pipeline import Pipeline
+
+        files = files_of(task)
+        self.n_batches = len(files) // task.batch_size
+        self.pipeline = Pipeline(task.batch_size, num_threads=task.n_workers, device_id=None, seed=task.seed)
+        with self.pipeline:
+            data, _ = fn.readers.file(files=[str(path) for path in files], shuffle_after_epoch=True)
+            parts = fn.decoders.image_random_crop(data, random_area=(MIN_SCALE, 1), random_aspect_ratio=RATIO)
+            self.pipeline.set_outputs(fn.resize(parts, size=SIZE))
+        self.pipeline.build()
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        for _ in range(self.n_batches):
+            (images,) = self.pipeline.run()
+            yield both(np.asarray(images.as_tensor()))
+
+
+class Spdl:
+    """SPDL: a PipelineBuilder of threads that decode, then one that makes the batches. Its source never ends."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        decode: Callable[[Path], Any] = read_by_simplejpeg,
+        stack: Callable[[Any], Any] = torch.stack,
+    ) -> None:
+        from spdl.pipeline import PipelineBuilder
+
+        torch.set_num_threads(1)
+        self.paths = files_of(task)
+        self.n_batches = len(self.paths) // task.batch_size
+        self.pipeline = (
+            PipelineBuilder()
+            .add_source(self._source())
+            .pipe(decode, concurrency=task.n_workers)
+            .aggregate(task.batch_size)
+            .pipe(stack)
+            .add_sink(2)
+            .build(num_threads=task.n_workers + 1)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about daemon threads, which have nothing to finish here
+            self.pipeline.start(daemon=True)
+
+    def _source(self) -> Iterator[Path]:
+        """Shuffled files without end. It ends with the main thread, or the interpreter would stay alive."""
+        for number in count():
+            for row in np.random.default_rng(number).permutation(len(self.paths)):
+                if not threading.main_thread().is_alive():
+                    return
+                yield self.paths[row]
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        for _ in range(self.n_batches):
+            yield both(self.pipeline.get_item())
+
+
+def by_ffmpeg(path: Path) -> Any:
+    """Decoder and filters of SPDL, which are those of FFmpeg."""
+    import spdl.io
+
+    packets = spdl.io.demux_image(str(path))
+    top, left, height, width = a_box(packets.height, packets.width)
+    filters = f"crop={width}:{height}:{left}:{top}:exact=1,scale={SIZE[1]}:{SIZE[0]}:flags=bilinear"
+    return spdl.io.decode_packets(packets, filter_desc=f"{filters},format=pix_fmts=rgb24")
+
+
+def stack_frames(frames: Any) -> Any:
+    import spdl.io
+
+    return spdl.io.to_torch(spdl.io.convert_frames(frames))
+
+
+def _decode_sample(sample: dict[str, Any]) -> torch.Tensor:
+    """A member of a tar shard."""
+    return by_simplejpeg(sample["jpg"])
+
+
+class WebDataset:
+    """webdataset: tar shards of the files, then a shuffle buffer of 1000 in each worker; WebLoader; simplejpeg."""
+
+    def __init__(self, task: Task) -> None:
+        import webdataset as wds
+
+        paths = files_of(task)
+
+        def write(target: Path) -> None:
+            target.mkdir()
+            for shard in range(4):
+                with tarfile.open(target / f"{shard}.tar", "w") as tar:
+                    for path in paths[shard::4]:
+                        tar.add(path, path.name)
+
+        shards = sorted(convert_once(task.folder / "jpeg-tars", write).iterdir())
+        dataset = (
+            wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=task.seed)
+            .compose(wds.detshuffle(1000, 1000, seed=task.seed))
+            .map(_decode_sample)
+            .batched(task.batch_size, collation_fn=default_collate, partial=False)
+        )
+        self.loader = wds.WebLoader(dataset, batch_size=None, num_workers=task.n_workers, persistent_workers=True)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        yield from map(both, self.loader)
+
+
+class LitData:
+    """litdata: chunks of the files' bytes, the default shuffle, StreamingDataLoader; simplejpeg."""
+
+    def __init__(self, task: Task) -> None:
+        from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.streaming import Cache
+
+        class Decoded(StreamingDataset):
+            def __getitem__(self, index: Any) -> torch.Tensor:
+                return by_simplejpeg(super().__getitem__(index))
+
+        def write(target: Path) -> None:
+            target.mkdir()
+            cache = Cache(str(target), chunk_bytes=SHARD_BYTES)
+            for row, path in enumerate(files_of(task)):
+                cache[row] = path.read_bytes()
+            cache.done()
+            cache.merge()
+
+        chunks = convert_once(task.folder / "jpeg-litdata", write)
+        dataset = Decoded(str(chunks), shuffle=True, drop_last=True, seed=task.seed, batch_decode=0)
+        self.loader = StreamingDataLoader(
+            dataset, batch_size=task.batch_size, num_workers=task.n_workers, drop_last=True, persistent_workers=True
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        yield from map(both, self.loader)
+
+
+OURS = "feed"
+BARE = "bare, one thread"
+PILLOW = "DataLoader + Pillow"
+CONTENDERS: dict[str, Callable[[Task], Any]] = {
+    BARE: Bare,
+    "bare, on each CPU": partial(Bare, on_each_cpu=True),
+    "feed, 1 reader": partial(Feed, n_readers=1),
+    OURS: Feed,
+    "DataLoader + simplejpeg": partial(TorchDataLoader, decode=read_by_simplejpeg),
+    PILLOW: partial(TorchDataLoader, decode=by_pillow),
+}
+PEERS: dict[str, Callable[[Task], Any]] = {
+    "FFCV": Ffcv,
+    "DALI": Dali,
+    "SPDL + simplejpeg": Spdl,
+    "SPDL + FFmpeg": partial(Spdl, decode=by_ffmpeg, stack=stack_frames),
+    "WebDataset + simplejpeg": WebDataset,
+    "LitData + simplejpeg": LitData,
+}
+"""These run in the peers' environment."""
