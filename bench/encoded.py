@@ -182,9 +182,9 @@ def main() -> None:
     tables += [table(spec, results[spec.name]) for spec in KINDS]
     note = (
         f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} "
-        f"made-up files in the page cache, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader threads, "
-        "worker processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are taken within "
-        "a round. Bare: decoder (simplejpeg) and resize (torch) of bytes in memory; on each CPU: in as many processes. "
+        f"made-up files in the page cache, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader "
+        "threads, worker processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are "
+        "taken within a round. Bare: decoder (simplejpeg) and resize (torch) of bytes in memory; on each CPU: in as many processes. "
         "Where other work shares the machine, CPU seconds say more than images/s."
     )
     tables[-1] = tables[-1]._replace(note=note)
