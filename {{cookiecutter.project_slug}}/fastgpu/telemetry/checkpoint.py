@@ -176,21 +176,28 @@ def save(
 
 def prune(run: Path, kind: Kind, keep: int) -> None:
     """Remove all but `keep` checkpoints of a kind: the newest stay, or the best."""
-    saved = _saved(run / "checkpoints", kind) if kind == "last" else best_first(run)
-    for old in {*_numbers(run / "checkpoints", kind)} - {*saved[:keep]}:
+    saved = newest_first(run, kind) if kind == "last" else best_first(run)
+    for old in {*_numbers(run, kind)} - {*saved[:keep]}:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def newest_first(run: Path, kind: Kind) -> list[Path]:
+    """The checkpoints of a kind, by number: names sort wrongly once a number outgrows its zeros."""
+    numbers = _numbers(run, kind)
+    superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
+    return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
 
 
 def best_first(run: Path) -> list[Path]:
     """The checkpoints of kind "best", the best one first; of equal ones the oldest."""
-    saved = _saved(run / "checkpoints", "best")[::-1]
+    saved = newest_first(run, "best")[::-1]
     costs = _costs(saved, _read_progress(saved[-1])) if saved else {}
     return sorted(saved, key=lambda path: costs[path])
 
 
 def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
     """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
-    costs = sorted(_costs(_saved(run / "checkpoints", "best"), progress).values())
+    costs = sorted(_costs(newest_first(run, "best"), progress).values())
     worst = costs[keep - 1] if len(costs) >= keep else math.inf
     return _cost(progress.score, progress.direction) < worst
 
@@ -222,8 +229,7 @@ def resume(
     checkpoint belongs to another model, optimizer or classes, if it was saved inside an epoch with other rows or
     another order of them, or if all checkpoints are damaged.
     """
-    folder = run / "checkpoints"
-    saved = _saved(folder, "last")
+    saved = newest_first(run, "last")
     for path in saved:
         try:
             content = _read_state(path)
@@ -261,7 +267,9 @@ def resume(
                 raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
         return progress
     if saved:
-        raise UserError(f"{folder} holds checkpoints, but none is intact; restore one, or use another run.name")
+        raise UserError(
+            f"{run}/checkpoints holds checkpoints, but none is intact; restore one, or use another run.name"
+        )
     return Progress()
 
 
@@ -298,20 +306,13 @@ def digest_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def _saved(folder: Path, kind: str) -> list[Path]:
-    """Checkpoints, newest first, by number: names sort wrongly once a number outgrows its zeros."""
-    numbers = _numbers(folder, kind)
-    superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
-    return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
-
-
-def _numbers(folder: Path, kind: str) -> dict[Path, int]:
+def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
     """{checkpoint: its step}, with those that are being replaced.
 
     Folders with other names, such as copies that a person made, are left alone.
     """
     pattern = rf"{kind}-(\d+)|\.{kind}-(\d+){re.escape(REPLACED)}"
-    matches = {path: re.fullmatch(pattern, path.name) for path in folder.glob(f"*{kind}-*")}
+    matches = {path: re.fullmatch(pattern, path.name) for path in run.glob(f"checkpoints/*{kind}-*")}
     return {path: int(match[1] or match[2]) for path, match in matches.items() if match}
 
 

@@ -223,10 +223,6 @@ class DescribedSource(Source):
     def __len__(self) -> int:
         return 0
 
-    def column(self, name: str) -> np.ndarray:
-        """Raises KeyError: no row is in memory."""
-        raise KeyError(name)
-
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """There is nothing to read."""
         return
