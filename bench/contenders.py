@@ -21,7 +21,6 @@ from files import open_rows
 from peers import Batch, Task, npy_arrays, permutation, shape_of
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from fastgpu.feed.echo import echo
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches, choose_readers
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader, Tier
@@ -53,7 +52,6 @@ class FastGpu:
         loader = Loader()
         self.feed = make_feed(source, order, Placement(tier, torch.device("cpu"), choose_readers("auto", 1)), loader)
         self.batch_size = task.batch_size
-        self.rng = torch.Generator()
         self.buffer_bytes = (loader.prefetch_pools + 1) * order.max_pool_rows * source.row_bytes
 
     def files(self) -> list[Path]:
@@ -61,7 +59,7 @@ class FastGpu:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         for pool in self.feed.pools(number):
-            for batch in echo(pool.rows, self.batch_size, 1, seed=0):
+            for batch in pool.rows.batches(self.batch_size):
                 yield batch["images"], batch["labels"]
 
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import h5py
@@ -23,6 +22,7 @@ import numpy as np
 import project
 import publish
 import torch
+from publish import spread
 
 from fastgpu.diagnose.ceilings import N_ROUNDS
 from fastgpu.diagnose.verdict import Facts, judge
@@ -181,7 +181,7 @@ def main() -> None:
         ["planted causes named right", f"{right} of {rounds * len(named)}", "all"],
         ["speed after the cure / predicted, farthest from 1", f"{100 * max(off):.0f} %", "<= 15 %"],
         ["feed ratio / theory at supply/demand 0.5-4, farthest from 1", f"{100 * max(far):.1f} %", "<= 3 %"],
-        ["watching a run: share of its time (steps of 10 ms, no GPU)", _spread(shares, ".2f", " %"), "< 1 %"],
+        ["watching a run: share of its time (steps of 10 ms, no GPU)", spread(shares, ".2f", " %"), "< 1 %"],
     ]
     assert not [each for each in threading.enumerate() if each.name == "monitor"]
     tables = [
@@ -193,8 +193,8 @@ def main() -> None:
                 [
                     row["planted"],
                     ", ".join(dict.fromkeys(row["named"])),
-                    _spread(row["said"], ".2f", "x"),
-                    _spread(row["given"], ".2f", "x"),
+                    spread(row["said"], ".2f", "x"),
+                    spread(row["given"], ".2f", "x"),
                 ]
                 for row in named
             ],
@@ -204,7 +204,7 @@ def main() -> None:
         publish.Table(
             "Feed ratio",
             ["supply / demand, planted", "theory", "measured"],
-            [[str(row["load"]), _spread(row["theory"], ".3f"), _spread(row["measured"], ".3f")] for row in ratio],
+            [[str(row["load"]), spread(row["theory"], ".3f"), spread(row["measured"], ".3f")] for row in ratio],
             "Theory: the lesser of 1 and compute's time / supply's, each measured alone.",
         ),
         publish.Table(
@@ -213,15 +213,15 @@ def main() -> None:
             [
                 [
                     "clock and log in the loop, a step",
-                    _spread([1e6 * each["loop_s_a_step"] for each in watched], ".0f", " us"),
+                    spread([1e6 * each["loop_s_a_step"] for each in watched], ".0f", " us"),
                 ],
                 [
                     "the same, share of steps of 10 ms",
-                    _spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
+                    spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
                 ],
                 [
                     "the threads of monitor and sinks, share of a CPU",
-                    _spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
+                    spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
                 ],
             ],
             f"A point every {EVERY_STEPS} steps, host counters only: there is no GPU here.",
@@ -233,10 +233,6 @@ def main() -> None:
         publish.write(
             "diagnose", tables, {"causes": named, "feed_ratio": ratio, "watching": watched}, "python bench/diagnose.py"
         )
-
-
-def _spread(values: list[float], form: str, unit: str = "") -> str:
-    return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python bench/gpu.py [--rows 12000] [--seconds 20]
 python bench/gpu.py --device cpu          the same code on tiny sizes: does it run? Writes nothing without --out
 
-train.build makes what is measured: HDF5 file, BlockSampler, feed, workload. The loop is that of train.py: echo, the
+train.build makes what is measured: HDF5 file, BlockSampler, feed, workload. The loop is that of train.py: the
 transform of the workload, train_step, Clock. A round measures each contender for a few seconds. Before that, it takes
 as many unmeasured steps as were prepared ahead while the others were measured.
 """
@@ -11,32 +11,31 @@ as many unmeasured steps as were prepared ahead while the others were measured.
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import count, repeat
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import h5py
 import numpy as np
 import project  # noqa: F401
 import publish
 import torch
-import torch.nn.functional as F
 from files import IMAGES
-from torch import Tensor, nn
+from torch import nn
 from train import Parts, build, train_step
 
-from fastgpu.feed.echo import echo
+from fastgpu.convert.partial import complete_or_absent
+from fastgpu.convert.writer import Writer
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Config, Data, Loader, Optim, Tier, Train
 from fastgpu.process.world import World
+from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.step import to_device
-from workloads.images import Normalize
+from workloads.images import Normalize, ResNet
 
 DATA = publish.ROOT / "bench" / "data"
 N_CLASSES = 40
@@ -84,77 +83,29 @@ class Measured(NamedTuple):
     """The error that stopped the loop in the sync debug mode; empty if there was none."""
 
 
-# ---------------------------------------------------------------------------------------------- networks
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut (He et al., arXiv:1512.03385). The stride is in the 3x3 one."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int):
-        super().__init__()
-        channels_out = 4 * channels
-        self.body = nn.Sequential(
-            *_conv_norm(channels_in, channels, 1),
-            nn.ReLU(inplace=True),
-            *_conv_norm(channels, channels, 3, stride),
-            nn.ReLU(inplace=True),
-            *_conv_norm(channels, channels_out, 1),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or channels_in != channels_out:
-            self.shortcut = nn.Sequential(*_conv_norm(channels_in, channels_out, 1, stride))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
-def _conv_norm(channels_in: int, channels: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(channels_in, channels, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(channels)
-
-
-def resnet50(n_classes: int) -> nn.Sequential:
-    """(B, 3, H, W) -> logits (B, n_classes)."""
-    layers: list[nn.Module] = [*_conv_norm(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    channels_in = 64
-    for stage, n_blocks in enumerate((3, 4, 6, 3)):
-        channels = 64 << stage
-        for block in range(n_blocks):
-            halves = stage > 0 and block == 0
-            layers.append(Bottleneck(channels_in, channels, 2 if halves else 1))
-            channels_in = 4 * channels
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, n_classes))
-
-
 # ---------------------------------------------------------------------------------------------- rows and loops
 
 
 def make_file(folder: Path, n_rows: int, shape: tuple[int, ...]) -> Path:
-    """A file of random bytes and labels, in blocks of 2 MiB as the project writes them. A file that exists is kept."""
+    """A file of random bytes and labels, as the project writes it. A file that exists is kept."""
     path = folder / f"gpu-{n_rows}-{'x'.join(map(str, shape))}.h5"
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
-    partial = path.with_suffix(".partial")
-    block_rows = min(n_rows, max(1, BLOCK_BYTES // int(np.prod(shape))))
-    aligned = {"alignment_threshold": 65536, "alignment_interval": 4096}
-    with h5py.File(partial, "w", libver="latest", **aligned) as file:
-        images = file.create_dataset("images", (n_rows, *shape), "uint8", chunks=(block_rows, *shape))
-        for start in range(0, n_rows, block_rows):
-            stop = min(start + block_rows, n_rows)
-            images[start:stop] = rng.integers(0, 256, (stop - start, *shape), np.uint8)
-        labels = rng.integers(0, N_CLASSES, n_rows)
-        labels[0] = N_CLASSES - 1  # the workload takes the number of classes from the highest label
-        file["labels"] = labels
-    partial.rename(path)
+    labels = rng.integers(0, N_CLASSES, n_rows)
+    labels[0] = N_CLASSES - 1  # the workload takes the number of classes from the highest label
+    fields = {"images": Field(np.dtype(np.uint8), shape), "labels": Field(labels.dtype, ())}
+    with complete_or_absent(path) as partial, Writer(partial / path.name, n_rows, fields) as writer:
+        for part in np.array_split(labels, -(-n_rows // 64)):
+            writer.append({"images": rng.integers(0, 256, (len(part), *shape), np.uint8), "labels": part})
     return path
 
 
-def endless(feed: Feed, batch_size: int, rng: torch.Generator) -> Iterator[Batches]:
+def endless(feed: Feed, batch_size: int) -> Iterator[Batches]:
     """The batches of each pool, epoch after epoch."""
     for epoch in count():
         for pool in feed.pools(epoch):
-            yield echo(pool.rows, batch_size, 1, seed=0)
+            yield pool.rows.batches(batch_size)
 
 
 def loop(pools: Iterable[Batches], clock: Clock, parts: Parts, rng: torch.Generator) -> Iterator[None]:
@@ -237,7 +188,8 @@ def measure(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, dict[
     feeds[NOT_PINNED] = make_feed(parts.source, parts.feed.order, placement, Loader(pin_memory=False))
 
     normalize = Normalize(parts.source.attributes, 3, np.dtype(np.uint8))
-    networks = {"ResNet-50": nn.Sequential(normalize, resnet50(N_CLASSES)), "small CNN": parts.workload.model()}
+    resnet_50 = ResNet(sizes.shape, N_CLASSES, 64, [3, 4, 6, 3], block="bottleneck")
+    networks = {"ResNet-50": nn.Sequential(normalize, resnet_50), "small CNN": parts.workload.model()}
     results = {}
     for name, network in networks.items():
         model = to_device(network, device, channels_last=True)
@@ -262,7 +214,7 @@ def _measure_network(name: str, parts: Parts, feeds: dict[str, Feed], sizes: Siz
         if contender == FIXED:
             pools = repeat([fixed_batch] * pool_batches)
         else:
-            pools = endless(feeds[contender], sizes.batch_size, rng)
+            pools = endless(feeds[contender], sizes.batch_size)
         return loop(pools, clock, parts, rng)
 
     results = {contender: Measured([], "") for contender in (FIXED, *feeds)}
@@ -291,8 +243,8 @@ def _measure_network(name: str, parts: Parts, feeds: dict[str, Feed], sizes: Siz
 
 def feed_ratios(contenders: dict[str, Measured], contender: str) -> list[float]:
     """Speed of a contender / speed of the fixed batch in each round."""
-    pairs = zip(contenders[contender].rounds, contenders[FIXED].rounds, strict=True)
-    return [result.steps_per_s / fixed.steps_per_s for result, fixed in pairs]
+    speeds, fixed = ([result.steps_per_s for result in contenders[name].rounds] for name in (contender, FIXED))
+    return publish.ratios(speeds, fixed)
 
 
 # ---------------------------------------------------------------------------------------------- the page
@@ -309,8 +261,8 @@ def tables(
         for contender, measured in contenders.items():
             steps_per_s = median(result.steps_per_s for result in measured.rounds)
             rows_per_s = steps_per_s * sizes.batch_size
-            ratio = "1" if contender == FIXED else _spread(feed_ratios(contenders, contender), 4)
-            wait_pct = _spread([result.wait_pct for result in measured.rounds], 2)
+            ratio = "1" if contender == FIXED else publish.spread(feed_ratios(contenders, contender), ".4f")
+            wait_pct = publish.spread([result.wait_pct for result in measured.rounds], ".2f")
             syncs = measured.syncs or "none"
             if device.type != "cuda":
                 syncs = "not measured"
@@ -333,7 +285,7 @@ def _training_note(sizes: Sizes) -> str:
         f"{sizes.rows:,} uint8 rows of {image} in an HDF5 file in the page cache, batch size {sizes.batch_size}, bf16 "
         "autocast, channels_last, SGD with momentum, random crop and flip on the device, no torch.compile. Pools, "
         "canonical ranks and readers are chosen by `auto`; pools prepared ahead: "
-        f"{Loader().prefetch_pools}. Median [minimum to maximum] of {sizes.rounds} rounds of "
+        f"{Loader().prefetch_pools}. Median [minimum-maximum] of {sizes.rounds} rounds of "
         f"{sizes.seconds / sizes.rounds:g} s. The feed ratio is taken within a round. Data wait is measured by events "
         "on the device. GB/s: bytes of the images that were trained on. Syncs: what the host waited for in "
         "torch.cuda.set_sync_debug_mode('error'), which does not see that a copy from memory that is not page-locked "
@@ -358,10 +310,6 @@ def targets_table(results: dict[str, dict[str, Measured]], device: torch.device)
         free = f"{n_free} of {len(results) * len(TIERS)} loops"
     rows.append(["steady loops without a host-device synchronisation", free, "all"])
     return publish.Table("targets", publish.TARGET_COLUMNS, rows)
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} [{min(values):.{digits}f} to {max(values):.{digits}f}]"
 
 
 def main() -> None:

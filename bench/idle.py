@@ -10,18 +10,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import layouts
 import numpy as np
 import project  # noqa: F401
-import psutil
 import publish
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from worker import cpu_s
 
 from fastgpu.training.augment import random_crop, random_flip
 
@@ -163,12 +162,6 @@ class Speed(NamedTuple):
     """CPU time of this process and its workers: it hardly depends on what else the machine does."""
 
 
-def cpu_s() -> float:
-    """CPU time so far of this process and its workers."""
-    me = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children()))
-
-
 def measure(batches: Callable[[], Iterable]) -> Speed:
     """The speed of a stream after the batches that lay ready."""
     stream = iter(batches())
@@ -211,17 +204,12 @@ def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[publish
     first = next(iter(measured.values()))
     rows = []
     for name, values in measured.items():
-        ratios = [a.rows_per_s / b.rows_per_s for a, b in zip(values, first, strict=True)]
-        speed = spread([value.rows_per_s for value in values], ",.0f")
-        cpu = spread([value.cpu_us_per_row for value in values], ",.3g")
-        rows.append([name, speed, f"{spread(ratios, '.3g')}", cpu])
+        rates = [value.rows_per_s for value in values]
+        ratios = publish.ratios(rates, [value.rows_per_s for value in first])
+        cpu = publish.spread([value.cpu_us_per_row for value in values], ",.3g")
+        rows.append([name, publish.spread(rates, ",.0f"), publish.spread(ratios, ".3g"), cpu])
     note = f"Batches of {BATCH_SIZE}. Median of {ROUNDS} rounds in which they take turns, minimum and maximum."
     return publish.Table(title, ["way", "rows/s", "x the first", "CPU us a row"], rows, note), measured
-
-
-def spread(values: list[float], form: str) -> str:
-    """Median, minimum and maximum."""
-    return f"{median(values):{form}} [{min(values):{form}}-{max(values):{form}}]"
 
 
 def main() -> None:
@@ -256,7 +244,7 @@ def main() -> None:
     note = (
         "A device that needs 20 ms a batch; two workers need 0.9 of that, but every 21st batch takes ten times as long."
     )
-    rows = [[str(factor), spread(values, ".0f") + " %"] for factor, values in waits.items()]
+    rows = [[str(factor), publish.spread(values, ".0f", " %")] for factor, values in waits.items()]
     tables.append(publish.Table("prefetch factor", ["prefetch_factor", "time waiting for data"], rows, note))
     publish.write("idle", tables, data | {"prefetch factor": waits}, "python bench/idle.py")
 

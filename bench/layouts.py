@@ -142,8 +142,7 @@ def table(spec: DataSpec, speeds: dict[str, Speeds], paths: dict[str, Path]) -> 
         row = [name, f"{paths[name].stat().st_size / size:.2f}"]
         for kind in ("warm", "cold"):
             values = by_kind[kind]
-            times_slower = median(a / b for a, b in zip(best[kind], values, strict=True))
-            row += [f"{median(values):,.0f} [{min(values):,.0f}-{max(values):,.0f}]", f"{times_slower:.1f}"]
+            row += [publish.spread(values, ",.0f"), f"{median(publish.ratios(best[kind], values)):.1f}"]
         rows.append(row)
     columns = ["layout", "size", "warm: rows/s", "times slower", "cold: rows/s", "times slower"]
     shape = "x".join(map(str, spec.shape))

@@ -12,10 +12,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import project  # noqa: F401
@@ -23,7 +23,7 @@ import publish
 from torch.utils.data import DistributedSampler
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -55,12 +55,6 @@ class Data(Source):
 
     def __len__(self) -> int:
         return self.n_rows
-
-    def column(self, name: str) -> np.ndarray:
-        raise KeyError(name)
-
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        raise NotImplementedError("there are no bytes to read")
 
 
 CELEBA = Data("CelebA-like", 200_000, 3 * 218 * 178 + 8, 40)

@@ -140,10 +140,6 @@ def test_the_start_of_an_epoch_is_measured() -> None:
 # ---------------------------------------------------------------------------------------------- gpu
 
 
-def test_the_network_is_resnet_50() -> None:
-    assert sum(p.numel() for p in gpu.resnet50(1000).parameters()) == 25_557_032  # He et al.: 25.6 million
-
-
 def test_feed_ratios_are_taken_within_a_round() -> None:
     contenders = {
         gpu.FIXED: gpu.Measured([gpu.Round(10, 0), gpu.Round(20, 0)], ""),
