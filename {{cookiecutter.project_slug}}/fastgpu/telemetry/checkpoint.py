@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
-from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, write_model
+from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, sha256_of, write_model
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]
@@ -154,10 +154,10 @@ def save(
         sha256 = {}
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
-            sha256[name] = _sha256(partial / f"{name}.pt")
+            sha256[name] = sha256_of(partial / f"{name}.pt")
         if to_use:
             write_model(partial, to_use)
-            sha256 |= {name: _sha256(partial / name) for name in (DESCRIPTION, WEIGHTS)}
+            sha256 |= {name: sha256_of(partial / name) for name in (DESCRIPTION, WEIGHTS)}
         state_json: dict[str, Any] = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
         state_json["digest"] = digest_of(state_json)
         (partial / "state.json").write_text(json.dumps(state_json, indent=2))
@@ -235,9 +235,9 @@ def resume(
             content = _read_state(path)
             names = [name for name in state if name != "ema" or name in content["sha256"]]  # train.ema may be new
             for name in names:
-                if _sha256(path / f"{name}.pt") != content["sha256"][name]:
+                if sha256_of(path / f"{name}.pt") != content["sha256"][name]:
                     raise ValueError(f"{name}.pt does not match its checksum")
-            if (path / DESCRIPTION).exists() and _sha256(path / DESCRIPTION) != content["sha256"].get(DESCRIPTION):
+            if (path / DESCRIPTION).exists() and sha256_of(path / DESCRIPTION) != content["sha256"].get(DESCRIPTION):
                 raise ValueError(f"{DESCRIPTION} does not match its checksum")
             progress = _checked(content["progress"])
             saved_order = content["order"]
@@ -314,8 +314,3 @@ def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
     pattern = rf"{kind}-(\d+)|\.{kind}-(\d+){re.escape(REPLACED)}"
     matches = {path: re.fullmatch(pattern, path.name) for path in run.glob(f"checkpoints/*{kind}-*")}
     return {path: int(match[1] or match[2]) for path, match in matches.items() if match}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
