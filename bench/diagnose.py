@@ -58,31 +58,20 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def causes(path: str, planted: list[Planted], rounds: int) -> list[dict[str, Any]]:
-    """[{planted, cause, named: [cause], said: [gain], given: [gain]}]"""
-    rows = []
-    for plan in planted:
-        row: dict[str, Any] = {"planted": plan.name, "cause": plan.cause, "named": [], "said": [], "given": []}
-        for number in range(rounds):
-            say(f"round {number + 1}: {plan.name}")
-            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
-            verdict = judge(slow, plan.facts, plan.tried)
-            row["named"].append(verdict.cause)
-            row["said"].append(verdict.gain)
-            row["given"].append(speed(measure_simulated(path, plan.cured)) / speed(slow))
-        rows.append(row)
-    return rows
-
-
-def stragglers(path: str, rounds: int) -> dict[str, Any]:
-    """The same for one slow rank of two."""
-    row: dict[str, Any] = {"planted": "one slow rank of two", "cause": "STRAGGLER"}
-    row |= {"named": [], "said": [], "given": []}
+def name_cause(path: str, plan: Planted | None, rounds: int) -> dict[str, Any]:
+    """{planted, cause, named: [cause], said: [gain], given: [gain]}. plan: None for one slow rank of two."""
+    name, cause = (plan.name, plan.cause) if plan else ("one slow rank of two", "STRAGGLER")
+    row: dict[str, Any] = {"planted": name, "cause": cause, "named": [], "said": [], "given": []}
     for number in range(rounds):
-        say(f"round {number + 1}: {row['planted']}")
-        slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
-        cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
-        verdict = judge(slow, Facts())
+        say(f"round {number + 1}: {name}")
+        if plan:
+            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
+            cured = measure_simulated(path, plan.cured)
+            verdict = judge(slow, plan.facts, plan.tried)
+        else:
+            slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
+            cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
+            verdict = judge(slow, Facts())
         row["named"].append(verdict.cause)
         row["said"].append(verdict.gain)
         row["given"].append(speed(cured) / speed(slow))
@@ -159,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     is_quick = args.quick or args.tiny
     rounds = 1 if is_quick else ROUNDS
-    planted = PLANTED[:1] if args.tiny else PLANTED
+    planted = PLANTED[:1] if args.tiny else [*PLANTED, None]
     loads = LOADS[:1] if args.tiny else LOADS
     prefetch.JOB_BYTES = 1  # a block is a job, however small the rows
     with tempfile.TemporaryDirectory() as name:
@@ -169,9 +158,7 @@ def main() -> None:
             file["labels"] = np.arange(N_ROWS) % 4
         watch_s = 2.0 if args.tiny else WATCH_S
         watched = [watching(Path(name) / str(number), watch_s) for number in range(rounds)]
-        named = causes(path, planted, rounds)
-        if not args.tiny:
-            named.append(stragglers(path, rounds))
+        named = [name_cause(path, plan, rounds) for plan in planted]
         ratio = ratios(path, loads, rounds)
     off = [abs(given / said - 1) for row in named for said, given in zip(row["said"], row["given"], strict=True)]
     far = [abs(m / t - 1) for row in ratio for m, t in zip(row["measured"], row["theory"], strict=True)]

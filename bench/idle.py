@@ -9,6 +9,7 @@ factors in front of a device that is simulated by sleeps. The page docs/why-is-m
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,12 @@ import numpy as np
 import project  # noqa: F401
 import publish
 import torch
+from contenders import FastGpu
+from peers import Task
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from worker import cpu_s
+from worker import cpu_s, endless
 
 from fastgpu.training.augment import random_crop, random_flip
 
@@ -137,19 +140,14 @@ def ours(name: str, images: np.ndarray, augments: bool) -> Callable[[], Iterable
     layouts.write(path, images, {})
 
     def batches() -> Iterable:
-        reader = layouts.Reader(path, BATCH_SIZE, verify=False)
+        reader = FastGpu(Task(path, FOLDER, BATCH_SIZE, n_workers=0, seed=0))
         rng = torch.Generator().manual_seed(0)
-        epoch = 0
-        try:
-            while True:
-                for x_BCHW, labels_B in reader.epoch(epoch):
-                    if augments:
-                        yield random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2, labels_B
-                    else:
-                        yield x_BCHW, labels_B
-                epoch += 1
-        finally:
-            reader.feed.close()
+        with closing(reader.feed):
+            for x_BCHW, labels_B in filter(None, endless(reader)):
+                if augments:
+                    yield random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2, labels_B
+                else:
+                    yield x_BCHW, labels_B
 
     return batches
 
