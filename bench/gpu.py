@@ -38,7 +38,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from train import Parts, build, train_step
 
 import workloads
-from fastgpu.feed.echo import echo
 from fastgpu.feed.tiers import Feed
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -117,7 +116,7 @@ def endless(feed: Feed, batch_size: int, before_epoch: Callable[[], object]) -> 
     for epoch in count():
         before_epoch()
         for pool in feed.pools(epoch):
-            yield echo(pool.rows, batch_size, 1, seed=0)
+            yield pool.rows.batches(batch_size)
 
 
 def find_sync(steps: Iterator[None], n_steps: int) -> str:
@@ -290,8 +289,8 @@ def _event_s(work: Callable[[], object]) -> float:
 
 def feed_ratios(contenders: dict[str, Any], name: str) -> list[float]:
     """Speed of a contender / speed of the fixed batch in each round."""
-    pairs = zip(contenders[name]["rounds"], contenders[FIXED]["rounds"], strict=True)
-    return [each["steps_per_s"] / fixed["steps_per_s"] for each, fixed in pairs]
+    speeds, fixed = ([each["steps_per_s"] for each in contenders[which]["rounds"]] for which in (name, FIXED))
+    return publish.ratios(speeds, fixed)
 
 
 def tables(parts: dict[str, Any]) -> list[publish.Table]:
@@ -313,7 +312,7 @@ def tables(parts: dict[str, Any]) -> list[publish.Table]:
         )
         page.append(_rows_table("planted causes", parts["causes"], note))
     if parts.get("copy"):
-        cells = [spread(parts["copy"]["h2d_gb_per_s"], ".1f"), spread(matmul, ".0f")]
+        cells = [publish.spread(parts["copy"]["h2d_gb_per_s"], ".1f"), publish.spread(matmul, ".0f")]
         note = (
             f"{N_REPEATS} copies of {COPY_BYTES >> 20} MiB from page-locked memory, and as many products of two bf16 "
             f"matrices of {MATRIX_SIDE} x {MATRIX_SIDE}, one at a time, while nothing else runs."
@@ -362,8 +361,8 @@ def _case_table(name: str, case: dict[str, Any], matmul_tflop_per_s: Sequence[fl
             continue
         steps_per_s = median(each["steps_per_s"] for each in rounds)
         rows_per_s = steps_per_s * case["batch_size"]
-        cells = [f"{rows_per_s:,.0f}", spread(feed_ratios(case["contenders"], contender), ".4f")]
-        cells.append(spread([each["wait_pct"] for each in rounds], ".2f"))
+        cells = [f"{rows_per_s:,.0f}", publish.spread(feed_ratios(case["contenders"], contender), ".4f")]
+        cells.append(publish.spread([each["wait_pct"] for each in rounds], ".2f"))
         for tag in COUNTERS:
             values = [each["counters"][tag] for each in rounds if tag in each["counters"]]
             cells.append(f"{median(values):.1f}" if values else "-")
@@ -382,10 +381,6 @@ def _case_table(name: str, case: dict[str, Any], matmul_tflop_per_s: Sequence[fl
 
 def _rows_table(title: str, rows: list[dict[str, str]], note: str) -> publish.Table:
     return publish.Table(title, list(rows[0]), [list(row.values()) for row in rows], note)
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    return f"{median(values):{form}} [{min(values):{form}} to {max(values):{form}}]"
 
 
 # ---------------------------------------------------------------------------------------------- all parts

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,16 @@ class Table(NamedTuple):
 def _markdown_line(cells: Sequence[str]) -> str:
     escaped = (cell.replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(escaped)} |\n"
+
+
+def spread(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The median, and the lowest and highest value: `1.20x [1.07-1.31]`."""
+    return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The ratio in each round."""
+    return [a / b for a, b in zip(values, others, strict=True)]
 
 
 def machine() -> dict[str, str]:

@@ -166,16 +166,16 @@ class Bench:
         smaller = self.parts.source.try_smaller(self._largest_image_size)
         if smaller is None:
             return {}
-        side, (now_bytes, now_s), (then_bytes, then_s) = smaller
         data = self.config.data
         paths = [data.train] if isinstance(data.train, str) else [*data.train]
         step_rows = data.batch_size * self.world.local_world_size / self.world.world_size  # of this machine
         advise = f"python convert.py advise {paths[0]} --size {self._largest_image_size}"
         return {
             "advise_command": f"{advise} --rows-per-s {step_rows / self.compute.median:.0f}",
-            "smaller_images": f"smaller images, {then_bytes / 1e3:.1f} kB instead of {now_bytes / 1e3:.1f}: "
-            f"python convert.py repack {' '.join(paths)} NEW.h5 --size {side} --quality 92",
-            "smaller_share": then_s / now_s,
+            "smaller_images": f"smaller images, {smaller.then_bytes / 1e3:.1f} kB instead of "
+            f"{smaller.now_bytes / 1e3:.1f}: python convert.py repack {' '.join(paths)} NEW.h5 --size {smaller.side} "
+            "--quality 92",
+            "smaller_share": smaller.then_share,
         }
 
     def trace(self, n_steps: int, path: Path) -> None:
