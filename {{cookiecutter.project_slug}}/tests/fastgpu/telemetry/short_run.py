@@ -21,7 +21,6 @@ from fastgpu.telemetry.run import Run
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
 WORLD = World(0, 1, 1, torch.device("cpu"))
-ROW_BYTES = 100
 DIRECTIONS: dict[str, Direction] = {"score": "higher", "loss": "lower"}
 CARD = {"classes": ["a", "b"]}
 CONFIG = Config.model_validate(
@@ -46,7 +45,7 @@ def started_run(
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     config = CONFIG | (config or {})
     with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, description=DESCRIPTION)) as run:
-        run.start(ROW_BYTES, CARD)
+        run.start((SOURCE, SOURCE), CARD)
         yield run
 
 
