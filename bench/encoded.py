@@ -13,11 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import h5py
 import jpegs
 import layouts
 import numpy as np
@@ -27,7 +28,7 @@ from data import DataSpec
 from jpegs import BARE, CONTENDERS, OURS, PEERS, PILLOW
 from PIL import Image
 from processes import ContenderError, Process, kept_warm
-from tables import _spread as spread
+from publish import ratios, spread
 
 from fastgpu.process.machine import available_cpus
 
@@ -35,17 +36,20 @@ N_IMAGES = 2_000
 BATCH = 256
 NOISE = 19
 """Grey levels of noise that give the files the size of published ones."""
-QUALITY = 92
 KINDS = {
     DataSpec("500x375", N_IMAGES, (3, 375, 500), BATCH): [],
     DataSpec("341x256", N_IMAGES, (3, 256, 341), BATCH): ["--size", "256", "--quality", "85"],
 }
 """{files: flags of convert.py}"""
+FIRST_S = (0, 1.5)
 LEAD_S = (0, 1.5)
 SPAN_S = (2.5, 6)
-OPEN_S = 900
-FFCV = "FFCV"
-LIBRARIES = (FFCV, "DALI", "SPDL")
+"""Seconds (minimum, maximum) of a first measurement that does not count, and of the others with what precedes them."""
+ANSWER_S = 900
+RATE = "images_per_s"
+COST = "cpu_s_per_1000"
+Results = dict[str, Any]
+"""{contender: its rounds, {RATE: ..., COST: ...}, or the reason why it has none}"""
 
 
 def make(spec: DataSpec, flags: list[str]) -> None:
@@ -60,7 +64,7 @@ def make(spec: DataSpec, flags: list[str]) -> None:
         for number in range(N_IMAGES):
             noise = NOISE * rng.standard_normal((375, 500, 3), np.float32)
             pixels = (pictures[number % len(pictures)] + noise).clip(0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(source / f"all/{number:05d}.jpg", quality=QUALITY)
+            Image.fromarray(pixels).save(source / f"all/{number:05d}.jpg", quality=92)
     shutil.rmtree(spec.folder, ignore_errors=True)
     (spec.folder / "jpegs").mkdir(parents=True)
     target = spec.folder / "encoded.h5"
@@ -71,128 +75,103 @@ def make(spec: DataSpec, flags: list[str]) -> None:
     target.rename(spec.h5)
 
 
-def rows_of(path: Any) -> list[np.ndarray]:
+def rows_of(path: Path) -> list[np.ndarray]:
     """The bytes of each row of a file."""
-    import h5py
-
     with h5py.File(path) as file:
         return np.split(file["images/values"][:], file["images/indptr"][1:-1])
 
 
-def measure(spec: DataSpec, names: list[str], n_rounds: int) -> dict[str, Any]:
-    """{contender: {"rounds": [results of `worker.run`]} or {"failed": reason}}"""
-    results: dict[str, Any] = {name: {"rounds": []} for name in names}
+def measure(spec: DataSpec, names: list[str], n_rounds: int) -> Results:
+    """All contenders in turns."""
+    results: Results = {name: [] for name in names}
+    processes: dict[str, Process] = {}
     with ExitStack() as stack:
-        processes: dict[str, Process] = {}
-        for number in range(-1, n_rounds):  # the first round makes the contenders
+        for number in range(n_rounds + 1):
             for name in names:
-                if "failed" in results[name]:
+                if isinstance(results[name], str):
                     continue
                 try:
-                    if number < 0:
+                    if number == 0:
                         process = Process(name, spec, n_workers=available_cpus(), is_peer=name in PEERS)
                         processes[name] = stack.enter_context(process)
-                    each = processes[name].ask("run", OPEN_S, lead_s=LEAD_S, span_s=SPAN_S, step_s=0)
+                        processes[name].ask("run", ANSWER_S, lead_s=None, span_s=FIRST_S, step_s=0)
+                        continue
+                    each = processes[name].ask("run", ANSWER_S, lead_s=LEAD_S, span_s=SPAN_S, step_s=0)
                 except (ContenderError, FileNotFoundError) as failure:
-                    results[name] = {"failed": str(failure)}
-                    print(f"{name}: {failure}", file=sys.stderr)
+                    results[name] = str(failure)
                     continue
-                if number >= 0:
-                    results[name]["rounds"].append(each)
-                    text = f"{images_per_s(each):,.0f} images/s, {cpu_s(each):.2f} CPU s / 1,000"
-                    print(f"{spec.name}, round {number + 1}: {name}: {text}", file=sys.stderr, flush=True)
+                values = {RATE: each["rows"] / each["seconds"], COST: 1000 * each["cpu_s"] / each["rows"]}
+                results[name].append(values)
+                print(f"{spec.name}, round {number}: {name}: {values}", file=sys.stderr, flush=True)
     return results
 
 
-def images_per_s(each: Mapping[str, float]) -> float:
-    return each["rows"] / each["seconds"]
+def values_of(results: Results, name: str, key: str) -> list[float]:
+    return [each[key] for each in results[name]]
 
 
-def cpu_s(each: Mapping[str, float]) -> float:
-    """CPU seconds per 1,000 images."""
-    return 1000 * each["cpu_s"] / each["rows"]
+def against(results: Results, name: str, key: str = RATE, *, times: int = 1) -> str:
+    """Feed / (times x contender)."""
+    if isinstance(results[name], str):
+        return "not measured"
+    others = [times * value for value in values_of(results, name, key)]
+    return spread(ratios(values_of(results, OURS, key), others), ".2f")
 
 
-def ratios(
-    results: Mapping[str, Any], other: str | None, value: Callable[[Mapping[str, float]], float] = images_per_s
-) -> list[float]:
-    """Feed / other contender, round by round; empty if one was not measured."""
-    pairs = zip(results[OURS].get("rounds", []), results.get(other, {}).get("rounds", []), strict=False)
-    return [value(ours) / value(theirs) for ours, theirs in pairs]
-
-
-def fastest(results: Mapping[str, Any], beginnings: tuple[str, ...]) -> str | None:
-    """The contender with the highest median rate among those of some libraries."""
-    rounds = {
-        name: each["rounds"] for name, each in results.items() if name.startswith(beginnings) and each.get("rounds")
-    }
-    return max(rounds, key=lambda name: median(map(images_per_s, rounds[name])), default=None)
-
-
-def targets(results: Mapping[str, Any]) -> publish.Table:
+def targets(results: Results) -> publish.Table:
     """The rows of bench/README.md, for the larger files."""
-    best = fastest(results, LIBRARIES)
-    scaling = [ratio / available_cpus() for ratio in ratios(results, BARE)]
-    what = "JPEG, 500 x 375 -> random part, 224 x 224"
+    libraries = [name for name in ("FFCV", "DALI", jpegs.SPDL) if not isinstance(results[name], str)]
+    best = max(libraries, key=lambda name: median(values_of(results, name, RATE)))
     rows = [
-        [f"{what}: feed / DataLoader + Pillow", spread(ratios(results, PILLOW), ".2f", "x"), "3x / 5x"],
+        ["feed / DataLoader + Pillow", against(results, PILLOW), "3 / 5"],
+        ["feed / best of FFCV, DALI, SPDL", f"{against(results, best)} ({best})", "1 / 1.3"],
         [
-            f"{what}: feed / best of FFCV, DALI, SPDL",
-            f"{spread(ratios(results, best), '.2f', 'x')} ({best})",
-            "1x / 1.3x",
-        ],
-        [
-            f"{what}: feed / ({available_cpus()} x decoder and resize in one thread)",
-            spread(scaling, ".2f"),
+            "feed / (CPUs x decoder and resize in a thread)",
+            against(results, BARE, times=available_cpus()),
             "0.9 / 0.97",
         ],
-        [f"{what}: CPU time / FFCV's", spread(ratios(results, FFCV, cpu_s), ".2f", "x"), "1x / 0.8x"],
+        ["CPU time of the feed / FFCV", against(results, "FFCV", COST), "1 / 0.8"],
     ]
+    rows = [[f"JPEG of 500 x 375 to random parts: {what}", *cells] for what, *cells in rows]
     return publish.Table("targets", publish.TARGET_COLUMNS, rows)
 
 
-def table(spec: DataSpec, results: Mapping[str, Any]) -> publish.Table:
+def table(spec: DataSpec, results: Results) -> publish.Table:
     rows = []
-    for name, result in results.items():
-        if "failed" in result:
-            rows.append([name, result["failed"], "", "", ""])
+    for name, rounds in results.items():
+        if isinstance(rounds, str):
+            rows.append([name, rounds, "", "", ""])
             continue
-        rates, costs = (list(map(value, result["rounds"])) for value in (images_per_s, cpu_s))
-        against = [spread(ratios(results, name, value), ".2f") for value in (images_per_s, cpu_s)]
-        rows.append([name, spread(rates, ",.0f"), spread(costs, ".2f"), *against])
+        cells = [spread(values_of(results, name, key), form) for key, form in ((RATE, ",.0f"), (COST, ".2f"))]
+        rows.append([name, *cells, against(results, name), against(results, name, COST)])
     kb = np.mean([len(data) for data in rows_of(spec.h5)]) / 1e3
-    columns = ["contender", "images/s", "CPU s / 1,000 images", "feed's images/s / this", "feed's CPU s / this"]
-    return publish.Table(f"JPEG files, {spec.shape[2]} x {spec.shape[1]}, {kb:.0f} kB", columns, rows)
+    columns = ["contender", "images/s", "CPU s / 1,000 images", "feed / this: images/s", "feed / this: CPU s"]
+    return publish.Table(f"made-up JPEG files, {spec.shape[2]} x {spec.shape[1]}, {kb:.0f} kB", columns, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="compare with other loaders, too")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=[*CONTENDERS, *PEERS], metavar="NAME", help="writes no page")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so no process is left behind
-    names = args.only or [*CONTENDERS, *(PEERS if args.peers else ())]
     results = {}
     for spec, flags in KINDS.items():
         make(spec, flags)
         with kept_warm(path for path in spec.folder.rglob("*") if path.is_file()):
-            results[spec.name] = measure(spec, names, args.rounds)
+            results[spec.name] = measure(spec, [*CONTENDERS, *(PEERS if args.peers else ())], args.rounds)
     tables = [targets(next(iter(results.values())))] if args.peers else []
     tables += [table(spec, results[spec.name]) for spec in KINDS]
     note = (
-        f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} "
-        f"made-up files in the page cache, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader "
-        "threads, worker processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are "
-        "taken within a round. Bare: decoder (simplejpeg) and resize (torch) of bytes in memory; on each CPU: in as many processes. "
-        "Where other work shares the machine, CPU seconds say more than images/s."
+        f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} files "
+        f"in the page cache, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader threads, worker "
+        "processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are taken within a round. "
+        "Bare: decoder (simplejpeg) and resize (torch) of bytes in memory; on each CPU: in as many processes. Where "
+        "other work shares the machine, CPU seconds say more than images/s."
     )
     tables[-1] = tables[-1]._replace(note=note)
-    if args.only:
-        print("\n".join(each.markdown() for each in tables))
-    else:
-        flags = f" --rounds {args.rounds}" if args.rounds != 3 else ""
-        publish.write("encoded", tables, results, f"python bench/encoded.py{' --peers' * args.peers}{flags}")
+    command = f"python bench/encoded.py{' --peers' * args.peers} --rounds {args.rounds}"
+    publish.write("encoded", tables, results, command)
 
 
 if __name__ == "__main__":
