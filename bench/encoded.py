@@ -27,7 +27,7 @@ import publish
 from data import DataSpec
 from jpegs import BARE, CONTENDERS, OURS, PEERS, PILLOW
 from PIL import Image
-from processes import ContenderError, Process, kept_warm
+from processes import PEERS_PYTHON, ContenderError, Process, kept_warm
 from publish import ratios, spread
 
 from fastgpu.process.machine import available_cpus
@@ -97,7 +97,7 @@ def measure(spec: DataSpec, names: list[str], n_rounds: int) -> Results:
                         processes[name].ask("run", ANSWER_S, lead_s=None, span_s=FIRST_S, step_s=0)
                         continue
                     each = processes[name].ask("run", ANSWER_S, lead_s=LEAD_S, span_s=SPAN_S, step_s=0)
-                except (ContenderError, FileNotFoundError) as failure:
+                except ContenderError as failure:
                     results[name] = str(failure)
                     continue
                 values = {RATE: each["rows"] / each["seconds"], COST: 1000 * each["cpu_s"] / each["rows"]}
@@ -121,7 +121,7 @@ def against(results: Results, name: str, key: str = RATE, *, times: int = 1) -> 
 def targets(results: Results) -> publish.Table:
     """The rows of bench/README.md, for the larger files."""
     libraries = [name for name in ("FFCV", "DALI", jpegs.SPDL) if not isinstance(results[name], str)]
-    best = max(libraries, key=lambda name: median(values_of(results, name, RATE)))
+    best = max(libraries, key=lambda name: median(values_of(results, name, RATE)), default="FFCV")
     rows = [
         ["feed / DataLoader + Pillow", against(results, PILLOW), "3 / 5"],
         ["feed / best of FFCV, DALI, SPDL", f"{against(results, best)} ({best})", "1 / 1.3"],
@@ -154,6 +154,8 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="compare with other loaders, too")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if args.peers and not PEERS_PYTHON.exists():
+        parser.error("the other loaders are not installed; make bench/.venv-peers/installed does it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so no process is left behind
     results = {}
     for spec, flags in KINDS.items():
@@ -165,7 +167,7 @@ def main() -> None:
     note = (
         f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} files "
         f"in the page cache, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader threads, worker "
-        "processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are taken within a round. "
+        "processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are taken in a round. "
         "Bare: decoder (simplejpeg) and resize (torch) of bytes in memory; on each CPU: in as many processes. Where "
         "other work shares the machine, CPU seconds say more than images/s."
     )
