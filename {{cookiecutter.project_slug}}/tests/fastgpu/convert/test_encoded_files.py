@@ -51,6 +51,16 @@ def test_files_become_rows_byte_for_byte(convert, photos, tmp_path):
     assert "images of any size" in convert("info", "x-train-00000-of-00002.h5").stdout
 
 
+def test_what_decoding_changes_is_told(convert, photos):
+    """The files are kept as they are, but training sees 8 bits of 16."""
+    for number in range(2):
+        Image.fromarray(np.full((30, 60), 40_000, np.uint16)).save(photos / f"a/deep-{number}.png")
+    done = convert("images", "photos", "x.h5", "--keep-encoded")
+    (line,) = [line for line in done.stdout.splitlines() if "changed" in line]
+    assert line.startswith("  changed  16 bits to 8 (")
+    assert line.endswith(", when it is decoded: 2 of 42 images")
+
+
 def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):
     convert("images", "photos", "x.h5", "--keep-encoded")
     convert("images", "photos", "y.h5", "--size", "30x60")
