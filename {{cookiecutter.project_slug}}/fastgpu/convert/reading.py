@@ -129,6 +129,6 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
         cure = "fetch it again"
         if isinstance(error, UnicodeDecodeError):
             cure = "save it as UTF-8, such as by `iconv -f CP949 -t UTF-8` for Korean text"
-        elif "Object arrays" in text:
+        elif "Object arrays" in text or "Python objects" in text:  # in .npz and .npy files
             cure = "save it with a dtype of numbers, such as by array.astype('float32')"
         raise UserError(f"{path} is not {expected}: {text}; {cure}") from None

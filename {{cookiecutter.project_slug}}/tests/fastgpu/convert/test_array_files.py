@@ -30,7 +30,10 @@ def test_arrays_to_a_file(tmp_path, convert):
         (["a=y.npz"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
         (["a=none.npy"], "none.npy does not exist"),
         (["a=text.npy"], "text.npy is not a file of NumPy arrays"),
-        (["a=objects.npy"], r"objects.npy is not a file of NumPy arrays.*; save it with a dtype of numbers, such as by"),
+        (
+            ["a=objects.npy"],
+            r"objects.npy is not a file of NumPy arrays.*; save it with a dtype of numbers, such as by",
+        ),
         (["objects.npz"], r"objects.npz is not a file of NumPy arrays.*; save it with a dtype of numbers, such as by"),
         (["a=words.npy"], "a is <U1"),
         (["a=x.npy", "b=short.npy"], "unequal length"),
