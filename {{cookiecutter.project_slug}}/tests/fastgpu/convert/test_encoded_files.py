@@ -155,6 +155,19 @@ def test_encoded_rows_are_repacked_byte_for_byte_or_made_smaller(convert, photos
     assert images[0].decode(Box(0, 0, 20, 20), (20, 20)).shape == (3, 20, 20)
 
 
+def test_images_do_not_become_smaller_than_their_masks(convert, tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = np.zeros((40, 3, 48, 48), np.uint8)
+        file["masks"] = np.zeros((40, 48, 48), np.uint8)
+    assert convert("repack", "x.h5", "y.h5", "--quality", "90").returncode == 0
+    for options in (["--size", "24"], ["--size", "24", "--quality", "90"]):
+        done = convert("repack", "y.h5", "z.h5", *options)
+        assert done.stderr.startswith(
+            "error: --size would make the images of y.h5 smaller, and not masks, uint8 (N, 48"
+        )
+        assert not (tmp_path / "z.h5").exists()
+
+
 def test_repack_leaves_out_damaged_images_if_asked(convert, photos, tmp_path):
     convert("images", "photos", "x.h5", "--keep-encoded")
     files = rows_in(tmp_path / "x.h5")
