@@ -90,7 +90,7 @@ def read_ratings(
                 block = _parse(list(filter(is_rating, lines)), places, delimiter)
                 assert block is not None
             n_lines += len(lines)
-            blocks.append(block[block["rating"] > above] if "rating" in block.dtype.names else block)
+            blocks.append(block[block["rating"] > above] if len(places) == 3 else block)
             on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
     n_lines -= n_headers
     if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
@@ -113,7 +113,7 @@ def _parse(lines: list[str], places: list[int], delimiter: str) -> np.ndarray | 
         except (ValueError, DeprecationWarning):
             return None
     is_rating = (block["user"] >= 0) & (block["item"] >= 0)
-    if "rating" in block.dtype.names:
+    if len(places) == 3:
         is_rating &= np.isfinite(block["rating"])
     return block if is_rating.all() else None
 
