@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fastgpu.rows.contract import Source
 
 COLUMNS = "userId,movieId,rating"
-ABOVE = 3.5
 SYNTHETIC_USERS = 6000
 SYNTHETIC_SPLIT = 0.9
 
@@ -54,10 +53,9 @@ def movielens(args: Namespace) -> None:
     from fastgpu.convert.writing import progress_bar
 
     columns = parse_columns(args.columns)
-    has_ratings = len(columns) > 2
-    if args.above is not None and not has_ratings:
+    if args.above is not None and len(columns) == 2:
         raise UserError(f"--above is {args.above:g}, but --columns, {args.columns}, names no ratings; drop it")
-    above = ABOVE if args.above is None else args.above
+    above = 3.5 if args.above is None else args.above
     with progress_bar(0, "rows", "read") as bar:
 
         def show(n_rows: int, share_done: float) -> None:
@@ -65,7 +63,7 @@ def movielens(args: Namespace) -> None:
             bar.update(n_rows)
 
         ratings = read_ratings(Path(args.source), above, columns=columns, on_error=args.on_error, on_progress=show)
-    meaning = f"ratings are above {above:g}" if has_ratings else "events, each of which counts"
+    meaning = "events, each of which counts" if len(columns) == 2 else f"ratings are above {above:g}"
     print(f"{len(ratings.users):,} {meaning}")
     split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)
     _write_split(split, args, ratings.skipped)

@@ -3,15 +3,13 @@
 from contextlib import closing, suppress
 
 import torch
-from torch import Tensor
 
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.contract import PoolPlan, Source
+from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Ragged
 from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.subset import Subset
 
@@ -30,37 +28,30 @@ def explain_not_finite(source: Source, order: BlockSampler, epoch: int, consumed
 
 
 def _find(source: Source, order: BlockSampler, epoch: int, consumed: range) -> str:
-    names = [name for name, field in source.fields.items() if field.dtype.kind == "f"]
+    names = [name for name, field in source.fields.items() if field.dtype.kind == "f" and not field.is_ragged]
     if not names:
         return ""
-    placement = Placement("disk", torch.device("cpu"), 1)
-    with closing(make_feed(source, order, placement, Loader(prefetch_pools=1))) as feed:
-        for pool in feed.pools(epoch, consumed.start):
+    plans = order.pools(epoch, consumed.start)  # the reads in the plans of a Dataset are others
+    with closing(make_feed(source, order, Placement("disk", torch.device("cpu"), 1), Loader(prefetch_pools=1))) as feed:
+        for plan, rows in feed.pools(epoch, consumed.start):
+            if not plan.is_last_pass:
+                continue
+            row_ids = order.row_ids(next(plans))[plan.n_skipped_rows :]
             for name in names:
-                rows = _rows_not_finite(pool.rows[name])
-                if len(rows):
-                    row = _row_number(source, order, pool.plan, int(rows[0]))
+                is_finite = rows[name].isfinite().reshape(len(rows), -1).all(1).numpy()
+                if not is_finite.all():
                     return (
-                        f"; {name} of {source.name} has NaN or infinity in {len(rows):,} of {len(pool.rows):,} rows "
-                        f"around this step, such as row {row}: leave such rows out, or replace the values"
+                        f"; {name} of {source.name} has NaN or infinity in {(~is_finite).sum():,} of {len(rows):,} "
+                        f"rows around this step, such as row {_row_number(source, int(row_ids[~is_finite][0]))}: leave "
+                        "such rows out, or replace the values"
                     )
-            if pool.plan.consumed > consumed.stop:  # it was in use
+            if plan.consumed > consumed.stop:  # it was in use
                 break
     return ""
 
 
-def _rows_not_finite(column: Tensor | Ragged) -> Tensor:
-    """(n,) the rows that have a value that is not finite."""
-    if isinstance(column, Ragged):
-        return column.rows[~column.values.isfinite()].unique()
-    return (~column.isfinite()).reshape(len(column), -1).any(1).nonzero().flatten()
-
-
-def _row_number(source: Source, order: BlockSampler, plan: PoolPlan, place: int) -> int:
-    """The number that a person knows: the row of the file or of the Dataset at a place of a pool."""
-    start = plan.number * order.pool_batches * order.global_batch_size
-    whole_plan = next(order.pools(plan.epoch, start))  # the plan of a Dataset has other reads
-    row = int(order.row_ids(whole_plan)[plan.n_skipped_rows + place])
+def _row_number(source: Source, row: int) -> int:
+    """The number that a row has in the file or the Dataset of which `source` may be a part."""
     if isinstance(source, DatasetSource):
         return source.items.row_id(row)
     return int(source.row_ids[row]) if isinstance(source, Subset) else row

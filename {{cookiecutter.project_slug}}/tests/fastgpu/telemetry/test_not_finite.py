@@ -7,7 +7,6 @@ from torch.utils.data import Dataset
 from fastgpu.process.config import Loader
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.subset import hold_out
@@ -32,10 +31,6 @@ def make_source(kind: str) -> tuple[Source, int]:
     numbers = np.arange(N_ROWS)
     if kind == "dataset":
         return DatasetSource("x", Numbers(), {"x": "x", "number": "number"}, Loader(num_workers=0)), ROW
-    if kind == "ragged":
-        offsets = np.arange(N_ROWS + 1) * 2
-        x[ROW, 1] = -np.inf
-        return Arrays("x", {"number": numbers, "x": RaggedArray(x.ravel(), offsets)}), ROW
     x[ROW, 1] = np.nan
     source: Source = Arrays("x", {"number": numbers, "x": x}, block_rows=np.full(12, 8, np.int32))
     if kind == "finite":
@@ -46,7 +41,7 @@ def make_source(kind: str) -> tuple[Source, int]:
     return source, ROW
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "ragged", "part", "finite"])
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "part", "finite"])
 def test_the_row_is_named_if_it_was_trained_on(kind):
     source, row = make_source(kind)
     order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=3, seed=1)
