@@ -71,7 +71,8 @@ class Workload(workloads.Workload):
             raise UserError(f"{val.name}: no user has anything held out, so nothing can be scored")
         if n_empty:
             warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
-        _warn_of_known_items(val)
+        if len(val):  # those of predict.py are none
+            _warn_of_known_items(val)
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -138,14 +139,11 @@ def _count_items(source: Source, name: str, key: str) -> int:
 
 def _warn_of_known_items(val: Source) -> None:
     """Say how many of the first users have held-out items among their `items`: these are never ranked, nor found."""
-    if not len(val):
-        return  # of predict.py
     order = BlockSampler(val.block_rows, min(LOOK_AT_USERS, len(val)), seed=None, drop_last=False)
     with closing(make_feed(val, order, Placement("disk", torch.device("cpu"), 1))) as feed:
         rows = next(feed.pools(0)).rows
-        users_N = rows["held_out"].rows
         items, held_out = (rows[name].rows.long() << 32 | rows[name].values for name in ("items", "held_out"))
-        n_users = len(users_N[torch.isin(held_out, items)].unique())
+        n_users = len(rows["held_out"].rows[torch.isin(held_out, items)].unique())
     if n_users:
         warn(
             f"{n_users:,} of the first {order.batch_size:,} users of {val.name} have held_out items that are among "

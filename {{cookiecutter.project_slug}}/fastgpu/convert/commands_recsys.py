@@ -28,8 +28,8 @@ def add_commands(command_line: CommandLine) -> None:
     parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
     parser.add_argument("--above", type=float, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
-    text = "USER,ITEM: events without ratings, each of which counts"
-    parser.add_argument("--columns", default=COLUMNS, help=f"columns of the CSV; default: {COLUMNS}. {text}")
+    text = f"columns of the CSV; default: {COLUMNS}. USER,ITEM: without ratings, so that each line counts"
+    parser.add_argument("--columns", default=COLUMNS, help=text)
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
@@ -45,8 +45,7 @@ def add_commands(command_line: CommandLine) -> None:
 def movielens(args: Namespace) -> None:
     """Convert MovieLens as published (the ratings, or the zip file that holds them), or a CSV of whole numbers.
 
-    The CSV has columns for user, item and rating, or (--columns USER,ITEM) events without ratings. Users are held
-    out as Liang et al. (2018) do.
+    Users are held out as Liang et al. (2018) do.
     """
     from fastgpu.convert.interactions import hold_out_users
     from fastgpu.convert.movielens import read_ratings

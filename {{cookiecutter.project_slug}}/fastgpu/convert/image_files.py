@@ -333,10 +333,9 @@ class EncodedFiles(ListedRows):
         """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
         listing = self._listing
         with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
-            changes = [f"{change}, when it is decoded" for change in describe_changes(file)]
-            file.seek(0)
             data = keep(file.read(), self._kept)
-            self._changes_of_row[row] = changes
+            file.seek(0)
+            self._changes_of_row[row] = [f"{change}, when it is decoded" for change in describe_changes(file)]
             return {"images": np.frombuffer(data, np.uint8)}
 
 

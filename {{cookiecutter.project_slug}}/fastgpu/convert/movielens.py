@@ -130,9 +130,7 @@ def _line_pattern(places: list[int], delimiter: str, n_columns: int) -> re.Patte
 def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[list[int], str]:
     """The place of each column in the lines of the file, and the character that separates them."""
     if len(columns) not in (2, 3):
-        raise UserError(
-            f"--columns is {','.join(columns)}; it should be USER,ITEM,RATING, or USER,ITEM without ratings"
-        )
+        raise UserError(f"--columns is {','.join(columns)}; it should be USER,ITEM,RATING or USER,ITEM")
     if line := WITHOUT_HEADER.fullmatch(header):
         meaning = "user, item and rating" if len(columns) == 3 else "user and item"
         print(f"{source} has no header; its columns are taken for {meaning}")

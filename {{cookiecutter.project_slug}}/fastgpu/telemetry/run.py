@@ -421,9 +421,8 @@ class Run:
 
     def _explain_not_finite(self) -> str:
         """What is not finite in the rows since the last report; empty if all is. Every rank calls this together."""
-        at = self.progress
-        consumed = range(self._reported_consumed, at.consumed)
-        return explain_not_finite(self._source, self._order, at.epoch, consumed, world=self._world)
+        consumed = range(self._reported_consumed, self.progress.consumed)
+        return explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
 
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
         """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use."""
