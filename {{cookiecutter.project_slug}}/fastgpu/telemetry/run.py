@@ -116,7 +116,6 @@ class Run:
         world.print_once(folder.describe_changes(changes))
         if self.progress.validate_on(description["val_rows"]):
             warn("resumed with other validation rows: the best value so far was measured on others and is forgotten")
-        self.damaged = DamagedRows((), world)
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
@@ -138,14 +137,15 @@ class Run:
         self._steps_between_agreements = FIRST_AGREEMENTS
         self._stop_signal = 0
 
-    def start(self, source: Source, card: Mapping[str, Any]) -> None:
+    def start(self, sources: tuple[Source, Source], card: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        source: the training rows. card: what the workload says about the model. Raises UserError on every rank if the
-        folder cannot be written.
+        sources: training and validation rows. card: what the workload says about the model. Raises UserError
+        on every rank if the folder cannot be written.
         """
-        self._source = source
+        self._source = sources[0]
         self._config["data.echo"] = self.progress.echo
+        self._damaged = DamagedRows(sources, self._world)
         with self._world.raise_on_every_rank():
             if self._world.is_main:
                 folder.create_folder(self.folder)
@@ -164,7 +164,7 @@ class Run:
         counters = machine_counters(gpus) if gpus is not None else None
         names = machine_names(int(self._world.all_reduce_max(self._world.local_world_size)))
         self._monitor = Monitor(counters, partial(self._world.gather_by_node, names=names))
-        machine = self._world.identity | {"row_bytes": source.row_bytes}
+        machine = self._world.identity | {"row_bytes": sources[0].row_bytes}
         self._log = Log(
             self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
@@ -196,7 +196,7 @@ class Run:
             return
         n_skipped = self._count_skipped()
         self._reported_skips = self.progress.skipped_steps
-        self.damaged.tell(self.folder)
+        self._damaged.tell(self.folder)
         losses = torch.stack(self._losses)
         mean = losses.nanmean() if n_skipped else losses.mean()
         loss = self._world.all_reduce_sum(mean).item() / self._world.world_size
@@ -328,7 +328,7 @@ class Run:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._requests.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
-        self._world.print_once(self.damaged.summary)
+        self._world.print_once(self._damaged.summary)
         if self._world.is_main:
             forget_starts(self.folder)
         self.close()
@@ -368,7 +368,7 @@ class Run:
 
         If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
         """
-        self.damaged.tell(self.folder)
+        self._damaged.tell(self.folder)
         self._count_skipped()
         for part in self._state.values():
             if isinstance(part, nn.Module):
