@@ -138,16 +138,18 @@ def _count_items(source: Source, name: str, key: str) -> int:
 
 
 def _warn_of_known_items(val: Source) -> None:
-    """Say how many of the first users have held-out items among their `items`: these are never ranked, nor found."""
+    """Say how many of the first users have held-out items twice, or among their `items`: these can never be found."""
     order = BlockSampler(val.block_rows, min(LOOK_AT_USERS, len(val)), seed=None, drop_last=False)
     with closing(make_feed(val, order, Placement("disk", torch.device("cpu"), 1))) as feed:
         rows = next(feed.pools(0)).rows
         items, held_out = (rows[name].rows.long() << 32 | rows[name].values for name in ("items", "held_out"))
-        n_users = len(rows["held_out"].rows[torch.isin(held_out, items)].unique())
+    values, counts = held_out.unique(return_counts=True)
+    lost = values[torch.isin(values, items) | (counts > 1)]
+    n_users = len((lost >> 32).unique())
     if n_users:
         warn(
-            f"{n_users:,} of the first {order.batch_size:,} users of {val.name} have held_out items that are among "
-            "their items, too: these cannot be found, so the metrics are too low; take them out of items"
+            f"{n_users:,} of the first {order.batch_size:,} users of {val.name} have held_out items twice, or among "
+            "their items, too: these cannot be found, so the metrics are too low; leave them out"
         )
 
 

@@ -174,8 +174,8 @@ def recode(source: "Source", args: Namespace) -> "Source":
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
     if args.size and masks:
         raise UserError(
-            f"--size would make the images of {source.name} smaller, and not {masks[0]}; drop --size, or convert the "
-            "original files anew: `images --masks DIR --size HxW`"
+            f"--size would make the images of {source.name} smaller, and not {masks[0]}; drop --size, name the other "
+            "fields by --fields, or convert the original files anew: `images --masks DIR --size HxW`"
         )
     if args.quality:
         recoded: Source = RecodedRows(source, Kept(args.size and min(args.size), args.quality), args.on_error)

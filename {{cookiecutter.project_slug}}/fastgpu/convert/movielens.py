@@ -138,8 +138,12 @@ def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[li
         return places[: len(columns)], delimiter
     delimiter = max(",;\t", key=header.count)
     names = [name.strip() for name in next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])]
-    if missing := [name for name in columns if name not in names]:
-        found = f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}"
+    if names and all(re.fullmatch(r"[\d.]+", name) for name in names):
+        raise UserError(
+            f"{source} has no header, but begins with {header.strip()}; write one, such as user,item,rating"
+        )
+    if missing := [name for name in columns if names.count(name) != 1]:
+        found = f"{source} has the columns {', '.join(names) or 'none'}, and not one {missing[0]}"
         raise UserError(f"{found}; --columns names those of user, item and rating, or of user and item alone")
     return [names.index(name) for name in columns], delimiter
 
