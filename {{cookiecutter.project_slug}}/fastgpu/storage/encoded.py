@@ -103,10 +103,7 @@ class EncodedImage:
         rows = slice(top // factor, -(-(top + height) // factor))
         columns = slice(left // factor, -(-(left + width) // factor))
         # NumPy makes the part contiguous: torch would wake its threads for it, from each of the reader threads.
-        part_HWC = pixels_HWC[rows, columns]
-        contiguous_HWC = scratch(part_HWC.size, "part").reshape(part_HWC.shape)
-        contiguous_HWC[:] = part_HWC
-        part_CHW = contiguous_HWC.transpose(2, 0, 1)
+        part_CHW = np.ascontiguousarray(pixels_HWC[rows, columns]).transpose(2, 0, 1)
         if part_CHW.shape[1:] != size:
             part_CHW = resize_pixels(torch.from_numpy(part_CHW), size).numpy()
         if self._is_on_its_side:
