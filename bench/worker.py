@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ class Worker:
         elif (task.folder / "jpegs").exists():
             import jpegs
 
-            make = (jpegs.CONTENDERS | jpegs.PEERS)[name]
+            make = partial(jpegs.Contender, name)
         else:
             from contenders import CONTENDERS  # imports torch and this project, which the peers' environment lacks
 

@@ -39,7 +39,7 @@ def task(tmp_path: Path) -> Task:
 
 @pytest.mark.parametrize("name", jpegs.CONTENDERS)
 def test_a_contender_delivers_whole_batches_of_random_parts(name: str, task: Task) -> None:
-    batches = [images for images, _ in jpegs.CONTENDERS[name](task).epoch(0)]
+    batches = [images for images, _ in jpegs.Contender(name, task).epoch(0)]
     assert [len(images) for images in batches] == [8] * (N_IMAGES // 8)
     if "bare" not in name:
         assert {(tuple(images.shape[1:]), str(images.dtype)) for images in batches} == {((3, 224, 224), "torch.uint8")}
