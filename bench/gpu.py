@@ -1,6 +1,6 @@
 """Does the GPU wait for data? Trains networks on rows from each tier, and the same loop on one batch that stays there.
 
-python bench/gpu.py                              all parts; some ten minutes on one GPU
+python bench/gpu.py                              all parts; about a quarter of an hour
 python bench/gpu.py --parts copy CelebA          these parts only
 python bench/gpu.py --device cpu --out FOLDER    the same code on tiny rows: does it run?
 
@@ -415,7 +415,7 @@ def main() -> None:
     if not is_cpu and not torch.cuda.is_available():
         sys.exit("not measured: torch sees no CUDA device")
     device = torch.device("cpu") if is_cpu else torch.device("cuda", 0)
-    effort = Effort(rounds=1, seconds=args.seconds or 0.1) if is_cpu else Effort(rounds=4, seconds=args.seconds or 2.0)
+    effort = Effort(rounds=1, seconds=args.seconds or 0.1) if is_cpu else Effort(rounds=3, seconds=args.seconds or 2.0)
     folder = args.out / "gpu-data" if is_cpu else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
 
