@@ -13,16 +13,14 @@ with an evicted file; its first epoch is not counted. Three ways take turns:
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import h5py
 import numpy as np
@@ -74,20 +72,9 @@ def measure(way: str, path: Path, limit: int) -> dict[str, float]:
     """One process under the limit. Returns rows/s after the first epoch, and CPU time for each row in us."""
     make_cold([path])
     with memory_limit(limit) as procs:
-        command = [
-            "sh",
-            "-c",
-            f'echo $$ > {procs}; exec "$@"',
-            "sh",
-            sys.executable,
-            __file__,
-            "--child",
-            way,
-            str(path),
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+        command = ["sh", "-c", f'echo $$ > {procs}; exec "$@"', "sh", sys.executable, __file__, "--child", way, path]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -108,7 +95,7 @@ def run_feed(way: str, path: Path) -> None:
     feed = make_feed(store, order, Placement("disk", torch.device("cpu"), n_readers=2))
     for epoch in range(1 + EPOCHS):
         if epoch == 1:
-            begin = time.perf_counter(), _cpu_s()
+            begin = time.perf_counter(), time.process_time()
         n_rows = sum(pool.plan.n_rows for pool in feed.pools(epoch))
     report(EPOCHS * n_rows, *begin)
     feed.close()
@@ -126,30 +113,17 @@ def run_plain_readers(path: Path) -> None:
 
     for epoch in range(1 + EPOCHS):
         if epoch == 1:
-            begin = time.perf_counter(), _cpu_s()
+            begin = time.perf_counter(), time.process_time()
         blocks = np.random.default_rng(epoch).permutation(n_blocks)
-        threads = [threading.Thread(target=read, args=(part,)) for part in np.array_split(blocks, 8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(read, np.array_split(blocks, 8)))
     report(EPOCHS * n_blocks * BLOCK_BYTES // ROW_BYTES, *begin)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def report(n_rows: int, begin_s: float, begin_cpu_s: float) -> None:
     seconds = time.perf_counter() - begin_s
-    cpu_us = 1e6 * (_cpu_s() - begin_cpu_s) / n_rows
+    cpu_us = 1e6 * (time.process_time() - begin_cpu_s) / n_rows
     print(json.dumps({"rows/s": n_rows / seconds, "CPU us/row": cpu_us}), flush=True)
-
-
-def spread(values: list[float], decimals: int = 0) -> str:
-    middle, least, most = (f"{each:,.{decimals}f}" for each in (median(values), min(values), max(values)))
-    return f"{middle} [{least}-{most}]"
 
 
 def main() -> None:
@@ -174,12 +148,9 @@ def main() -> None:
             table_rows.append(
                 [
                     f"{times_free:g}",
-                    *(spread(rates[way]) for way in WAYS),
-                    *(
-                        spread([ours / other for ours, other in zip(rates["around"], rates[way], strict=True)], 2)
-                        for way in WAYS[1:]
-                    ),
-                    *(spread([each["CPU us/row"] for each in results[way]]) for way in WAYS[:2]),
+                    *(publish.spread(rates[way], ",.0f") for way in WAYS),
+                    *(publish.spread(publish.ratios(rates["around"], rates[way]), ".2f") for way in WAYS[1:]),
+                    *(publish.spread([each["CPU us/row"] for each in results[way]], ",.0f") for way in WAYS[:2]),
                 ]
             )
     titles = [
@@ -193,12 +164,8 @@ def main() -> None:
         f"readers; median of {args.rounds} rounds, minimum and maximum; ratios within a round. The free memory is what "
         f"a cgroup leaves beside {PROCESS_BYTES >> 20} MiB for the process."
     )
-    publish.write(
-        "beyond-ram",
-        [publish.Table("files larger than the memory", titles, table_rows, note)],
-        data,
-        "python bench/beyond_ram.py",
-    )
+    table = publish.Table("files larger than the memory", titles, table_rows, note)
+    publish.write("beyond-ram", [table], data, "python bench/beyond_ram.py")
 
 
 if __name__ == "__main__":

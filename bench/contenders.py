@@ -21,7 +21,6 @@ from files import open_rows
 from peers import Batch, Task, npy_arrays, permutation, shape_of
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from fastgpu.feed.echo import echo
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches, choose_readers
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader, Tier
@@ -44,16 +43,15 @@ class Contender(Protocol):
 class FastGpu:
     """This project as train.py wires it, on a CPU and without a training step. `auto` chooses the sizes."""
 
-    def __init__(self, task: Task, *, tier: Tier = "disk") -> None:
+    def __init__(self, task: Task, *, tier: Tier = "disk", verify: bool = False) -> None:
         self.h5 = task.h5
-        source = open_rows(task.h5)
+        source = open_rows(task.h5, verify=verify)
         pool_batches = choose_pool_batches("auto", task.batch_size, source)
         shard = Shard(canonical_ranks=choose_canonical_ranks("auto", task.batch_size, 1, source))
         order = BlockSampler(source.block_rows, task.batch_size, shard=shard, pool_batches=pool_batches, seed=task.seed)
         loader = Loader()
         self.feed = make_feed(source, order, Placement(tier, torch.device("cpu"), choose_readers("auto", 1)), loader)
         self.batch_size = task.batch_size
-        self.rng = torch.Generator()
         self.buffer_bytes = (loader.prefetch_pools + 1) * order.max_pool_rows * source.row_bytes
 
     def files(self) -> list[Path]:
@@ -61,7 +59,7 @@ class FastGpu:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         for pool in self.feed.pools(number):
-            for batch in echo(pool.rows, self.batch_size, 1, seed=0):
+            for batch in pool.rows.batches(self.batch_size):
                 yield batch["images"], batch["labels"]
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
 
 import layouts
 import numpy as np
@@ -92,8 +91,7 @@ def main() -> None:
         rounds.append(measure(few, many))
 
     def spread(key: str, form: str) -> str:
-        values = [result[key] for result in rounds]
-        return f"{median(values):{form}} [{min(values):{form}}-{max(values):{form}}]"
+        return publish.spread([result[key] for result in rounds], form)
 
     rows = [
         ["decoded and resized by Pillow in one thread, images/s", spread("decoded", ",.0f")],

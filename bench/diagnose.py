@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import h5py
@@ -23,6 +22,7 @@ import numpy as np
 import project
 import publish
 import torch
+from publish import spread
 
 from fastgpu.diagnose.ceilings import N_ROUNDS
 from fastgpu.diagnose.verdict import Facts, judge
@@ -58,31 +58,20 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def causes(path: str, planted: list[Planted], rounds: int) -> list[dict[str, Any]]:
-    """[{planted, cause, named: [cause], said: [gain], given: [gain]}]"""
-    rows = []
-    for plan in planted:
-        row: dict[str, Any] = {"planted": plan.name, "cause": plan.cause, "named": [], "said": [], "given": []}
-        for number in range(rounds):
-            say(f"round {number + 1}: {plan.name}")
-            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
-            verdict = judge(slow, plan.facts, plan.tried)
-            row["named"].append(verdict.cause)
-            row["said"].append(verdict.gain)
-            row["given"].append(speed(measure_simulated(path, plan.cured)) / speed(slow))
-        rows.append(row)
-    return rows
-
-
-def stragglers(path: str, rounds: int) -> dict[str, Any]:
-    """The same for one slow rank of two."""
-    row: dict[str, Any] = {"planted": "one slow rank of two", "cause": "STRAGGLER"}
-    row |= {"named": [], "said": [], "given": []}
+def name_cause(path: str, plan: Planted | None, rounds: int) -> dict[str, Any]:
+    """{planted, cause, named: [cause], said: [gain], given: [gain]}. plan: None for one slow rank of two."""
+    name, cause = (plan.name, plan.cause) if plan else ("one slow rank of two", "STRAGGLER")
+    row: dict[str, Any] = {"planted": name, "cause": cause, "named": [], "said": [], "given": []}
     for number in range(rounds):
-        say(f"round {number + 1}: {row['planted']}")
-        slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
-        cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
-        verdict = judge(slow, Facts())
+        say(f"round {number + 1}: {name}")
+        if plan:
+            slow = measure_simulated(path, plan.times, n_rounds=N_ROUNDS)
+            cured = measure_simulated(path, plan.cured)
+            verdict = judge(slow, plan.facts, plan.tried)
+        else:
+            slow = in_world(2, measure_slow_second_rank, path, 0.03, N_ROUNDS)[0]
+            cured = in_world(2, measure_slow_second_rank, path, 0.012)[0]
+            verdict = judge(slow, Facts())
         row["named"].append(verdict.cause)
         row["said"].append(verdict.gain)
         row["given"].append(speed(cured) / speed(slow))
@@ -159,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     is_quick = args.quick or args.tiny
     rounds = 1 if is_quick else ROUNDS
-    planted = PLANTED[:1] if args.tiny else PLANTED
+    planted = PLANTED[:1] if args.tiny else [*PLANTED, None]
     loads = LOADS[:1] if args.tiny else LOADS
     prefetch.JOB_BYTES = 1  # a block is a job, however small the rows
     with tempfile.TemporaryDirectory() as name:
@@ -169,9 +158,7 @@ def main() -> None:
             file["labels"] = np.arange(N_ROWS) % 4
         watch_s = 2.0 if args.tiny else WATCH_S
         watched = [watching(Path(name) / str(number), watch_s) for number in range(rounds)]
-        named = causes(path, planted, rounds)
-        if not args.tiny:
-            named.append(stragglers(path, rounds))
+        named = [name_cause(path, plan, rounds) for plan in planted]
         ratio = ratios(path, loads, rounds)
     off = [abs(given / said - 1) for row in named for said, given in zip(row["said"], row["given"], strict=True)]
     far = [abs(m / t - 1) for row in ratio for m, t in zip(row["measured"], row["theory"], strict=True)]
@@ -181,7 +168,7 @@ def main() -> None:
         ["planted causes named right", f"{right} of {rounds * len(named)}", "all"],
         ["speed after the cure / predicted, farthest from 1", f"{100 * max(off):.0f} %", "<= 15 %"],
         ["feed ratio / theory at supply/demand 0.5-4, farthest from 1", f"{100 * max(far):.1f} %", "<= 3 %"],
-        ["watching a run: share of its time (steps of 10 ms, no GPU)", _spread(shares, ".2f", " %"), "< 1 %"],
+        ["watching a run: share of its time (steps of 10 ms, no GPU)", spread(shares, ".2f", " %"), "< 1 %"],
     ]
     assert not [each for each in threading.enumerate() if each.name == "monitor"]
     tables = [
@@ -193,8 +180,8 @@ def main() -> None:
                 [
                     row["planted"],
                     ", ".join(dict.fromkeys(row["named"])),
-                    _spread(row["said"], ".2f", "x"),
-                    _spread(row["given"], ".2f", "x"),
+                    spread(row["said"], ".2f", "x"),
+                    spread(row["given"], ".2f", "x"),
                 ]
                 for row in named
             ],
@@ -204,7 +191,7 @@ def main() -> None:
         publish.Table(
             "Feed ratio",
             ["supply / demand, planted", "theory", "measured"],
-            [[str(row["load"]), _spread(row["theory"], ".3f"), _spread(row["measured"], ".3f")] for row in ratio],
+            [[str(row["load"]), spread(row["theory"], ".3f"), spread(row["measured"], ".3f")] for row in ratio],
             "Theory: the lesser of 1 and compute's time / supply's, each measured alone.",
         ),
         publish.Table(
@@ -213,15 +200,15 @@ def main() -> None:
             [
                 [
                     "clock and log in the loop, a step",
-                    _spread([1e6 * each["loop_s_a_step"] for each in watched], ".0f", " us"),
+                    spread([1e6 * each["loop_s_a_step"] for each in watched], ".0f", " us"),
                 ],
                 [
                     "the same, share of steps of 10 ms",
-                    _spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
+                    spread([100 * each["loop_share"] for each in watched], ".2f", " %"),
                 ],
                 [
                     "the threads of monitor and sinks, share of a CPU",
-                    _spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
+                    spread([100 * each["thread_share"] for each in watched], ".2f", " %"),
                 ],
             ],
             f"A point every {EVERY_STEPS} steps, host counters only: there is no GPU here.",
@@ -233,10 +220,6 @@ def main() -> None:
         publish.write(
             "diagnose", tables, {"causes": named, "feed_ratio": ratio, "watching": watched}, "python bench/diagnose.py"
         )
-
-
-def _spread(values: list[float], form: str, unit: str = "") -> str:
-    return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
 
 
 if __name__ == "__main__":

@@ -9,19 +9,21 @@ factors in front of a device that is simulated by sleeps. The page docs/why-is-m
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import layouts
 import numpy as np
 import project  # noqa: F401
-import psutil
 import publish
 import torch
+from contenders import FastGpu
+from peers import Task
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from worker import cpu_s, endless
 
 from fastgpu.training.augment import random_crop, random_flip
 
@@ -138,19 +140,14 @@ def ours(name: str, images: np.ndarray, augments: bool) -> Callable[[], Iterable
     layouts.write(path, images, {})
 
     def batches() -> Iterable:
-        reader = layouts.Reader(path, BATCH_SIZE, verify=False)
+        reader = FastGpu(Task(path, FOLDER, BATCH_SIZE, n_workers=0, seed=0))
         rng = torch.Generator().manual_seed(0)
-        epoch = 0
-        try:
-            while True:
-                for x_BCHW, labels_B in reader.epoch(epoch):
-                    if augments:
-                        yield random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2, labels_B
-                    else:
-                        yield x_BCHW, labels_B
-                epoch += 1
-        finally:
-            reader.feed.close()
+        with closing(reader.feed):
+            for x_BCHW, labels_B in filter(None, endless(reader)):
+                if augments:
+                    yield random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2, labels_B
+                else:
+                    yield x_BCHW, labels_B
 
     return batches
 
@@ -161,12 +158,6 @@ class Speed(NamedTuple):
     rows_per_s: float
     cpu_us_per_row: float
     """CPU time of this process and its workers: it hardly depends on what else the machine does."""
-
-
-def cpu_s() -> float:
-    """CPU time so far of this process and its workers."""
-    me = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children()))
 
 
 def measure(batches: Callable[[], Iterable]) -> Speed:
@@ -211,17 +202,12 @@ def speeds(title: str, ways: dict[str, Callable[[], Iterable]]) -> tuple[publish
     first = next(iter(measured.values()))
     rows = []
     for name, values in measured.items():
-        ratios = [a.rows_per_s / b.rows_per_s for a, b in zip(values, first, strict=True)]
-        speed = spread([value.rows_per_s for value in values], ",.0f")
-        cpu = spread([value.cpu_us_per_row for value in values], ",.3g")
-        rows.append([name, speed, f"{spread(ratios, '.3g')}", cpu])
+        rates = [value.rows_per_s for value in values]
+        ratios = publish.ratios(rates, [value.rows_per_s for value in first])
+        cpu = publish.spread([value.cpu_us_per_row for value in values], ",.3g")
+        rows.append([name, publish.spread(rates, ",.0f"), publish.spread(ratios, ".3g"), cpu])
     note = f"Batches of {BATCH_SIZE}. Median of {ROUNDS} rounds in which they take turns, minimum and maximum."
     return publish.Table(title, ["way", "rows/s", "x the first", "CPU us a row"], rows, note), measured
-
-
-def spread(values: list[float], form: str) -> str:
-    """Median, minimum and maximum."""
-    return f"{median(values):{form}} [{min(values):{form}}-{max(values):{form}}]"
 
 
 def main() -> None:
@@ -256,7 +242,7 @@ def main() -> None:
     note = (
         "A device that needs 20 ms a batch; two workers need 0.9 of that, but every 21st batch takes ten times as long."
     )
-    rows = [[str(factor), spread(values, ".0f") + " %"] for factor, values in waits.items()]
+    rows = [[str(factor), publish.spread(values, ".0f", " %")] for factor, values in waits.items()]
     tables.append(publish.Table("prefetch factor", ["prefetch_factor", "time waiting for data"], rows, note))
     publish.write("idle", tables, data | {"prefetch factor": waits}, "python bench/idle.py")
 

@@ -8,29 +8,23 @@ can compress them. How much they save depends on the pictures; it is shown in th
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import h5py
-import hdf5plugin
 import numpy as np
 import project  # noqa: F401
 import publish
-import torch
+from contenders import FastGpu
 from data import DataSpec
-from files import open_rows
-from peers import Batch
+from peers import Task
 from processes import kept_warm, make_cold
 from worker import endless, run
 
 from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
-from fastgpu.feed.sizes import choose_pool_batches, choose_readers
-from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.rows.field import Field
-from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.layout import BLOCK_BYTES
 
 ROUNDS = 3
@@ -47,6 +41,8 @@ Speeds = dict[str, list[float]]
 
 def layouts(spec: DataSpec) -> dict[str, dict[str, Any]]:
     """{name: arguments of h5py's create_dataset}. No arguments: the file is written as convert.py does."""
+    import hdf5plugin  # here, because other benchmarks take pictures from this module on machines without it
+
     block_rows = BLOCK_BYTES // spec.row_bytes
     chunks = (block_rows, *spec.shape)
     options: dict[str, dict[str, Any]] = {
@@ -98,22 +94,6 @@ def write(path: Path, images: np.ndarray, options: dict[str, Any]) -> None:
     partial.rename(path)
 
 
-class Reader:
-    """The disk tier on one file."""
-
-    def __init__(self, path: Path, batch_size: int, verify: bool):
-        source = open_rows(path, verify=verify)
-        pool_batches = choose_pool_batches("auto", batch_size, source)
-        order = BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches)
-        self.feed = make_feed(source, order, Placement("disk", torch.device("cpu"), choose_readers("auto", 1)))
-        self.batch_size = batch_size
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        for pool in self.feed.pools(number):
-            for batch in pool.rows.batches(self.batch_size):
-                yield batch["images"], batch["labels"]
-
-
 def measure(spec: DataSpec, paths: dict[str, Path]) -> dict[str, Speeds]:
     """{layout: its speeds}"""
     speeds: dict[str, Speeds] = {name: {"warm": [], "cold": []} for name in paths}
@@ -121,7 +101,8 @@ def measure(spec: DataSpec, paths: dict[str, Path]) -> dict[str, Speeds]:
         for name, path in paths.items():
             print(f"{spec.name}, round {number + 1}: {name}", file=sys.stderr, flush=True)
             for kind in ("cold", "warm"):
-                reader = Reader(path, spec.batch_size, name.endswith(VERIFY))
+                task = Task(path, FOLDER, spec.batch_size, n_workers=0, seed=0)
+                reader = FastGpu(task, verify=name.endswith(VERIFY))
                 stream = endless(reader)
                 if kind == "cold":
                     make_cold([path])
@@ -142,8 +123,7 @@ def table(spec: DataSpec, speeds: dict[str, Speeds], paths: dict[str, Path]) -> 
         row = [name, f"{paths[name].stat().st_size / size:.2f}"]
         for kind in ("warm", "cold"):
             values = by_kind[kind]
-            times_slower = median(a / b for a, b in zip(best[kind], values, strict=True))
-            row += [f"{median(values):,.0f} [{min(values):,.0f}-{max(values):,.0f}]", f"{times_slower:.1f}"]
+            row += [publish.spread(values, ",.0f"), f"{median(publish.ratios(best[kind], values)):.1f}"]
         rows.append(row)
     columns = ["layout", "size", "warm: rows/s", "times slower", "cold: rows/s", "times slower"]
     shape = "x".join(map(str, spec.shape))

@@ -12,10 +12,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import project  # noqa: F401
@@ -23,7 +23,7 @@ import publish
 from torch.utils.data import DistributedSampler
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -55,12 +55,6 @@ class Data(Source):
 
     def __len__(self) -> int:
         return self.n_rows
-
-    def column(self, name: str) -> np.ndarray:
-        raise KeyError(name)
-
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        raise NotImplementedError("there are no bytes to read")
 
 
 CELEBA = Data("CelebA-like", 200_000, 3 * 218 * 178 + 8, 40)
@@ -146,37 +140,29 @@ def qualities(data: Data, batch_size: int, pool_blocks: tuple[int, ...] = POOL_B
     def chi2(labels: np.ndarray, epochs: list[np.ndarray]) -> float:
         return fmean(chi2_per_df(labels[row_ids], batch_size, data.n_classes) for row_ids in epochs)
 
+    def judge(epochs: list[np.ndarray], pool_batches: int, canonical_ranks: int) -> Quality:
+        """pool_batches: 0 for a full shuffle."""
+        pool_rows = (pool_batches or default_batches) * batch_size
+        return Quality(
+            data=data.name,
+            batch_size=batch_size,
+            pool_batches=pool_batches,
+            pool_blocks=pool_rows / rows_per_block if pool_batches else len(data.block_rows),
+            canonical_ranks=canonical_ranks,
+            is_default=(pool_batches, canonical_ranks) == (default_batches, default_ranks),
+            chi2_sorted=chi2(by_class, epochs),
+            chi2_random=chi2(in_random_order, epochs),
+            batch_again=meet_again(epochs[0], epochs[1], batch_size, data.n_rows),
+            pool_again=meet_again(epochs[0], epochs[1], pool_rows, data.n_rows),
+        )
+
     sizes = {max(1, round(n_blocks * rows_per_block / batch_size)) for n_blocks in pool_blocks} | {default_batches}
     for pool_batches in sorted(sizes):
         for canonical_ranks in sorted({1, default_ranks}):
             shard = Shard(canonical_ranks=canonical_ranks)
             order = BlockSampler(data.block_rows, batch_size, shard=shard, pool_batches=pool_batches)
-            epochs = [epoch_rows(order, epoch) for epoch in range(n_epochs)]
-            yield Quality(
-                data=data.name,
-                batch_size=batch_size,
-                pool_batches=pool_batches,
-                pool_blocks=pool_batches * batch_size / rows_per_block,
-                canonical_ranks=canonical_ranks,
-                is_default=(pool_batches, canonical_ranks) == (default_batches, default_ranks),
-                chi2_sorted=chi2(by_class, epochs),
-                chi2_random=chi2(in_random_order, epochs),
-                batch_again=meet_again(epochs[0], epochs[1], batch_size, data.n_rows),
-                pool_again=meet_again(epochs[0], epochs[1], pool_batches * batch_size, data.n_rows),
-            )
-    epochs = [rng.permutation(data.n_rows) for _ in range(n_epochs)]
-    yield Quality(
-        data=data.name,
-        batch_size=batch_size,
-        pool_batches=0,
-        pool_blocks=len(data.block_rows),
-        canonical_ranks=1,
-        is_default=False,
-        chi2_sorted=chi2(by_class, epochs),
-        chi2_random=chi2(in_random_order, epochs),
-        batch_again=meet_again(epochs[0], epochs[1], batch_size, data.n_rows),
-        pool_again=meet_again(epochs[0], epochs[1], default_batches * batch_size, data.n_rows),
-    )
+            yield judge([epoch_rows(order, epoch) for epoch in range(n_epochs)], pool_batches, canonical_ranks)
+    yield judge([rng.permutation(data.n_rows) for _ in range(n_epochs)], 0, 1)
 
 
 # ---------------------------------------------------------------------------------------------- scale

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,16 @@ def _markdown_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |\n"
 
 
+def spread(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The median, and the lowest and highest value: `1.20x [1.07-1.31]`."""
+    return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The ratio in each round."""
+    return [a / b for a, b in zip(values, others, strict=True)]
+
+
 def machine() -> dict[str, str]:
     """Hardware, versions, date and commit, on which the numbers depend. Nothing in it names a host or a person."""
     return {
@@ -70,8 +81,7 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
     data: the values from which the tables were made; they go to the JSON. command: how to measure them again.
     """
     this_machine = machine()
-    year, month = this_machine["date"].split("-")[:2]
-    path = folder / f"{what}_{_hardware(this_machine)}_{year}{month}.md"
+    path = result_path(what, this_machine, folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "machine": this_machine,
@@ -89,6 +99,12 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
     path.write_text(page)
     print(path)
     return path
+
+
+def result_path(what: str, machine: dict[str, str], folder: Path) -> Path:
+    """The page of a benchmark that is written this month."""
+    year, month = machine["date"].split("-")[:2]
+    return folder / f"{what}_{_hardware(machine)}_{year}{month}.md"
 
 
 def targets(folder: Path = RESULTS) -> str:

@@ -31,6 +31,7 @@ import publish
 import torch
 import torch.nn.functional as F
 from files import open_rows
+from publish import ratios, spread
 from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -76,12 +77,12 @@ ML20M = Size("ml-20m-like", 136_677, 20_108, 73.1, 60, 6, 20_000)
 QUICK = Size("small", 6_000, 1_000, 30, 10, 2, 5_000)
 
 
-def make(size: Size) -> Path:
-    """The file of training rows."""
-    target = FOLDER / f"{size.name}.h5"
-    train = FOLDER / f"{size.name}-train.h5"
+def make(size: Size, folder: Path = FOLDER) -> Path:
+    """The file of training rows; that of validation rows lies beside it."""
+    target = folder / f"{size.name}.h5"
+    train = folder / f"{size.name}-train.h5"
     if not train.exists():
-        FOLDER.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         options = {"--rows": size.n_users, "--items": size.n_items, "--mean-items": size.mean_items, "--split": 0.85367}
         words = [str(word) for option in options.items() for word in option]
         command = [sys.executable, str(SCRIPT), "synthetic", str(target), "--kind", "interactions", *words, "--force"]
@@ -282,16 +283,20 @@ def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[pu
     dense_step = measured.step_ms["dense rows by toarray, float32"]
     disk_step = measured.step_ms["ours, disk tier"]
     targets = [
-        ["500 users, feed: toarray float32 / disk tier, warm", _spread(_ratios(toarray_f32, disk), ".0f", "x"), "20x"],
-        ["500 users, feed: disk tier, warm", _spread(disk, ".2f", " ms"), "<= 1 ms"],
+        [
+            "500 users, feed: toarray float32 / disk tier, warm",
+            spread(ratios(toarray_f32, disk), ".0f", "x"),
+            "20x",
+        ],
+        ["500 users, feed: disk tier, warm", spread(disk, ".2f", " ms"), "<= 1 ms"],
         [
             "Mult-VAE, whole step on a CPU: dense / disk tier",
-            _spread(_ratios(dense_step, disk_step), ".2f", "x"),
+            spread(ratios(dense_step, disk_step), ".2f", "x"),
             "1.8x",
         ],
     ]
     feed_rows = [
-        [name, _spread(times_ms, ".2f"), f"{measured.batch_bytes[name]:,}"]
+        [name, spread(times_ms, ".2f"), f"{measured.batch_bytes[name]:,}"]
         for name, times_ms in measured.feed_ms.items()
     ]
     feed_note = (
@@ -300,7 +305,7 @@ def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[pu
     )
     epoch_steps = n_users // BATCH_SIZE
     step_rows = [
-        [name, _spread(times_ms, ".0f"), f"{median(times_ms) * epoch_steps / 1000:.0f}"]
+        [name, spread(times_ms, ".0f"), f"{median(times_ms) * epoch_steps / 1000:.0f}"]
         for name, times_ms in measured.step_ms.items()
     ]
     step_columns = ["way", "ms a step", f"s an epoch of {epoch_steps} steps"]
@@ -310,15 +315,6 @@ def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[pu
         publish.Table("Feeding 500 users", ["way", "ms", "bytes of a batch"], feed_rows, feed_note),
         publish.Table("Training on them", step_columns, step_rows, step_note),
     ]
-
-
-def _ratios(values: list[float], others: list[float]) -> list[float]:
-    """The ratio in each round."""
-    return [a / b for a, b in zip(values, others, strict=True)]
-
-
-def _spread(values: list[float], form: str, unit: str = "") -> str:
-    return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import h5py
@@ -103,10 +102,6 @@ def start(arguments: list[str]) -> None:
     runpy.run_path("train.py", run_name="__main__")
 
 
-def spread(values: list[float]) -> str:
-    return f"{median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         cases = make_cases(Path(name))
@@ -120,7 +115,9 @@ def main() -> None:
         del rounds[0]
         columns = {key: [times[key] for times in rounds] for key in rounds[0]}
         rest = [step - torch for step, torch in zip(columns["first step"], columns["import of torch"], strict=True)]
-        rows.append([case, *map(spread, columns.values()), spread(rest), f"< {LIMITS_S[case]:g}"])
+        rows.append(
+            [case, *(publish.spread(each, ".2f") for each in (*columns.values(), rest)), f"< {LIMITS_S[case]:g}"]
+        )
     note = (
         f"Seconds since the process began; median of {ROUNDS} rounds, minimum and maximum. `import of torch` includes "
         "torch._dynamo, which every optimizer of torch imports. `rest` is the time to the first step without it: "
@@ -128,9 +125,8 @@ def main() -> None:
         "on a CPU in one thread."
     )
     titles = ["case", *columns, "rest", "required"]
-    publish.write(
-        "start", [publish.Table("seconds to the first step", titles, rows, note)], data, "python bench/start.py"
-    )
+    table = publish.Table("seconds to the first step", titles, rows, note)
+    publish.write("start", [table], data, "python bench/start.py")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 from contenders import FIXED, MEMCPY, OURS, SEQUENTIAL
 from peers import PEERS
-from publish import TARGET_COLUMNS, Table
+from publish import TARGET_COLUMNS, Table, ratios, spread
 
 Results = Mapping[str, Any]
 """Results of one mode on one data set: {contender: {"rounds": [...]} or {"failed": reason}}."""
@@ -154,8 +154,7 @@ def _worst_memory(by_data: Mapping[str, Any]) -> str:
 def _worst_feed_ratio(contenders: Results) -> str:
     """The lowest median over the rounds, among the loads up to MAX_LOAD."""
     by_load = [_feed_ratios(contenders, OURS, load) for load in _loads(contenders) if float(load) <= MAX_LOAD]
-    measured = [ratios for ratios in by_load if ratios]
-    return _spread(min(measured, key=median), ".3f") if measured else NOT_MEASURED
+    return _spread(min(filter(None, by_load), key=median, default=()), ".3f")
 
 
 def _loads(contenders: Results) -> list[str]:
@@ -205,20 +204,16 @@ def _ratios(contenders: Results, contender: str, other: str | None) -> Values:
     """Speed of one contender / speed of another in each round; empty if one of them was not measured."""
     speeds = _speeds(contenders, contender)
     other_speeds = _speeds(contenders, other) if other else []
-    if not speeds or not other_speeds:
-        return []
-    return [a / b for a, b in zip(speeds, other_speeds, strict=True)]
+    return ratios(speeds, other_speeds) if speeds and other_speeds else []
 
 
 def _against(contenders: Results, belongs: Callable[[str], bool]) -> str:
     """Our disk tier against the fastest contender of a kind, with its name."""
     other = _best(contenders, belongs)
-    ratios = _ratios(contenders, OURS, other)
-    return f"{_spread(ratios, '.2f', 'x')} ({other})" if ratios else NOT_MEASURED
+    times_faster = _ratios(contenders, OURS, other)
+    return f"{_spread(times_faster, '.2f', 'x')} ({other})" if times_faster else NOT_MEASURED
 
 
 def _spread(values: Values, form: str, unit: str = "") -> str:
-    """The median, and the lowest and highest value: `1.20x [1.07-1.31]`."""
-    if not values:
-        return NOT_MEASURED
-    return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
+    """`publish.spread` of what may not have been measured."""
+    return spread(values, form, unit) if values else NOT_MEASURED

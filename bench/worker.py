@@ -69,11 +69,11 @@ def run(stream: Stream, lead_s: list[float] | None, span_s: list[float], step_s:
         stream = paced(stream, step_s)
     if lead_s:
         advance(stream, *lead_s)
-    cpu_s = _cpu_s()
+    cpu_before_s = cpu_s()
     t0 = time.perf_counter()
     n_rows = advance(stream, *span_s)
     seconds = time.perf_counter() - t0
-    return {"rows": n_rows, "seconds": seconds, "cpu_s": _cpu_s() - cpu_s, "memory_bytes": _memory_bytes()}
+    return {"rows": n_rows, "seconds": seconds, "cpu_s": cpu_s() - cpu_before_s, "memory_bytes": _memory_bytes()}
 
 
 def check(stream: Stream, shape: tuple[int, ...], max_s: float) -> dict[str, int]:
@@ -107,7 +107,7 @@ def _process_tree() -> Iterator[psutil.Process]:
     yield from process.children(recursive=True)
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """CPU seconds of this process and of all its descendants, including those that have ended."""
     total_s = 0.0
     for process in _process_tree():

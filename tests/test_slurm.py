@@ -17,7 +17,6 @@ from template import PROJECT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_installed(), reason="needs root, slurmctld and slurmd")]
 EPOCHS = 20
-STEPS = EPOCHS * 21
 SLOW_WORKLOAD = """\
 import os
 import time

@@ -66,7 +66,7 @@ from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load
 from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
-from fastgpu.storage.meaning import check_labels, check_values, warn_of_other_preparation
+from fastgpu.storage.meaning import check_meaning
 from fastgpu.telemetry.model_files import DescribedSource
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
@@ -100,10 +100,9 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     paths = [args.evaluate] if args.evaluate else args.inputs
     inputs = open_inputs(paths, trained.card, fields, args.on_error, id_field=args.id or "")
     described = DescribedSource(trained.card, "the training rows")
-    check_values("INPUT", described, inputs.source)
-    warn_of_other_preparation("INPUT", described, inputs.source)
+    key = "--evaluate" if args.evaluate else "INPUT"
+    check_meaning(key, described, inputs.source, labels=bool(args.evaluate))
     if args.evaluate:
-        check_labels("--evaluate", described, inputs.source)
         check_labelled(trained, inputs.source)
     return inputs
 

@@ -202,18 +202,17 @@ def train(cfg: Config, world: World) -> int:
         closing(parts.val_feed),
         closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
-        run.damaged = DamagedRows((parts.source, parts.val_source), world)
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
             metrics = validate(parts, parts.val_feed.pools(at.epoch), world)
-            run.damaged.tell()
+            DamagedRows((parts.source, parts.val_source), world).tell()
             world.print_once(describe_validation(run.folder, at.step, metrics))
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
-        run.start(parts.source.row_bytes, card)
+        run.start((parts.source, parts.val_source), card)
 
         batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order

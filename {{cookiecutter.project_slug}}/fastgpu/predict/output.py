@@ -3,7 +3,7 @@
 import csv
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -46,7 +46,9 @@ class PredictionWriter:
         renamed = []
         for name, value in [*ids.items(), *values.items()]:
             for title, rows in self._columns_of(name, value).items():
-                free = _free_title(title, {*columns, *errors, *(values.keys() - {name})})
+                free = title
+                while free in {*columns, *errors, *(values.keys() - {name})}:
+                    free = f"predicted_{free}"
                 if free != title:
                     renamed.append(f"{title} is in the column {free}")
                 columns[free] = rows
@@ -77,13 +79,6 @@ class PredictionWriter:
         if not self._is_csv or value.ndim < 2:
             return {key: rows.tolist() for key, rows in columns.items()}
         return {f"{key}_{place}": each.tolist() for key, rows in columns.items() for place, each in enumerate(rows.T)}
-
-
-def _free_title(title: str, taken: Set[str]) -> str:
-    """The name of a column; another one if it is taken."""
-    while title in taken:
-        title = f"predicted_{title}"
-    return title
 
 
 def check_fits_csv(values: Mapping[str, Tensor]) -> None:

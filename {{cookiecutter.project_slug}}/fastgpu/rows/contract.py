@@ -79,6 +79,18 @@ class PoolReader(Protocol):
         """End the threads or processes of the reader."""
 
 
+class Smaller(NamedTuple):
+    """What making encoded images smaller would save."""
+
+    side: int
+    """Their shorter side, in pixels."""
+    now_bytes: float
+    """Mean size of an image."""
+    then_bytes: float
+    then_share: float
+    """Share of the CPU time of a row that is left."""
+
+
 class Source(Protocol):
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
@@ -130,9 +142,8 @@ class Source(Protocol):
         """These rows, read from a copy of `stored` in memory."""
         return stored
 
-    def try_smaller(self, size: int) -> tuple[int, tuple[float, float], tuple[float, float]] | None:
-        """The shorter side that encoded images need for `size`; bytes and CPU seconds of one, now and with that side.
-        None: no images are encoded."""
+    def try_smaller(self, size: int) -> Smaller | None:
+        """Make some encoded images so small that they still fill `size`. None: no images are encoded."""
         return None
 
     def through_page_cache(self) -> "Source":

@@ -39,6 +39,8 @@ MAX_NAMED = 8
 """Maximum number of rows that a message names."""
 ALL = slice(None)
 """All rows of a Dataset."""
+NO_ARRAY = (TypeError, ValueError, RuntimeError)
+"""What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
 
 Key = tuple[int, int]
 """(epoch, row)"""
@@ -87,9 +89,7 @@ class DatasetSource(Source):
         others are file names, names of classes, or classes that the items number in another way.
         """
         for attribute in (name, "targets"):
-            with suppress(
-                TypeError, ValueError, RuntimeError
-            ):  # of no array: lists of unequal length, tensors on a GPU
+            with suppress(*NO_ARRAY):
                 values = np.asarray(getattr(self.items.dataset, attribute, None))
                 if self._agrees(values, name):
                     return values[self.items.row_ids]
@@ -184,7 +184,14 @@ class _SeededDataset(Dataset):
                         f"{', '.join(missing)}; name what they have in data.fields, or in --fields NAME=NAME of repack"
                     )
                 return {name: item[source] for name, source in self._fields.items()}
-            return dict(zip(self._fields, item, strict=True))
+            values = item if isinstance(item, Sequence) else (item,)  # a tensor is one value
+            if len(values) != len(self._fields):
+                raise UserError(
+                    f"data.dataset: the items of {self._name} have {len(values)} values, but {len(self._fields)} names "
+                    f"are given: {', '.join(self._fields)}; name all of them, in their order, in data.fields, or in "
+                    "--fields NAME=NAME of repack"
+                )
+            return dict(zip(self._fields, values, strict=True))
         except Exception as error:
             error.add_note(f"in row {row} of {self._name}")
             raise
@@ -213,7 +220,7 @@ class _SeededDataset(Dataset):
                 batch = default_collate(rows)
                 if tuple(batch.shape[1:]) == field.shape:
                     return batch
-        except (TypeError, ValueError, RuntimeError):
+        except NO_ARRAY:
             pass  # the next line says what it is, or raises it again
         rows = [self._convert(name, value, row) for value, (_, row) in zip(values, keys, strict=True)]
         return default_collate([row.to(dtype) for row in rows])
@@ -233,7 +240,7 @@ def _type_of(value: object) -> Field | str:
     """Type and shape of a value of a row; the name of its class if it is no number, array or tensor of the CPU."""
     try:
         array = torch.as_tensor(value).numpy()
-    except (TypeError, ValueError, RuntimeError):
+    except NO_ARRAY:
         return type(value).__name__
     return Field(array.dtype, array.shape)
 
@@ -330,7 +337,10 @@ class WorkerPool:
         """What a worker died of; empty if nobody knows."""
         workers = getattr(self._batches, "_workers", None)
         if workers:
-            wait([worker.sentinel for worker in workers], KILL_S)
+            ended = wait([worker.sentinel for worker in workers], KILL_S)
+            for worker in workers:
+                if worker.sentinel in ended:
+                    worker.join(KILL_S)  # it has closed its files, and may have no exit code yet
             for code in filter(None, [worker.exitcode for worker in workers]):
                 return f" ({signal.strsignal(-code) if code < 0 else f'exit code {code}'})"
         return ""

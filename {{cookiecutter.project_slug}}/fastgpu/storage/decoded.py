@@ -11,7 +11,7 @@ import numpy as np
 from PIL import UnidentifiedImageError
 
 from fastgpu.process.launch import RankError, warn
-from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Source
+from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Smaller, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import RaggedArray, beginnings
@@ -131,8 +131,8 @@ class DecodedImages(Source):
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
         return f"{codecs}, decoded by {library} in the reader threads to {sizes}: {part}"
 
-    def try_smaller(self, size: int) -> tuple[int, tuple[float, float], tuple[float, float]]:
-        """The shorter side whose centre has `size`; bytes and CPU seconds of an image, now and with that side."""
+    def try_smaller(self, size: int) -> Smaller:
+        """See `Source.try_smaller`. The centre of the smaller images has `size`."""
         side = round(size / self._centre_share)
         files, smaller = [], []
         reading_s = 0.0
@@ -144,9 +144,9 @@ class DecodedImages(Source):
             with suppress(Exception):  # it may be damaged
                 smaller.append(keep(data, Kept(side)))
                 files.append(data)
-        costs = [measure(each, self._size, self._min_scale) for each in (files, smaller)]
-        now, then = ((row_bytes, reading_s + decoding_s) for row_bytes, decoding_s in costs)
-        return side, now, then
+        now_bytes, now_s = measure(files, self._size, self._min_scale)
+        then_bytes, then_s = measure(smaller, self._size, self._min_scale)
+        return Smaller(side, now_bytes, then_bytes, (reading_s + then_s) / (reading_s + now_s))
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""

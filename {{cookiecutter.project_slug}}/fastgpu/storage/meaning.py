@@ -20,20 +20,23 @@ class Described(Protocol):
     attributes: dict[str, Any]
 
 
-def check_meaning(key: str, *sources: Described) -> None:
+def check_meaning(key: str, *sources: Described, labels: bool = True, preparation: bool = True) -> None:
     """Compare classes, names of numbers to predict, items and the preparation of images. key: names the sources.
 
     Raises UserError if a number means one thing in one source and another thing in another. Prints a warning if images
-    were prepared in other ways, or if only some of the sources say what their numbers mean.
+    were prepared in other ways, or if only some of the sources say what their numbers mean. labels: compare classes and
+    numbers to predict. preparation: compare how images were prepared.
     """
-    check_labels(key, *sources)
-    check_values(key, *sources)
-    warn_of_other_preparation(key, *sources)
+    if labels:
+        _check_classes(key, *sources)
+        _check_targets(key, *sources)
+    _check_items(key, *sources)
+    _check_values(key, *sources)
+    if preparation:
+        _warn_of_other_preparation(key, *sources)
 
 
-def check_labels(key: str, *sources: Described) -> None:
-    """Raise UserError if the columns of labels have other names, or classes other numbers (see `check_meaning`)."""
-    _check_classes(key, *sources)
+def _check_targets(key: str, *sources: Described) -> None:
     named = [source for source in sources if source.attributes.get("target_names")]
     for other in named[1:]:
         names, other_names = (list(source.attributes["target_names"]) for source in (named[0], other))
@@ -44,9 +47,7 @@ def check_labels(key: str, *sources: Described) -> None:
             )
 
 
-def check_values(key: str, *sources: Described) -> None:
-    """Raise UserError if item numbers or bytes of images stand for other things (see `check_meaning`)."""
-    _check_items(key, *sources)
+def _check_values(key: str, *sources: Described) -> None:
     known = [source for source in sources if source.attributes.get("value_range")]
     for other in known[1:]:
         here, there = (source.attributes["value_range"] for source in (other, known[0]))
@@ -58,19 +59,22 @@ def check_values(key: str, *sources: Described) -> None:
 
 
 def _check_items(key: str, *sources: Described) -> None:
-    ids_of = [np.asarray(source.attributes.get("item_ids", ())) for source in sources]
-    known = [number for number, ids in enumerate(ids_of) if len(ids)]
-    for number in known[1:]:
-        if not np.array_equal(ids_of[number], ids_of[known[0]]):
+    known = [source for source in sources if len(source.attributes.get("item_ids", ()))]
+    if not known:
+        return
+    first = known[0]
+    ids = np.asarray(first.attributes["item_ids"])
+    for other in known[1:]:
+        if not np.array_equal(ids, other.attributes["item_ids"]):
             raise UserError(
-                f"{key}: {sources[number].name} numbers its items in another way than {sources[known[0]].name} "
-                "(attribute item_ids); convert them together"
+                f"{key}: {other.name} numbers its items in another way than {first.name} (attribute item_ids); convert "
+                "them together"
             )
-    unknown = [source.name for source, ids in zip(sources, ids_of, strict=True) if not len(ids)]
-    if known and unknown and ids_of[known[0]].tolist() != [*range(len(ids_of[known[0]]))]:
+    unknown = [source for source in sources if source not in known]
+    if unknown and not np.array_equal(ids, np.arange(len(ids))):
         warn(
-            f"{key}: {unknown[0]} has no item_ids, so its item numbers are taken for places in those of "
-            f"{sources[known[0]].name}"
+            f"{key}: {unknown[0].name} has no item_ids, so its item numbers are taken for places in those of "
+            f"{first.name}"
         )
 
 
@@ -96,35 +100,29 @@ def check_row_order(where: str, attributes: Mapping[str, Any], rows: Described) 
 
 
 def _check_classes(key: str, *sources: Described) -> None:
-    """Raise UserError if a label means one class in one source and another one in another.
-
-    Prints a warning if only some of them have the attribute `class_names`, which says what the labels mean.
-    """
-    names_of = [source.attributes.get("class_names") or [] for source in sources]
-    named = [source for source, names in zip(sources, names_of, strict=True) if names]
+    named = [source for source in sources if source.attributes.get("class_names")]
+    unnamed = [source for source in sources if not source.attributes.get("class_names")]
+    if not named:
+        return
+    first = named[0]
     for other in named[1:]:
-        names = zip(named[0].attributes["class_names"], other.attributes["class_names"], strict=False)
+        names = zip(first.attributes["class_names"], other.attributes["class_names"], strict=False)
         for label, (name, other_name) in enumerate(names):
             if name != other_name:
                 raise UserError(
-                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {named[0].name} (attribute "
+                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {first.name} (attribute "
                     "class_names); convert them together"
                 )
-    unnamed = [source for source, names in zip(sources, names_of, strict=True) if not names]
-    classes = [str(name) for name in named[0].attributes["class_names"]] if named else []
-    if not named or not unnamed or classes == [str(label) for label in range(len(classes))]:
+    classes = [str(name) for name in first.attributes["class_names"]]
+    if not unnamed or classes == [str(label) for label in range(len(classes))]:
         return
     text = f"{key}: {unnamed[0].name} has no class_names; its labels 0, 1, 2... would be {', '.join(classes[:20])}"
     if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
-        raise UserError(f"{text} as in {named[0].name}: other numbers; convert them together")
-    warn(f"{text} as in {named[0].name}, in this order")
+        raise UserError(f"{text} as in {first.name}: other numbers; convert them together")
+    warn(f"{text} as in {first.name}, in this order")
 
 
-def warn_of_other_preparation(key: str, *sources: Described) -> None:
-    """Say if the images of a source were cut or resized in another way than those of the first one that says how.
-
-    key: names the sources. The attribute `preprocessing` of converted files tells.
-    """
+def _warn_of_other_preparation(key: str, *sources: Described) -> None:
     known = [(source.name, values) for source in sources if (values := read_preparation(source))]
     for name, values in known[1:]:
         first_name, first_values = known[0]

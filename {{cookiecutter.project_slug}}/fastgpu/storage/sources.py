@@ -15,7 +15,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.dataset import open_dataset
-from fastgpu.storage.meaning import check_labels, check_values, warn_of_other_preparation
+from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.subset import hold_out
 from fastgpu.storage.trial import try_to_open
@@ -31,10 +31,8 @@ def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[
     with world.raise_on_every_rank():
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
-        check_labels("data.val", source, val_source)
-        check_values("data.val", source, val_source)
-        if not (source.decoding and val_source.decoding):
-            warn_of_other_preparation("data.val", source, val_source)
+        are_decoded = source.decoding and val_source.decoding
+        check_meaning("data.val", source, val_source, preparation=not are_decoded)
         _warn_of_shared_files(data)
         if world.world_size > 1:
             for key, rows in (("data.train", source), ("data.val", val_source)):

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
-from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, write_model
+from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, sha256_of, write_model
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]
@@ -154,10 +154,10 @@ def save(
         sha256 = {}
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
-            sha256[name] = _sha256(partial / f"{name}.pt")
+            sha256[name] = sha256_of(partial / f"{name}.pt")
         if to_use:
             write_model(partial, to_use)
-            sha256 |= {name: _sha256(partial / name) for name in (DESCRIPTION, WEIGHTS)}
+            sha256 |= {name: sha256_of(partial / name) for name in (DESCRIPTION, WEIGHTS)}
         state_json: dict[str, Any] = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
         state_json["digest"] = digest_of(state_json)
         (partial / "state.json").write_text(json.dumps(state_json, indent=2))
@@ -176,21 +176,28 @@ def save(
 
 def prune(run: Path, kind: Kind, keep: int) -> None:
     """Remove all but `keep` checkpoints of a kind: the newest stay, or the best."""
-    saved = _saved(run / "checkpoints", kind) if kind == "last" else best_first(run)
-    for old in {*_numbers(run / "checkpoints", kind)} - {*saved[:keep]}:
+    saved = newest_first(run, kind) if kind == "last" else best_first(run)
+    for old in {*_numbers(run, kind)} - {*saved[:keep]}:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def newest_first(run: Path, kind: Kind) -> list[Path]:
+    """The checkpoints of a kind, by number: names sort wrongly once a number outgrows its zeros."""
+    numbers = _numbers(run, kind)
+    superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
+    return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
 
 
 def best_first(run: Path) -> list[Path]:
     """The checkpoints of kind "best", the best one first; of equal ones the oldest."""
-    saved = _saved(run / "checkpoints", "best")[::-1]
+    saved = newest_first(run, "best")[::-1]
     costs = _costs(saved, _read_progress(saved[-1])) if saved else {}
     return sorted(saved, key=lambda path: costs[path])
 
 
 def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
     """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
-    costs = sorted(_costs(_saved(run / "checkpoints", "best"), progress).values())
+    costs = sorted(_costs(newest_first(run, "best"), progress).values())
     worst = costs[keep - 1] if len(costs) >= keep else math.inf
     return _cost(progress.score, progress.direction) < worst
 
@@ -222,16 +229,15 @@ def resume(
     checkpoint belongs to another model, optimizer or classes, if it was saved inside an epoch with other rows or
     another order of them, or if all checkpoints are damaged.
     """
-    folder = run / "checkpoints"
-    saved = _saved(folder, "last")
+    saved = newest_first(run, "last")
     for path in saved:
         try:
             content = _read_state(path)
             names = [name for name in state if name != "ema" or name in content["sha256"]]  # train.ema may be new
             for name in names:
-                if _sha256(path / f"{name}.pt") != content["sha256"][name]:
+                if sha256_of(path / f"{name}.pt") != content["sha256"][name]:
                     raise ValueError(f"{name}.pt does not match its checksum")
-            if (path / DESCRIPTION).exists() and _sha256(path / DESCRIPTION) != content["sha256"].get(DESCRIPTION):
+            if (path / DESCRIPTION).exists() and sha256_of(path / DESCRIPTION) != content["sha256"].get(DESCRIPTION):
                 raise ValueError(f"{DESCRIPTION} does not match its checksum")
             progress = _checked(content["progress"])
             saved_order = content["order"]
@@ -261,7 +267,9 @@ def resume(
                 raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
         return progress
     if saved:
-        raise UserError(f"{folder} holds checkpoints, but none is intact; restore one, or use another run.name")
+        raise UserError(
+            f"{run}/checkpoints holds checkpoints, but none is intact; restore one, or use another run.name"
+        )
     return Progress()
 
 
@@ -298,23 +306,11 @@ def digest_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def _saved(folder: Path, kind: str) -> list[Path]:
-    """Checkpoints, newest first, by number: names sort wrongly once a number outgrows its zeros."""
-    numbers = _numbers(folder, kind)
-    superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
-    return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
-
-
-def _numbers(folder: Path, kind: str) -> dict[Path, int]:
+def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
     """{checkpoint: its step}, with those that are being replaced.
 
     Folders with other names, such as copies that a person made, are left alone.
     """
     pattern = rf"{kind}-(\d+)|\.{kind}-(\d+){re.escape(REPLACED)}"
-    matches = {path: re.fullmatch(pattern, path.name) for path in folder.glob(f"*{kind}-*")}
+    matches = {path: re.fullmatch(pattern, path.name) for path in run.glob(f"checkpoints/*{kind}-*")}
     return {path: int(match[1] or match[2]) for path, match in matches.items() if match}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,8 +19,8 @@ class DamagedRows:
     """The damaged rows of data.train and data.val, if they do not end the run. Every rank has an instance."""
 
     def __init__(self, sources: Sequence[Source], world: World):
-        """sources: of training and validation, or none."""
-        named = zip(EFFECTS, sources, strict=False)
+        """sources: of training and validation."""
+        named = zip(EFFECTS, sources, strict=True)
         self._sources = {key: source for key, source in named if source.damaged is not None}
         self._world = world
         self._lines: dict[str, None] = {}

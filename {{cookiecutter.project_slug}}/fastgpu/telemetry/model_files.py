@@ -180,9 +180,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     if (folder / "state.json").exists():
         sha256 = _read_json(folder / "state.json", "sha256")["sha256"]
         for name in (DESCRIPTION, WEIGHTS):
-            with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != sha256.get(name):
-                    raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
+            if sha256_of(folder / name) != sha256.get(name):
+                raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
     description = _read_json(folder / DESCRIPTION, "format")
     if description["format"] != FORMAT:
         raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
@@ -194,6 +193,12 @@ def read_description(folder: Path) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{folder}/{DESCRIPTION} is damaged ({reason}); use another checkpoint") from None
     return description
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as state.json has it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:
@@ -222,10 +227,6 @@ class DescribedSource(Source):
 
     def __len__(self) -> int:
         return 0
-
-    def column(self, name: str) -> np.ndarray:
-        """Raises KeyError: no row is in memory."""
-        raise KeyError(name)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """There is nothing to read."""

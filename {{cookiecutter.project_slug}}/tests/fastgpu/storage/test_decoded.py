@@ -348,18 +348,18 @@ def test_smaller_images_have_the_bytes_that_they_would_have(tmp_path):
     Image.fromarray(pixels).resize((150, 100)).save(file, "JPEG", quality=95)
     large = file.getvalue()
     source = DecodedImages(open_store("x", str(write_encoded(tmp_path / "x.h5", [large] * 9)), FIELDS), SIZE, 0.3)
-    side, (now_bytes, now_s), (then_bytes, then_s) = source.try_smaller(16)
-    assert side == round(16 / CENTRE_SHARE)
-    assert now_bytes == len(large)
-    assert then_bytes == len(keep(large, Kept(side)))
-    assert min(now_s, then_s) > 0
+    smaller = source.try_smaller(16)
+    assert smaller.side == round(16 / CENTRE_SHARE)
+    assert smaller.now_bytes == len(large)
+    assert smaller.then_bytes == len(keep(large, Kept(smaller.side)))
+    assert smaller.then_share > 0
 
 
 def test_damaged_rows_do_not_count_as_small(tmp_path):
     path = write_encoded(tmp_path / "x.h5", [*FILES[1:4], FILES[4][:40]])
-    _, (now_bytes, _), _ = DecodedImages(open_store("x", str(path), FIELDS), SIZE).try_smaller(16)
+    smaller = DecodedImages(open_store("x", str(path), FIELDS), SIZE).try_smaller(16)
     sizes = [*map(len, FILES[1:4])]
-    assert min(sizes) < now_bytes < max(sizes)
+    assert min(sizes) < smaller.now_bytes < max(sizes)
 
 
 # ---------------------------------------------------------------------------------------------- settings

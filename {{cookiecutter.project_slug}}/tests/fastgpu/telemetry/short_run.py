@@ -21,7 +21,6 @@ from fastgpu.telemetry.run import Run
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
 WORLD = World(0, 1, 1, torch.device("cpu"))
-ROW_BYTES = 100
 DIRECTIONS: dict[str, Direction] = {"score": "higher", "loss": "lower"}
 CARD = {"classes": ["a", "b"]}
 CONFIG = Config.model_validate(
@@ -33,7 +32,7 @@ CONFIG = Config.model_validate(
     }
 ).flat()
 """{dotted key: value}"""
-SOURCE = Arrays("made up", {"x": np.zeros((BATCH_SIZE, 4), np.uint8)})
+SOURCE = Arrays("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
 DESCRIPTION = describe_model(CONFIG, (SOURCE, SOURCE), CARD, DIRECTIONS)
 
 
@@ -46,7 +45,7 @@ def started_run(
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     config = CONFIG | (config or {})
     with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, description=DESCRIPTION)) as run:
-        run.start(ROW_BYTES, CARD)
+        run.start((SOURCE, SOURCE), CARD)
         yield run
 
 

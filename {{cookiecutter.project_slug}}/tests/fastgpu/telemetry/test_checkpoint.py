@@ -313,7 +313,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     folder = tmp_path / "checkpoints" / "last-000000001"
     torch.save({"weight": Attack()}, folder / "model.pt")
     state = json.loads((folder / "state.json").read_text())
-    state["sha256"]["model"] = checkpoint._sha256(folder / "model.pt")
+    state["sha256"]["model"] = checkpoint.sha256_of(folder / "model.pt")
     write_state(folder / "state.json", state)
     with pytest.raises(UserError, match="holds checkpoints, but none is intact"):
         resume(tmp_path, parts(), ORDER, CPU)

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 from fake_nvml import Nvml
-from short_run import CONFIG, ROW_BYTES, WORLD, started_run, train_epoch
+from short_run import CONFIG, SOURCE, WORLD, started_run, train_epoch
 from torch import nn
 
 from fastgpu.telemetry.ceiling import FILE, step_identity
@@ -20,7 +20,7 @@ from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag, machine_
 def logged(tmp_path, monkeypatch) -> set[str]:
     """The names of all scalars of a short run on a diagnosed machine, and of all counters of a machine with a GPU."""
     diagnosis = {
-        "machine": WORLD.identity | {"row_bytes": ROW_BYTES},
+        "machine": WORLD.identity | {"row_bytes": SOURCE.row_bytes},
         "step": step_identity(CONFIG),
         "compute_rows_per_s": 100.0,
         "is_conclusive": True,
