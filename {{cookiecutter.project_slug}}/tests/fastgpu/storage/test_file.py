@@ -257,3 +257,15 @@ def test_a_file_changed_while_in_use_is_an_error(write, options, change):
             raw.write(b"x")
     with pytest.raises(RankError, match="was changed while in use"):
         read_scattered(store)
+
+
+@pytest.mark.usefixtures("all_cached")
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, size):
+    path = write(40, BIG)
+    store = open_store("data.train", path, FIELDS)
+    found = store.find_in_memory([BlockRead(2, 0, np.arange(8))], 8)
+    os.truncate(path, size)
+    out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
+    with pytest.raises(RankError, match="was changed while in use"):
+        store.gather(found, out)
