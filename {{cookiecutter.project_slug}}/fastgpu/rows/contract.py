@@ -154,6 +154,13 @@ class Source(Protocol):
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
         raise KeyError(name)
 
+    def in_memory(self, name: str) -> np.ndarray | None:
+        """The same; None if there is no such field, or it is not in memory."""
+        try:
+            return self.column(name)
+        except KeyError:
+            return None
+
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
 

@@ -180,10 +180,7 @@ def _mix_sources(weights: Mapping[str, float], source_of_file: np.ndarray, file_
 
 def _balance_classes(source: Source) -> Mixture:
     """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
-    try:
-        labels = source.column("labels") if "labels" in source.fields else None
-    except KeyError:
-        labels = None
+    labels = source.in_memory("labels")
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
         found = f"is missing: there are {', '.join(source.fields)}"
         if labels is not None:
