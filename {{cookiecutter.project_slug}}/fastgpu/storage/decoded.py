@@ -138,7 +138,7 @@ class DecodedImages(Source):
         reading_s = 0.0
         for row in np.linspace(0, len(self) - 1, SAMPLE_ROWS).astype(int).tolist():
             t0 = time.thread_time()
-            columns = self._read_encoded(self._read_of(row, 0), np.array([row]))
+            columns = read_block(self._encoded, self._read_of(row, 0), np.array([row]))
             data = columns[min(self._encoded_fields)].values.tobytes()
             reading_s += (time.thread_time() - t0) / SAMPLE_ROWS
             with suppress(Exception):  # it may be damaged
@@ -185,7 +185,7 @@ class DecodedImages(Source):
             shapes = planned.shapes
             draws = draw(planned.seed, rows).tolist() if self._min_scale < 1 else []
         following: list[BlockRead] = []
-        for name, column in self._read_encoded(read, rows).items():
+        for name, column in read_block(self._encoded, read, rows).items():
             if name in self._encoded_fields:
                 pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
                 size = pixels.shape[2:]
@@ -210,20 +210,6 @@ class DecodedImages(Source):
         block = int(np.searchsorted(self._block_start, row, "right")) - 1
         return BlockRead(block, row - int(self._block_start[block]), np.array([place]))
 
-    def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
-        """All fields of some rows as they are stored, valid until this thread reads again."""
-        columns: dict[str, Any] = {}
-        for name, field in self._encoded.fields.items():
-            if field.is_ragged:
-                offsets = np.zeros(len(rows) + 1, np.int64)
-                np.cumsum(self._encoded.lengths[name][rows], out=offsets[1:])
-                memory = scratch(int(offsets[-1]) * field.dtype.itemsize, f"field {name}")
-                columns[name] = RaggedArray(memory.view(field.dtype), offsets)
-            else:
-                columns[name] = np.empty((len(rows), *field.shape), field.dtype)
-        self._encoded.read([read._replace(places=np.arange(len(rows)))], columns)
-        return columns
-
     def _note_damaged(self, row: int, error: Exception) -> None:
         """Add a row to `damaged`. Raises RankError if none, or no more, may be damaged, or if memory ran out."""
         reason = "it is no image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
@@ -243,6 +229,21 @@ class DecodedImages(Source):
         if "data" not in variables:
             return self.name
         return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
+
+
+def read_block(source: Source, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
+    """{field: rows of the read, in their order}, valid until this thread reads again. rows: their row numbers."""
+    columns: dict[str, Any] = {}
+    for name, field in source.fields.items():
+        if field.is_ragged:
+            offsets = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(source.lengths[name][rows], out=offsets[1:])
+            memory = scratch(int(offsets[-1]) * field.dtype.itemsize, f"field {name}")
+            columns[name] = RaggedArray(memory.view(field.dtype), offsets)
+        else:
+            columns[name] = np.empty((len(rows), *field.shape), field.dtype)
+    source.read([read._replace(places=np.arange(len(rows)))], columns)
+    return columns
 
 
 class _EpochRead(BlockRead):
