@@ -1,71 +1,85 @@
-"""Does the GPU wait for data? Trains two networks from each tier, and the same loop on one batch that stays there.
+"""Does the GPU wait for data? Trains networks on rows from each tier, and the same loop on one batch that stays there.
 
-python bench/gpu.py [--rows 12000] [--seconds 20]
-python bench/gpu.py --device cpu          the same code on tiny sizes: does it run? Writes nothing without --out
+python bench/gpu.py                              all parts; about a quarter of an hour
+python bench/gpu.py --parts copy CelebA          these parts only
+python bench/gpu.py --device cpu --out FOLDER    the same code on tiny rows: does it run?
 
-train.build makes what is measured: HDF5 file, BlockSampler, feed, workload. The loop is that of train.py: the
-transform of the workload, train_step, Clock. A round measures each contender for a few seconds. Before that, it takes
-as many unmeasured steps as were prepared ahead while the others were measured.
+The result is written after each part. A run that was cut off is started again with the same command, and goes on with
+the parts that are missing from the result (--again: it begins anew).
+
+    copy      the copy from host to device, and a large matrix product: what the GPU could do
+    a case    rows from the page cache, the disk, host memory and the device, and those of two DataLoaders, one tuned
+              and one with its defaults, all in front of the same step; see gpu_cases.py
+    echo      train.py behind a source that is too slow, with data.echo 1, 2 and auto
+    causes    diagnose.py where a cause was planted: what it names, what it predicts, and what its cure gives
+
+train.build makes what is measured, and the loop is that of train.py: batches, the transform of the workload, the step,
+and the clock. A round measures each contender for some seconds. Before that, it takes as many unmeasured steps as were
+prepared ahead while the others were measured.
 """
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, repeat
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import project  # noqa: F401
 import publish
 import torch
-from files import IMAGES
-from torch import nn
+from gpu_cases import CASES, TINY_CASES, Case
+from gpu_commands import N_EPOCHS, measure_causes, measure_echo
+from processes import kept_warm, make_cold
+from torch.utils.flop_counter import FlopCounterMode
 from train import Parts, build, train_step
 
-from fastgpu.convert.partial import complete_or_absent
-from fastgpu.convert.writer import Writer
-from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.process.config import Config, Data, Loader, Optim, Tier, Train
+import workloads
+from fastgpu.feed.tiers import Feed
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
-from fastgpu.telemetry.clock import Clock, Throughput
-from fastgpu.training.optim import make_optimizer
-from fastgpu.training.step import to_device
-from workloads.images import Normalize, ResNet
+from fastgpu.telemetry.clock import Clock
+from fastgpu.telemetry.monitor import Monitor, machine_counters
 
-DATA = publish.ROOT / "bench" / "data"
-N_CLASSES = 40
+FOLDER = Path(__file__).parent / "data" / "gpu"
 LR = 1e-3
 COPY_BYTES = 256 << 20
-N_COPIES = 20
-FIXED = "fixed batch"
-NOT_PINNED = "disk, not pinned"
-TIERS: tuple[Tier, ...] = ("disk", "host", "device")
+MATRIX_SIDE = 8192
+N_REPEATS = 20
+POLL_S = 0.2
+"""Time between two reads of the GPU's counters."""
+FIXED = "a batch that stays on the device"
+COLD = "disk tier, cold"
+TIERS = {"disk tier": "disk", "host tier": "host", "device tier": "device"}
+"""{contender: data.tier}"""
+TUNED = "DataLoader, tuned"
+NAIVE = "DataLoader, defaults"
+CONTENDERS = (FIXED, *TIERS, COLD, TUNED, NAIVE)
+COUNTERS = {"gpu0/util_pct": "GPU-Util %", "gpu0/sm_active_pct": "SMs active %", "gpu0/power_w": "W"}
 FEED_RATIO = 0.99
 """The feed ratio that must be reached."""
 WAIT_PCT = 1.0
 """The data wait that must not be exceeded."""
 
+LEGEND = """Above: the worst of the warm tiers of each case. In all tables: median [minimum to maximum] of the rounds.
+The feed ratio is taken within a round. Data wait is measured by events on the device. MFU: relative to the matrix
+product at the end of this page. Cold: the file is dropped from the page cache before each epoch. Tuned: workers on all
+CPUs, prefetch_factor 4, pinned memory, non_blocking copies."""
+
 Batches = Iterable[Rows]
 
 
-class Sizes(NamedTuple):
-    """How much is measured."""
+class Effort(NamedTuple):
+    """How long each contender is measured."""
 
-    rows: int
-    shape: tuple[int, int, int]
-    """(C, H, W) of an image."""
-    batch_size: int
     rounds: int
     seconds: float
-    """Time of each contender in all rounds together, for each network."""
-
-
-SIZES = {"cuda": Sizes(12_000, (3, 218, 178), 256, 4, 20.0), "cpu": Sizes(8, (3, 32, 32), 4, 1, 0.1)}
+    """Of one contender in one round."""
 
 
 class Round(NamedTuple):
@@ -73,39 +87,19 @@ class Round(NamedTuple):
 
     steps_per_s: float
     wait_pct: float
+    counters: dict[str, float]
+    """Means of what the driver counts; empty without a GPU."""
 
 
 class Measured(NamedTuple):
-    """One contender with one network."""
+    """One contender."""
 
     rounds: list[Round]
-    syncs: str
-    """The error that stopped the loop in the sync debug mode; empty if there was none."""
+    note: str
+    """The error that stopped the loop in the sync debug mode, or why there is no such contender."""
 
 
-# ---------------------------------------------------------------------------------------------- rows and loops
-
-
-def make_file(folder: Path, n_rows: int, shape: tuple[int, ...]) -> Path:
-    """A file of random bytes and labels, as the project writes it. A file that exists is kept."""
-    path = folder / f"gpu-{n_rows}-{'x'.join(map(str, shape))}.h5"
-    if path.exists():
-        return path
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, N_CLASSES, n_rows)
-    labels[0] = N_CLASSES - 1  # the workload takes the number of classes from the highest label
-    fields = {"images": Field(np.dtype(np.uint8), shape), "labels": Field(labels.dtype, ())}
-    with complete_or_absent(path) as partial, Writer(partial / path.name, n_rows, fields) as writer:
-        for part in np.array_split(labels, -(-n_rows // 64)):
-            writer.append({"images": rng.integers(0, 256, (len(part), *shape), np.uint8), "labels": part})
-    return path
-
-
-def endless(feed: Feed, batch_size: int) -> Iterator[Batches]:
-    """The batches of each pool, epoch after epoch."""
-    for epoch in count():
-        for pool in feed.pools(epoch):
-            yield pool.rows.batches(batch_size)
+# ---------------------------------------------------------------------------------------------- loops
 
 
 def loop(pools: Iterable[Batches], clock: Clock, parts: Parts, rng: torch.Generator) -> Iterator[None]:
@@ -117,19 +111,12 @@ def loop(pools: Iterable[Batches], clock: Clock, parts: Parts, rng: torch.Genera
             yield
 
 
-def run_for(
-    steps: Iterator[None], clock: Clock, device: torch.device, *, lead_steps: int, seconds: float
-) -> Throughput:
-    """Take `lead_steps` unmeasured steps, then whole steps for at least `seconds`, from idle device to idle device."""
-    for _ in range(lead_steps):
-        next(steps)
-    _wait_for(device)
-    clock.restart()
-    t0 = time.perf_counter()
-    while time.perf_counter() - t0 < seconds:
-        next(steps)
-    _wait_for(device)
-    return clock.take()
+def endless(feed: Feed, batch_size: int, before_epoch: Callable[[], object]) -> Iterator[Batches]:
+    """The batches of each pool, epoch after epoch."""
+    for epoch in count():
+        before_epoch()
+        for pool in feed.pools(epoch):
+            yield pool.rows.batches(batch_size)
 
 
 def find_sync(steps: Iterator[None], n_steps: int) -> str:
@@ -145,205 +132,311 @@ def find_sync(steps: Iterator[None], n_steps: int) -> str:
     return ""
 
 
-def copy_gb_per_s(device: torch.device) -> float:
-    """Speed of a copy from page-locked host memory to the device while nothing else runs: the median of N_COPIES."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    rates = []
-    for _ in range(N_COPIES):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        rates.append(COPY_BYTES / begin.elapsed_time(end) / 1e6)  # bytes/ms -> GB/s
-    return median(rates)
-
-
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# ---------------------------------------------------------------------------------------------- measurements
+class CaseBench:
+    """The contenders of a case, in front of one model."""
 
+    def __init__(self, case: Case, device: torch.device):
+        self.case = case
+        self.device = device
+        self.clock = Clock(device)
+        self.rng = torch.Generator(device).manual_seed(0)
+        self.results = {name: Measured([], "") for name in CONTENDERS}
+        self.feeds: dict[str, Feed] = {}
+        world = World(rank=0, world_size=1, local_world_size=1, device=device)
+        for name, tier in {**TIERS, COLD: "disk"}.items():
+            config = load_config(["--config", str(case.config), f"data.tier={tier}"], workloads.find_options)
+            try:
+                parts = build(config, world)
+            except UserError as error:  # such rows cannot be kept there
+                self.results[name] = Measured([], str(error))
+                continue
+            parts.val_feed.close()
+            self.feeds[name] = parts.feed
+            if name == "disk tier":
+                self.parts = parts
+        self.batch_size = self.parts.sizes.batch_size
+        first_pool = next(iter(self.feeds["disk tier"].pools(0))).rows
+        self.fixed_batch = first_pool.take(torch.arange(self.batch_size))
+        self.step_flops = self._count_flops()
+        self.monitor = Monitor(machine_counters(world.gpus or []), poll_s=POLL_S)
+        self.loops = {name: self.start(name) for name in CONTENDERS if not self.results[name].note}
 
-def measure(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, dict[str, Measured]]:
-    """{network: {contender: its measurements}}"""
-    path = str(make_file(folder, sizes.rows, sizes.shape))
-    config = Config(
-        workload="images",
-        data=Data(train=path, val=path, fields=IMAGES, batch_size=sizes.batch_size, tier="disk"),
-        model={"flip": True, "crop_padding": 4},
-        optim=Optim(name="sgd", lr=LR, weight_decay=0.0, momentum=0.9, clip_grad_norm=0.0),
-        train=Train(precision="bf16", channels_last=True),
-    )
-    parts = build(config, World(rank=0, world_size=1, local_world_size=1, device=device))
-    parts.val_feed.close()
-    feeds: dict[str, Feed] = {"disk": parts.feed}
-    placement = Placement("disk", device, parts.sizes.n_readers)
-    for tier in ("host", "device"):
-        feeds[tier] = make_feed(parts.source, parts.feed.order, placement._replace(tier=tier), config.loader)
-    feeds[NOT_PINNED] = make_feed(parts.source, parts.feed.order, placement, Loader(pin_memory=False))
+    def close(self) -> None:
+        self.monitor.close()
+        self.loops.clear()  # ends the workers of DataLoaders
+        for feed in self.feeds.values():
+            feed.close()
 
-    normalize = Normalize(parts.source.attributes, 3, np.dtype(np.uint8))
-    resnet_50 = ResNet(sizes.shape, N_CLASSES, 64, [3, 4, 6, 3], block="bottleneck")
-    networks = {"ResNet-50": nn.Sequential(normalize, resnet_50), "small CNN": parts.workload.model()}
-    results = {}
-    for name, network in networks.items():
-        model = to_device(network, device, channels_last=True)
-        optimizer = make_optimizer(model, config.optim)
-        network_parts = parts._replace(model=model, ddp=model, optimizer=optimizer)
-        results[name] = _measure_network(name, network_parts, feeds, sizes)
-    for feed in feeds.values():
-        feed.close()
-    return results
-
-
-def _measure_network(name: str, parts: Parts, feeds: dict[str, Feed], sizes: Sizes) -> dict[str, Measured]:
-    resident_rows = next(iter(feeds["device"].pools(0))).rows
-    device = resident_rows["images"].device
-    fixed_batch = resident_rows.take(torch.arange(sizes.batch_size, device=device))
-    pool_batches = parts.sizes.pool_batches
-    rng = torch.Generator(device).manual_seed(0)
-    clock = Clock(device)
-
-    def start(contender: str) -> Iterator[None]:
+    def start(self, name: str) -> Iterator[None]:
+        """The steps of a contender."""
         pools: Iterator[Batches]
-        if contender == FIXED:
-            pools = repeat([fixed_batch] * pool_batches)
+        if name == FIXED:
+            pools = repeat([self.fixed_batch] * self.parts.sizes.pool_batches)
+        elif name in self.feeds:
+            evict = (lambda: make_cold([self.case.file])) if name == COLD else (lambda: None)
+            pools = endless(self.feeds[name], self.batch_size, evict)
         else:
-            pools = endless(feeds[contender], sizes.batch_size)
-        return loop(pools, clock, parts, rng)
+            pools = self.case.batches(self.batch_size, self.device, is_tuned=name == TUNED)
+        return loop(pools, self.clock, self.parts, self.rng)
 
-    results = {contender: Measured([], "") for contender in (FIXED, *feeds)}
-    loops = {contender: start(contender) for contender in results}
-    for contender, steps in loops.items():
-        # The first pool lets the allocator get its memory and the libraries choose their kernels.
-        run_for(steps, clock, device, lead_steps=pool_batches, seconds=0.0)
-        syncs = find_sync(steps, pool_batches + 1) if device.type == "cuda" else ""
-        if syncs:
-            results[contender] = Measured([], syncs)
-            loops[contender] = start(contender)  # the error has ended the loop
-    lead_steps = (parts.config.loader.prefetch_pools + 1) * pool_batches
-    for number in range(sizes.rounds):
-        contenders = list(loops)
-        if number % 2:  # every other round backwards, so that a drift of the clock rates evens out
-            contenders.reverse()
-        for contender in contenders:
-            seconds = sizes.seconds / sizes.rounds
-            throughput = run_for(loops[contender], clock, device, lead_steps=lead_steps, seconds=seconds)
-            steps_per_s = throughput.trained_rows / sizes.batch_size / throughput.seconds
-            wait_pct = 100 * throughput.wait_s / throughput.seconds
-            results[contender].rounds.append(Round(steps_per_s, wait_pct))
-            print(f"{name}, round {number + 1}: {contender}: {throughput}", file=sys.stderr, flush=True)
-    return results
+    def warm_up(self, name: str) -> None:
+        """Take some steps, in which the allocator gets its memory and libraries choose their kernels; then look for
+        operations that make the host wait."""
+        n_steps = self.parts.sizes.pool_batches + 1
+        for _ in range(min(n_steps, 30)):
+            next(self.loops[name])
+        if self.device.type != "cuda" or name in (TUNED, NAIVE):
+            return
+        if sync := find_sync(self.loops[name], n_steps):
+            self.results[name] = Measured([], sync)
+            self.loops[name] = self.start(name)  # the error has ended the loop
+
+    def measure(self, name: str, seconds: float) -> None:
+        """Whole steps for at least so many seconds, from idle device to idle device."""
+        steps = self.loops[name]
+        prefetched = self.parts.config.loader.prefetch_pools + 1
+        n_ahead = prefetched * self.parts.sizes.pool_batches if name in self.feeds else 30
+        t0 = time.perf_counter()
+        for _ in range(n_ahead):
+            next(steps)
+            if time.perf_counter() - t0 > seconds:
+                break
+        wait_for(self.device)
+        self.clock.restart()
+        self.monitor.scalars(0.0)
+        t0 = time.perf_counter()
+        while time.perf_counter() - t0 < seconds:
+            next(steps)
+        wait_for(self.device)
+        interval = self.clock.take()
+        read = self.monitor.scalars(0.0)
+        counters = {tag: read[tag] for tag in COUNTERS if tag in read}
+        wait_pct = 100 * interval.wait_s / interval.seconds
+        self.results[name].rounds.append(Round(interval.steps / interval.seconds, wait_pct, counters))
+        say(f"  {name}: {interval}")
+
+    def _count_flops(self) -> int:
+        """Floating-point operations of a step, of its convolutions and matrix products."""
+        with FlopCounterMode(display=False) as counter:
+            train_step(self.parts, self.parts.workload.transform(self.fixed_batch, self.rng), LR)
+        return counter.get_total_flops()
 
 
-def feed_ratios(contenders: dict[str, Measured], contender: str) -> list[float]:
-    """Speed of a contender / speed of the fixed batch in each round."""
-    speeds, fixed = ([result.steps_per_s for result in contenders[name].rounds] for name in (contender, FIXED))
-    return publish.ratios(speeds, fixed)
+def measure_case(case: Case, device: torch.device, effort: Effort) -> dict[str, Any]:
+    """JSON values: {"contenders": {name: Measured}, and what is known about the rows and the step}."""
+    bench = CaseBench(case, device)
+    try:
+        for name in list(bench.loops):
+            bench.warm_up(name)
+        for number in range(effort.rounds):
+            names = list(bench.loops)
+            if number % 2:  # every other round backwards, so that a drift of the clock rates evens out
+                names.reverse()
+            for name in names:
+                with kept_warm([case.file] if name == "disk tier" else []):
+                    bench.measure(name, effort.seconds)
+        return {
+            "batch_size": bench.batch_size,
+            "row_bytes": case.row_bytes,
+            "step_flops": bench.step_flops,
+            "precision": bench.parts.precision.name,
+            "seconds": effort.seconds,
+            "contenders": {
+                name: {"rounds": [each._asdict() for each in measured.rounds], "note": measured.note}
+                for name, measured in bench.results.items()
+            },
+        }
+    finally:
+        bench.close()
+
+
+# ---------------------------------------------------------------------------------------------- the GPU alone
+
+
+def measure_copy(device: torch.device) -> dict[str, Any]:
+    """{"h2d_gb_per_s": [...], "matmul_tflop_per_s": [...]}: page-locked memory to the device, and a product in bf16."""
+    if device.type != "cuda":
+        return {}
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    a, b = (torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copies_s = [_event_s(lambda: target.copy_(source, non_blocking=True)) for _ in range(N_REPEATS)]
+    products_s = [_event_s(lambda: a @ b) for _ in range(N_REPEATS)]
+    return {
+        "h2d_gb_per_s": [COPY_BYTES / 1e9 / seconds for seconds in copies_s],
+        "matmul_tflop_per_s": [2 * MATRIX_SIDE**3 / 1e12 / seconds for seconds in products_s],
+    }
+
+
+def _event_s(work: Callable[[], object]) -> float:
+    """Seconds that the device needs."""
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 # ---------------------------------------------------------------------------------------------- the page
 
 
-def tables(
-    results: dict[str, dict[str, Measured]], sizes: Sizes, device: torch.device, h2d_gb_per_s: float | None
-) -> list[publish.Table]:
-    """The targets, a table with a line for each network and contender, and the copy alone."""
-    columns = ["network", "rows from", "steps/s", "rows/s", "GB/s", "feed ratio", "data wait %", "syncs"]
-    row_bytes = int(np.prod(sizes.shape))
-    rows = []
-    for network, contenders in results.items():
-        for contender, measured in contenders.items():
-            steps_per_s = median(result.steps_per_s for result in measured.rounds)
-            rows_per_s = steps_per_s * sizes.batch_size
-            ratio = "1" if contender == FIXED else publish.spread(feed_ratios(contenders, contender), ".4f")
-            wait_pct = publish.spread([result.wait_pct for result in measured.rounds], ".2f")
-            syncs = measured.syncs or "none"
-            if device.type != "cuda":
-                syncs = "not measured"
-            speeds = [f"{steps_per_s:.2f}", f"{rows_per_s:,.0f}", f"{rows_per_s * row_bytes / 1e9:.2f}"]
-            rows.append([network, contender, *speeds, ratio, wait_pct, syncs])
-    page = [targets_table(results, device), publish.Table("training", columns, rows, _training_note(sizes))]
-    if h2d_gb_per_s is not None:
+def feed_ratios(contenders: dict[str, Any], name: str) -> list[float]:
+    """Speed of a contender / speed of the fixed batch in each round."""
+    speeds, fixed = ([each["steps_per_s"] for each in contenders[which]["rounds"]] for which in (name, FIXED))
+    return publish.ratios(speeds, fixed)
+
+
+def tables(parts: dict[str, Any]) -> list[publish.Table]:
+    """The page, of those parts that were measured."""
+    cases = {name: parts[name] for name in CASES if name in parts}
+    page = [targets_table(cases)]
+    matmul = parts.get("copy", {}).get("matmul_tflop_per_s", [])
+    page += [_case_table(name, case, matmul) for name, case in cases.items()]
+    if "echo" in parts:
         note = (
-            f"Median of {N_COPIES} copies of {COPY_BYTES >> 20} MiB from page-locked memory, one at a time, while "
-            "nothing else runs."
+            "train.py, a gzip-compressed file of images of 218 x 178, one reader thread; the last of "
+            f"{N_EPOCHS} epochs."
         )
-        cells = [[f"{h2d_gb_per_s:.1f}"]]
-        page.append(publish.Table("the copy alone", ["host to device, GB/s"], cells, note))
+        page.append(_rows_table("echo behind a slow source", parts["echo"], note))
+    if "causes" in parts:
+        note = (
+            "diagnose.py on this machine. Given: rows/s of the training loop with the cure / without it, as "
+            "diagnose.py measures them."
+        )
+        page.append(_rows_table("planted causes", parts["causes"], note))
+    if parts.get("copy"):
+        cells = [publish.spread(parts["copy"]["h2d_gb_per_s"], ".1f"), publish.spread(matmul, ".0f")]
+        note = (
+            f"{N_REPEATS} copies of {COPY_BYTES >> 20} MiB from page-locked memory, and as many products of two bf16 "
+            f"matrices of {MATRIX_SIDE} x {MATRIX_SIDE}, one at a time, while nothing else runs."
+        )
+        columns = ["host to device, GB/s", "matrix product, TFLOP/s"]
+        page.append(publish.Table("the GPU alone", columns, [cells], note))
     return page
 
 
-def _training_note(sizes: Sizes) -> str:
-    image = "x".join(map(str, sizes.shape))
-    return (
-        f"{sizes.rows:,} uint8 rows of {image} in an HDF5 file in the page cache, batch size {sizes.batch_size}, bf16 "
-        "autocast, channels_last, SGD with momentum, random crop and flip on the device, no torch.compile. Pools, "
-        "canonical ranks and readers are chosen by `auto`; pools prepared ahead: "
-        f"{Loader().prefetch_pools}. Median [minimum-maximum] of {sizes.rounds} rounds of "
-        f"{sizes.seconds / sizes.rounds:g} s. The feed ratio is taken within a round. Data wait is measured by events "
-        "on the device. GB/s: bytes of the images that were trained on. Syncs: what the host waited for in "
-        "torch.cuda.set_sync_debug_mode('error'), which does not see that a copy from memory that is not page-locked "
-        "makes the host wait."
-    )
-
-
-def targets_table(results: dict[str, dict[str, Measured]], device: torch.device) -> publish.Table:
+def targets_table(cases: dict[str, Any]) -> publish.Table:
     rows = []
-    n_free = 0
-    for network, contenders in results.items():
-        ratios = {tier: median(feed_ratios(contenders, tier)) for tier in TIERS}
-        waits_pct = {tier: median(result.wait_pct for result in contenders[tier].rounds) for tier in TIERS}
-        worst = min(TIERS, key=ratios.__getitem__)
-        longest = max(TIERS, key=waits_pct.__getitem__)
-        rows.append([f"feed ratio, {network}, the worst tier", f"{ratios[worst]:.4f} ({worst})", f">= {FEED_RATIO}"])
-        wait = f"{waits_pct[longest]:.2f} % ({longest})"
-        rows.append([f"data wait, {network}, the worst tier", wait, f"<= {WAIT_PCT:g} %"])
-        n_free += sum(not contenders[tier].syncs for tier in TIERS)
-    free = "not measured"
-    if device.type == "cuda":
-        free = f"{n_free} of {len(results) * len(TIERS)} loops"
-    rows.append(["steady loops without a host-device synchronisation", free, "all"])
-    return publish.Table("targets", publish.TARGET_COLUMNS, rows)
+    n_loops = 0
+    syncs = []
+    for name, case in cases.items():
+        contenders = case["contenders"]
+        measured = [tier for tier in TIERS if contenders[tier]["rounds"]]
+        ratios = {tier: median(feed_ratios(contenders, tier)) for tier in measured}
+        waits_pct = {tier: median(each["wait_pct"] for each in contenders[tier]["rounds"]) for tier in measured}
+        worst = min(measured, key=ratios.__getitem__)
+        longest = max(measured, key=waits_pct.__getitem__)
+        rows.append([f"feed ratio, {name}", f"{ratios[worst]:.4f} ({worst})", f">= {FEED_RATIO}"])
+        rows.append([f"data wait, {name}", f"{waits_pct[longest]:.2f} % ({longest})", f"<= {WAIT_PCT:g} %"])
+        n_loops += len(measured)
+        syncs += [tier for tier in measured if contenders[tier]["note"]]
+    free = f"{n_loops - len(syncs)} of {n_loops}" if torch.cuda.is_available() else "not measured"
+    rows.append(["warm loops without a host-device synchronisation", free, "all"])
+    return publish.Table("targets", publish.TARGET_COLUMNS, rows, LEGEND)
+
+
+def _case_table(name: str, case: dict[str, Any], matmul_tflop_per_s: Sequence[float]) -> publish.Table:
+    columns = [
+        "rows from",
+        "rows/s",
+        "feed ratio",
+        "data wait %",
+        *COUNTERS.values(),
+        "J / 1,000 rows",
+        "MFU %",
+        "note",
+    ]
+    rows = []
+    for contender, measured in case["contenders"].items():
+        rounds = measured["rounds"]
+        if not rounds:
+            rows.append([contender, *["-"] * (len(columns) - 2), measured["note"]])
+            continue
+        steps_per_s = median(each["steps_per_s"] for each in rounds)
+        rows_per_s = steps_per_s * case["batch_size"]
+        cells = [f"{rows_per_s:,.0f}", publish.spread(feed_ratios(case["contenders"], contender), ".4f")]
+        cells.append(publish.spread([each["wait_pct"] for each in rounds], ".2f"))
+        for tag in COUNTERS:
+            values = [each["counters"][tag] for each in rounds if tag in each["counters"]]
+            cells.append(f"{median(values):.1f}" if values else "-")
+        watts = [each["counters"]["gpu0/power_w"] for each in rounds if "gpu0/power_w" in each["counters"]]
+        cells.append(f"{1000 * median(watts) / rows_per_s:.1f}" if watts else "-")
+        tflop_per_s = case["step_flops"] * steps_per_s / 1e12
+        cells.append(f"{100 * tflop_per_s / median(matmul_tflop_per_s):.1f}" if matmul_tflop_per_s else "-")
+        rows.append([contender, *cells, measured["note"]])
+    note = (
+        f"Batch size {case['batch_size']}, {case['precision']}, mean size of a row {case['row_bytes']:,} bytes, "
+        f"{case['step_flops'] / case['batch_size'] / 1e9:.2f} GFLOP a row; "
+        f"{len(case['contenders'][FIXED]['rounds'])} rounds of {case['seconds']:g} s."
+    )
+    return publish.Table(name, columns, rows, note)
+
+
+def _rows_table(title: str, rows: list[dict[str, str]], note: str) -> publish.Table:
+    return publish.Table(title, list(rows[0]), [list(row.values()) for row in rows], note)
+
+
+# ---------------------------------------------------------------------------------------------- all parts
+
+
+def say(text: str) -> None:
+    """Print progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def done_before(path: Path) -> dict[str, Any]:
+    """The parts of a result that was cut off, if it was made by the same code."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    same = content["machine"]["commit"] == publish.machine()["commit"]
+    parts: dict[str, Any] = content["data"]
+    return parts if same else {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="feed ratio and data wait on a GPU")
-    parser.add_argument("--device", choices=list(SIZES), default="cuda")
-    parser.add_argument("--rows", type=int, help="number of rows in the file (12000)")
-    parser.add_argument("--seconds", type=float, help="time of each contender, for each network (20)")
-    parser.add_argument("--out", type=Path, help="folder of the result (bench/results; none on a CPU)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--parts", nargs="*", choices=["copy", *CASES, "echo", "causes"], help="these parts only")
+    parser.add_argument("--again", action="store_true", help="measure parts again that the result has already")
+    parser.add_argument("--seconds", type=float, help="of one contender in one round (2)")
+    parser.add_argument("--out", type=Path, default=publish.RESULTS, help="folder of the result (bench/results)")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
+    is_cpu = args.device == "cpu"
+    if is_cpu and args.out == publish.RESULTS:
+        sys.exit("error: --device cpu measures nothing that is worth publishing; name another folder with --out")
+    if not is_cpu and not torch.cuda.is_available():
         sys.exit("not measured: torch sees no CUDA device")
-    sizes = SIZES[args.device]
-    if args.rows is not None:
-        sizes = sizes._replace(rows=args.rows)
-    if args.seconds is not None:
-        sizes = sizes._replace(seconds=args.seconds)
-    device = torch.device("cpu")
-    h2d_gb_per_s = None
-    out = args.out
-    if args.device == "cuda":
-        device = torch.device("cuda", 0)
-        h2d_gb_per_s = copy_gb_per_s(device)
-        out = out or publish.RESULTS
-    results = measure(sizes, device, DATA)
-    page = tables(results, sizes, device, h2d_gb_per_s)
-    for table in page:
-        print(f"{table.title}\n{table.markdown()}")
-    if out:
-        rounds = {}
-        for network, contenders in results.items():
-            rounds[network] = {name: measured._asdict() for name, measured in contenders.items()}
-        command = f"python bench/gpu.py --device {device.type} --rows {sizes.rows} --seconds {sizes.seconds:g}"
-        raw = {"sizes": sizes._asdict(), "h2d_gb_per_s": h2d_gb_per_s, "rounds": rounds}
-        publish.write("gpu", page, raw, command, folder=out)
+    device = torch.device("cpu") if is_cpu else torch.device("cuda", 0)
+    effort = Effort(rounds=1, seconds=args.seconds or 0.1) if is_cpu else Effort(rounds=3, seconds=args.seconds or 2.0)
+    folder = args.out / "gpu-data" if is_cpu else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def run_case(name: str) -> dict[str, Any]:
+        return measure_case((TINY_CASES if is_cpu else CASES)[name](folder), device, effort)
+
+    work: dict[str, Callable[[], Any]] = {"copy": lambda: measure_copy(device)}
+    work |= {name: lambda name=name: run_case(name) for name in CASES}
+    work["echo"] = lambda: measure_echo(folder, is_tiny=is_cpu)
+    work["causes"] = lambda: measure_causes(folder, is_tiny=is_cpu)
+    result = publish.result_path("gpu", publish.machine(), args.out).with_suffix(".json")
+    parts = {} if args.again else done_before(result)
+    for name in args.parts or work:
+        if name in parts and not args.again:
+            say(f"{name}: measured before")
+            continue
+        say(f"{name}:")
+        t0 = time.perf_counter()
+        parts[name] = work[name]()
+        say(f"{name}: {time.perf_counter() - t0:.0f} s")
+        publish.write("gpu", tables(parts), parts, "python bench/gpu.py", folder=args.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import h5py
-import hdf5plugin
 import numpy as np
 import project  # noqa: F401
 import publish
@@ -42,6 +41,8 @@ Speeds = dict[str, list[float]]
 
 def layouts(spec: DataSpec) -> dict[str, dict[str, Any]]:
     """{name: arguments of h5py's create_dataset}. No arguments: the file is written as convert.py does."""
+    import hdf5plugin  # here, because other benchmarks take pictures from this module on machines without it
+
     block_rows = BLOCK_BYTES // spec.row_bytes
     chunks = (block_rows, *spec.shape)
     options: dict[str, dict[str, Any]] = {

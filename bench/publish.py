@@ -81,8 +81,7 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
     data: the values from which the tables were made; they go to the JSON. command: how to measure them again.
     """
     this_machine = machine()
-    year, month = this_machine["date"].split("-")[:2]
-    path = folder / f"{what}_{_hardware(this_machine)}_{year}{month}.md"
+    path = result_path(what, this_machine, folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "machine": this_machine,
@@ -100,6 +99,12 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
     path.write_text(page)
     print(path)
     return path
+
+
+def result_path(what: str, machine: dict[str, str], folder: Path) -> Path:
+    """The page of a benchmark that is written this month."""
+    year, month = machine["date"].split("-")[:2]
+    return folder / f"{what}_{_hardware(machine)}_{year}{month}.md"
 
 
 def targets(folder: Path = RESULTS) -> str:

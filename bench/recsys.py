@@ -77,12 +77,12 @@ ML20M = Size("ml-20m-like", 136_677, 20_108, 73.1, 60, 6, 20_000)
 QUICK = Size("small", 6_000, 1_000, 30, 10, 2, 5_000)
 
 
-def make(size: Size) -> Path:
-    """The file of training rows."""
-    target = FOLDER / f"{size.name}.h5"
-    train = FOLDER / f"{size.name}-train.h5"
+def make(size: Size, folder: Path = FOLDER) -> Path:
+    """The file of training rows; that of validation rows lies beside it."""
+    target = folder / f"{size.name}.h5"
+    train = folder / f"{size.name}-train.h5"
     if not train.exists():
-        FOLDER.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         options = {"--rows": size.n_users, "--items": size.n_items, "--mean-items": size.mean_items, "--split": 0.85367}
         words = [str(word) for option in options.items() for word in option]
         command = [sys.executable, str(SCRIPT), "synthetic", str(target), "--kind", "interactions", *words, "--force"]

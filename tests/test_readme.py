@@ -59,6 +59,19 @@ def test_the_tree_in_the_templates_readme_names_every_folder():
     assert folders <= named
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/ko/README.md"])
+def test_the_loop_that_a_readme_shows_is_that_of_train_py(name):
+    def without_comments(text: str) -> list[str]:
+        lines = [line.split("#")[0].strip() for line in text.splitlines()]
+        return [line for line in lines if line]
+
+    shown = without_comments(fenced_blocks((ROOT / name).read_text())[0])
+    train = without_comments((PROJECT / "train.py").read_text())
+    places = [train.index(line) for line in shown]
+    assert len(places) > 5
+    assert places == sorted(places)
+
+
 # ---------------------------------------------------------------------------------------------- commands and links
 
 

@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import ALONE, check_workload, copy_project, metrics_of, numbered, run_train, same_weights, weights_of
+from harness import (
+    ALONE,
+    check_workload,
+    copy_project,
+    metrics_of,
+    needs_gpu,
+    numbered,
+    run_train,
+    same_weights,
+    weights_of,
+)
 from PIL import Image
 
 import train as script
@@ -520,6 +530,26 @@ def test_easy_images_are_learned(image_folder):
     last = metrics_of(image_folder / "runs/a")[-1]
     assert last["val/top1_pct"] >= 90
     assert last["val/top5_pct"] == 100
+
+
+GPU_SETTINGS = {
+    "bf16": ["train.precision=bf16"],
+    "fp16, channels last": ["train.precision=fp16", "train.channels_last=true"],
+    "compiled": ["train.compile=true"],
+    "disk tier": ["data.tier=disk"],
+    "not pinned": ["data.tier=disk", "loader.pin_memory=false"],
+    "host tier": ["data.tier=host"],
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("settings", GPU_SETTINGS.values(), ids=list(GPU_SETTINGS))
+def test_easy_images_are_learned_on_a_gpu(image_folder, settings):
+    done = run_train("dist.device=cuda", *settings, cwd=image_folder)
+    assert done.returncode == 0, done.stderr
+    assert torch.cuda.get_device_name(0) in done.stdout
+    assert metrics_of(image_folder / "runs/a")[-1]["val/top1_pct"] >= 90
 
 
 def train_in(folder, name: str, pixels: np.ndarray, labels: np.ndarray, *settings: str) -> None:

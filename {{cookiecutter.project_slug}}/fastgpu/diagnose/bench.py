@@ -40,8 +40,8 @@ class Bench:
 
     def __init__(self, config: Config, world: World, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
-        self._largest_image_size = max(config.data.image_sizes.values())
-        config = config.resolved(data={"image_size": config.data.image_sizes[0]})  # one size: that of the first epoch
+        self._image_sizes = config.data.image_sizes
+        config = config.resolved(data={"image_size": self._image_sizes[0]})  # one size: that of the first epoch
         self.config = config
         self.world = world
         self.meter = Meter(world, Device(world.device), seconds)
@@ -120,7 +120,13 @@ class Bench:
     def title(self) -> str:
         """What was measured, in a few words."""
         batch_size = self.config.data.batch_size
-        return f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
+        text = f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
+        later = sorted(set(self._image_sizes.values()) - {self._image_sizes[0]})
+        if later:
+            text += (
+                f", images of {self._image_sizes[0]} pixels as in the first epoch (later: data.image_size={later[-1]})"
+            )
+        return text
 
     def facts(self) -> Facts:
         """What can be changed about this training."""
@@ -154,13 +160,13 @@ class Bench:
 
     def _facts_of_encoded(self) -> dict[str, Any]:
         """What smaller images would save, if they are encoded, and which command compares them with pixels."""
-        smaller = self.parts.source.try_smaller(self._largest_image_size)
+        smaller = self.parts.source.try_smaller(max(self._image_sizes.values()))
         if smaller is None:
             return {}
         data = self.config.data
         paths = [data.train] if isinstance(data.train, str) else [*data.train]
         step_rows = data.batch_size * self.world.local_world_size / self.world.world_size  # of this machine
-        advise = f"python convert.py advise {paths[0]} --size {self._largest_image_size}"
+        advise = f"python convert.py advise {paths[0]} --size {max(self._image_sizes.values())}"
         return {
             "advise_command": f"{advise} --rows-per-s {step_rows / self.compute.median:.0f}",
             "smaller_images": f"smaller images, {smaller.then_bytes / 1e3:.1f} kB instead of "

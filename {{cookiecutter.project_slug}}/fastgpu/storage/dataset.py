@@ -326,7 +326,10 @@ class WorkerPool:
         """What a worker died of; empty if nobody knows."""
         workers = getattr(self._batches, "_workers", None)
         if workers:
-            wait([worker.sentinel for worker in workers], KILL_S)
+            ended = wait([worker.sentinel for worker in workers], KILL_S)
+            for worker in workers:
+                if worker.sentinel in ended:
+                    worker.join(KILL_S)  # it has closed its files, and may have no exit code yet
             for code in filter(None, [worker.exitcode for worker in workers]):
                 return f" ({signal.strsignal(-code) if code < 0 else f'exit code {code}'})"
         return ""

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ALONE, in_world, needs_gpu, no_host_sync
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastgpu.process.config import Config, Data, Dist, Optim, Precision
 from fastgpu.process.world import World
@@ -237,3 +239,22 @@ def test_a_step_never_makes_the_host_wait(precision):
     train_step(parts, batch, 0.1)
     with no_host_sync():
         train_step(parts, batch, 0.1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gradients_that_nccl_averages_over_one_rank_are_those_without_it():
+    device = torch.device("cuda", 0)
+    batch = make_batch().to(device)
+    plain = make_model().to(device)
+    shared = make_model().to(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared, static_graph=True))):
+            parts = make_parts(model, Optim(), "bf16", ddp=ddp)
+            for _ in range(3):
+                train_step(parts, batch, 0.1)
+    finally:
+        dist.destroy_process_group()
+    for mine, theirs in zip(shared.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -30,6 +30,7 @@ def test_what_smaller_images_would_save_is_measured(tmp_path):
     )
     bench = Bench(config, ALONE, 0.001)
     assert bench.loop.batch["images"].shape == (32, 3, 20, 20)  # the size of the first epoch
+    assert bench.title.endswith(", images of 20 pixels as in the first epoch (later: data.image_size=28)")
     facts = bench.facts()
     sizes = rf"smaller images, \d\.\d kB instead of {len(data) / 1e3:.1f}: "
     assert re.fullmatch(sizes + f"python convert.py repack {path} NEW.h5 --size 32 --quality 92", facts.smaller_images)

@@ -1,3 +1,4 @@
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -222,9 +223,12 @@ def test_on_a_gpu_its_counters_are_there():
     while time.monotonic() - t0 < 3:
         busy = busy @ busy / 4096
         torch.cuda.synchronize()
+    query = ["nvidia-smi", f"--id=GPU-{gpus[0]}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
     scalars = monitor.scalars(1000.0)
     monitor.close()
     assert scalars["gpu0/util_pct"] > 50
+    assert scalars["gpu0/mem_used_gib"] == pytest.approx(used_mib / 1024, abs=1)
     assert scalars["gpu0/mem_used_gib"] > 0
     if torch.cuda.get_device_capability() >= (9, 0):
         assert scalars["gpu0/sm_active_pct"] > 50, counters.missing
