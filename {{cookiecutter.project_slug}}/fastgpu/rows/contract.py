@@ -5,6 +5,7 @@ which blocks go to which places of a pool. The feed carries the plans out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -178,6 +179,37 @@ class Source(Protocol):
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """A reader of this source in that order. n_readers: number of threads or worker processes."""
         return BlockReader(self, order, n_readers)
+
+
+class DerivedSource(Source):
+    """Rows that are made of those of another source, in the same files."""
+
+    def __init__(self, name: str, source: Source):
+        self.name = name
+        self.attributes = source.attributes
+        self.filters = source.filters
+        self.by_h5py = source.by_h5py
+        self.around_page_cache = source.around_page_cache
+        self._source = source
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """That of the other source, with the number and the types of these rows."""
+        return self._source.identity | super().identity
+
+    def through_page_cache(self) -> Source:
+        """See `Source.through_page_cache`."""
+        return self._of(self._source.through_page_cache())
+
+    def check_files(self) -> tuple[int, int]:
+        """See `Source.check_files`."""
+        return self._source.check_files()
+
+    def _of(self, source: Source) -> Source:
+        """The same rows, made of those of an equal source."""
+        other = copy(self)
+        other._source = source
+        return other
 
 
 class BlockReader:
