@@ -307,6 +307,25 @@ def test_rows_of_another_kind_are_one_line(write_users, capsys):
         Workload(make_options(), train, open_val(write_users("none.h5", 30, n_empty=30)))
 
 
+def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
+    """Known items are never ranked, and an item is found once."""
+    train = open_train(write_users("train.h5", 60))
+    path = write_users("val.h5", 50, seed=1, n_empty=2)
+    with h5py.File(path, "a") as file:
+        starts = file["items/indptr"][:-1]
+        held_out = file["held_out"]
+        for user in (7, 49):  # users 0 and 1 have nothing held out
+            held_out["indices"][held_out["indptr"][user]] = file["items/indices"][starts[user]]
+        first = held_out["indptr"][20]
+        held_out["indices"][first] = held_out["indices"][first + 1]
+    Workload(make_options(), train, open_val(path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        f"warning: 3 of the first 50 users of {path} have held_out items twice, or among their items, too: these "
+        "cannot be found, so the metrics are too low; leave them out"
+    ]
+
+
 def test_data_parallel_cannot_cut_ragged_rows():
     model = AutoEncoder(ITEMS, make_options())
     with pytest.raises(UserError, match="dp, which cuts a batch into equal parts; rows are ragged: use ddp"):

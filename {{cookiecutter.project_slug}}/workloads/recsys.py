@@ -9,6 +9,7 @@ ones at n_u items. No dense row is ever built, neither on the host nor on the de
 Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent dimensions.
 """
 
+from contextlib import closing
 from typing import Annotated, Any
 
 import torch
@@ -17,9 +18,11 @@ from pydantic import Field as Limits
 from torch import Tensor, nn
 
 import workloads
+from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.training.evaluate import Sum
 from fastgpu.training.ranking import rank
@@ -27,6 +30,8 @@ from workloads import Direction
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)
+LOOK_AT_USERS = 1000
+"""Validation users whose held-out items are compared with their other items when a run starts."""
 
 
 class Workload(workloads.Workload):
@@ -66,6 +71,8 @@ class Workload(workloads.Workload):
             raise UserError(f"{val.name}: no user has anything held out, so nothing can be scored")
         if n_empty:
             warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
+        if len(val):  # those of predict.py are none
+            _warn_of_known_items(val)
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -128,6 +135,22 @@ def _count_items(source: Source, name: str, key: str) -> int:
             f"{source.name}: {name} is {field}; the recsys workload needs a CSR matrix: `python convert.py`"
         )
     return field.n_items
+
+
+def _warn_of_known_items(val: Source) -> None:
+    """Say how many of the first users have held-out items twice, or among their `items`: these can never be found."""
+    order = BlockSampler(val.block_rows, min(LOOK_AT_USERS, len(val)), seed=None, drop_last=False)
+    with closing(make_feed(val, order, Placement("disk", torch.device("cpu"), 1))) as feed:
+        rows = next(feed.pools(0)).rows
+        items, held_out = (rows[name].rows.long() << 32 | rows[name].values for name in ("items", "held_out"))
+    values, counts = held_out.unique(return_counts=True)
+    lost = values[torch.isin(values, items) | (counts > 1)]
+    n_users = len((lost >> 32).unique())
+    if n_users:
+        warn(
+            f"{n_users:,} of the first {order.batch_size:,} users of {val.name} have held_out items twice, or among "
+            "their items, too: these cannot be found, so the metrics are too low; leave them out"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the network

@@ -171,6 +171,12 @@ def recode(source: "Source", args: Namespace) -> "Source":
         raise UserError("--on-error is skip, which needs --quality; without --size it keeps encoded images as they are")
     if args.size and not any(field.codec for field in source.fields.values()):
         raise UserError(f"--size is for encoded images, and {source.name} has none; drop it")
+    masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
+    if args.size and masks:
+        raise UserError(
+            f"--size would make the images of {source.name} smaller, and not {masks[0]}; drop --size, name the other "
+            "fields by --fields, or convert the original files anew: `images --masks DIR --size HxW`"
+        )
     if args.quality:
         recoded: Source = RecodedRows(source, Kept(args.size and min(args.size), args.quality), args.on_error)
     else:

@@ -26,9 +26,10 @@ SYNTHETIC_SPLIT = 0.9
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for users and items."""
     parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
-    parser.add_argument("--above", type=float, default=3.5, help="count ratings above this; default: 3.5")
+    parser.add_argument("--above", type=float, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
-    parser.add_argument("--columns", default=COLUMNS, help=f"columns of the CSV; default: {COLUMNS}")
+    text = f"columns of the CSV; default: {COLUMNS}. USER,ITEM: without ratings, so that each line counts"
+    parser.add_argument("--columns", default=COLUMNS, help=text)
     add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
@@ -50,16 +51,19 @@ def movielens(args: Namespace) -> None:
     from fastgpu.convert.movielens import read_ratings
     from fastgpu.convert.writing import progress_bar
 
+    columns = parse_columns(args.columns)
+    if args.above is not None and len(columns) == 2:
+        raise UserError(f"--above is {args.above:g}, but --columns, {args.columns}, names no ratings; drop it")
+    above = 3.5 if args.above is None else args.above
     with progress_bar(0, "rows", "read") as bar:
 
         def show(n_rows: int, share_done: float) -> None:
             bar.total = round((bar.n + n_rows) / max(share_done, 1e-9))  # if the rest of the file has rows as long
             bar.update(n_rows)
 
-        ratings = read_ratings(
-            Path(args.source), args.above, columns=parse_columns(args.columns), on_error=args.on_error, on_progress=show
-        )
-    print(f"{len(ratings.users):,} ratings are above {args.above:g}")
+        ratings = read_ratings(Path(args.source), above, columns=columns, on_error=args.on_error, on_progress=show)
+    meaning = "events, each of which counts" if len(columns) == 2 else f"ratings are above {above:g}"
+    print(f"{len(ratings.users):,} {meaning}")
     split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)
     _write_split(split, args, ratings.skipped)
 

@@ -236,6 +236,13 @@ class ListedRows(DecodedRows):
         super().__init__(listing.source, len(listing.names), labels, on_error=on_error)
         self.attributes = listing.attributes
         self._listing = listing
+        self._changes_of_row: dict[int, list[str]] = {}
+
+    @property
+    def remarks(self) -> list[str]:
+        rows = sorted(self._changes_of_row.keys() - self.failed.keys())
+        counts = Counter(change for row in rows for change in self._changes_of_row[row])
+        return [f"changed  {change}: {count:,} of {len(self):,} images" for change, count in counts.items()]
 
 
 class ImageFiles(ListedRows):
@@ -251,7 +258,6 @@ class ImageFiles(ListedRows):
         super().__init__(listing, on_error)
         self._preprocessing = preprocessing
         self._lock = Lock()
-        self._changes_of_row: dict[int, list[str]] = {}
         self._mask_pixels = np.zeros(IGNORED_CLASS + 1, np.int64)  # that were read, of each value
         self.size = size or self._find_size()
         images = {"images": Field(np.dtype(np.uint8), (3, *self.size))}
@@ -260,9 +266,7 @@ class ImageFiles(ListedRows):
 
     @property
     def remarks(self) -> list[str]:
-        rows = sorted(self._changes_of_row.keys() - self.failed.keys())
-        counts = Counter(change for row in rows for change in self._changes_of_row[row])
-        lines = [f"changed  {change}: {count:,} of {len(self):,} images" for change, count in counts.items()]
+        lines = super().remarks
         if self._mask_pixels.any():
             present = np.flatnonzero(self._mask_pixels[:IGNORED_CLASS]).astype(str).tolist()
             classes = f"{len(present)} of {self.attributes['n_classes']} classes occur: {list_first(present)}"
@@ -330,7 +334,10 @@ class EncodedFiles(ListedRows):
         """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
         listing = self._listing
         with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
-            return {"images": np.frombuffer(keep(file.read(), self._kept), np.uint8)}
+            data = keep(file.read(), self._kept)
+            file.seek(0)
+            self._changes_of_row[row] = [f"{change}, when it is decoded" for change in describe_changes(file)]
+            return {"images": np.frombuffer(data, np.uint8)}
 
 
 class RecodedRows(DecodedRows):

@@ -26,8 +26,8 @@ PUBLISHED = ("ratings.csv", "ratings.dat", "u.data")
 """Names of the ratings in the zip files: of ml-20m and later ones, of ml-1m and ml-10m, and of ml-100k."""
 WITHOUT_HEADER = re.compile(r"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
 """A line of ratings.dat or u.data."""
-RATING = np.dtype([("user", np.int32), ("item", np.int32), ("rating", np.float32)])
-ID_CURE = "users and items should be whole numbers below 10^9: pandas.factorize makes them of other ids"
+RATING = [("user", np.int32), ("item", np.int32), ("rating", np.float32)]
+ID_CURE = "users and items should be whole numbers from 0 below 2^31: pandas.factorize makes them of other ids"
 MAX_HEADER_CHARS = 1 << 16
 MAX_EXPANSION = 100
 """Maximum ratio of the size of a file to its size in the zip file. Ratings reach 4 to 5; more is a decompression bomb.
@@ -35,7 +35,7 @@ MAX_EXPANSION = 100
 
 
 class Ratings(NamedTuple):
-    """The ratings above the threshold, in the order of the file."""
+    """The ratings above the threshold, or all events without ratings, in the order of the file."""
 
     users: np.ndarray
     """(events,) int32"""
@@ -56,17 +56,23 @@ def read_ratings(
     """Users and items of the ratings > `above` in a file of ratings.
 
     columns: names of the columns of the user, the item and the rating, separated by a comma, `;` or a tab; without a
-    header, they are the first ones. on_progress: called with the number of rows that were read since the last call, and
-    the share of the file that is done. Raises UserError with file and line for a line that is not a rating; or with
-    on_error="skip", if more than 1 % of the lines are not.
+    header, they are the first ones. Without the name of a rating, every line counts. on_progress: called with the
+    number of rows that were read since the last call, and the share of the file that is done. Raises UserError with
+    file and line for a line that is not a rating; or with on_error="skip", if more than 1 % of the lines are not.
     """
-    blocks = [np.empty(0, RATING)]
+    blocks = []
     skipped: list[str] = []
     with _open_text(source) as (file, n_bytes):
         header = file.readline(MAX_HEADER_CHARS)
         places, delimiter = _find_columns(source, header, columns)
         n_columns = len(next(csv.reader([header], delimiter=delimiter)))
-        is_rating = _line_pattern(places, delimiter, n_columns).fullmatch
+        is_usual_rating = _line_pattern(places, delimiter, n_columns).fullmatch
+
+        def is_rating(line: str) -> bool:
+            """Whether a line alone is what NumPy takes among others, such as 4e0 or -1."""
+            is_whole = line.count(delimiter) == n_columns - 1
+            return bool(is_usual_rating(line) or (is_whole and _parse([line], places, delimiter) is not None))
+
         n_lines = n_headers = 0 if WITHOUT_HEADER.fullmatch(header) else 1
         if not n_headers:
             file.seek(0)
@@ -84,34 +90,37 @@ def read_ratings(
                 block = _parse(list(filter(is_rating, lines)), places, delimiter)
                 assert block is not None
             n_lines += len(lines)
-            blocks.append(block[block["rating"] > above])
+            blocks.append(block[block["rating"] > above] if len(places) == 3 else block)
             on_progress(len(block), file.buffer.tell() / n_bytes)  # type: ignore[attr-defined]
     n_lines -= n_headers
     if len(skipped) > MAX_SKIPPED_SHARE * n_lines:
         counts = f"{len(skipped):,} of {n_lines:,} lines are not ratings, more than 1 %"
         raise UserError(f"{counts}; the first: {skipped[0]}; {ID_CURE}")
+    if not sum(map(len, blocks)):
+        raise UserError(f"{source} has no rating above {above:g}" if len(places) == 3 else f"{source} has no events")
     ratings = np.concatenate(blocks)
-    if not len(ratings):
-        raise UserError(f"{source} has no rating above {above:g}")
     return Ratings(ratings["user"].copy(), ratings["item"].copy(), skipped)
 
 
 def _parse(lines: list[str], places: list[int], delimiter: str) -> np.ndarray | None:
-    """(rows,) RATING. None if a line is not a rating."""
+    """(rows,) RATING, or its first two fields if there are no ratings. None if a line is not a rating."""
+    dtype = np.dtype(RATING[: len(places)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "input contained no data"
+        warnings.simplefilter("error", DeprecationWarning)  # NumPy before 2.4 would take 4.7 for the item 4
         try:
-            block = np.loadtxt(lines, RATING, delimiter=delimiter, usecols=places, comments=None, ndmin=1)
-        except ValueError:
+            block = np.loadtxt(lines, dtype, delimiter=delimiter, usecols=places, comments=None, ndmin=1)
+        except (ValueError, DeprecationWarning):
             return None
-    is_rating = (block["user"] >= 0) & (block["item"] >= 0) & np.isfinite(block["rating"])
+    is_rating = (block["user"] >= 0) & (block["item"] >= 0)
+    if len(places) == 3:
+        is_rating &= np.isfinite(block["rating"])
     return block if is_rating.all() else None
 
 
 def _line_pattern(places: list[int], delimiter: str, n_columns: int) -> re.Pattern[str]:
     """Matches a line of `n_columns` with two whole numbers and a number. Quoted text behind may hold the delimiter."""
-    user, item, rating = places
-    patterns = {user: "[0-9]{1,9}", item: "[0-9]{1,9}", rating: r"[0-9]{1,9}(\.[0-9]+)?"}
+    patterns = dict(zip(places, ["[0-9]{1,9}", "[0-9]{1,9}", r"[0-9]{1,9}(\.[0-9]+)?"], strict=False))
     separator = re.escape(delimiter)
     columns = [patterns.get(place, f"[^{separator}]*") for place in range(max(places) + 1)]
     other = rf'{separator}(?>(?:"[^"]*")+(?={separator}|\s*$)|[^{separator}]*)'
@@ -120,18 +129,22 @@ def _line_pattern(places: list[int], delimiter: str, n_columns: int) -> re.Patte
 
 def _find_columns(source: Path, header: str, columns: Sequence[str]) -> tuple[list[int], str]:
     """The place of each column in the lines of the file, and the character that separates them."""
+    if len(columns) not in (2, 3):
+        raise UserError(f"--columns is {','.join(columns)}; it should be USER,ITEM,RATING or USER,ITEM")
     if line := WITHOUT_HEADER.fullmatch(header):
-        print(f"{source} has no header; its columns are taken for user, item and rating")
-        return ([0, 2, 4], ":") if line[1] == "::" else ([0, 1, 2], "\t")  # between two colons is an empty column
+        meaning = "user, item and rating" if len(columns) == 3 else "user and item"
+        print(f"{source} has no header; its columns are taken for {meaning}")
+        places, delimiter = ([0, 2, 4], ":") if line[1] == "::" else ([0, 1, 2], "\t")  # an empty column between colons
+        return places[: len(columns)], delimiter
     delimiter = max(",;\t", key=header.count)
     names = [name.strip() for name in next(csv.reader([header.lstrip("\ufeff")], delimiter=delimiter), [])]
-    if len(columns) != 3:
-        cure = "it should name three columns: user, item and rating"
-        other = "events without ratings: a sparse matrix, `python convert.py arrays items=matrix.npz`"
-        raise UserError(f"--columns is {','.join(columns)}; {cure} ({other})")
-    if missing := [name for name in columns if name not in names]:
-        found = f"{source} has the columns {', '.join(names) or 'none'}, and not {missing[0]}"
-        raise UserError(f"{found}; --columns names those of user, item and rating")
+    if names and all(re.fullmatch(r"[\d.]+", name) for name in names):
+        raise UserError(
+            f"{source} has no header, but begins with {header.strip()}; write one, such as user,item,rating"
+        )
+    if missing := [name for name in columns if names.count(name) != 1]:
+        found = f"{source} has the columns {', '.join(names) or 'none'}, and not one {missing[0]}"
+        raise UserError(f"{found}; --columns names those of user, item and rating, or of user and item alone")
     return [names.index(name) for name in columns], delimiter
 
 

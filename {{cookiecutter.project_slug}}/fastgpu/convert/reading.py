@@ -126,4 +126,9 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except DAMAGE as error:
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        raise UserError(f"{path} is not {expected}: {text}; fetch it again") from None
+        cure = "fetch it again"
+        if isinstance(error, UnicodeDecodeError):
+            cure = "save it as UTF-8, such as by `iconv -f CP949 -t UTF-8` for Korean text"
+        elif "Object arrays" in text or "Python objects" in text:  # in .npz and .npy files
+            cure = "save it with a dtype of numbers, such as by array.astype('float32')"
+        raise UserError(f"{path} is not {expected}: {text}; {cure}") from None

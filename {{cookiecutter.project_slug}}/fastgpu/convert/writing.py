@@ -150,7 +150,7 @@ def _choose_order(source: Source, seed: int | None) -> BlockSampler:
 
 def _describe_order(source: Source, order: BlockSampler) -> str:
     if not order.shuffle:
-        return "as in the source"
+        return str(source.attributes.get("row_order", "as in the source"))
     text = f"random, seed {order.seed}"
     if order.pools_per_epoch > 1 and source.block_rows.max() > 1:
         pool_rows = order.pool_batches * order.batch_size

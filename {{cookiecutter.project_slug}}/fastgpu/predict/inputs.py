@@ -84,7 +84,9 @@ def open_inputs(
             preprocessing = json.loads(card["attributes"].get("preprocessing", "{}"))
             source = decode_images(source, field.shape[1:], centre_share=preprocessing.get("centre_share"))
         if not _fits(source.fields[name], field):
-            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
+            cure = "; give it those columns, in their order: matrix[:, item_ids], an attribute of the training file"
+            cure = cure if field.n_items and source.fields[name].n_items else ""
+            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}{cure}")
     if id_field and (source.fields[id_field].is_ragged or source.fields[id_field].shape):
         raise UserError(f"--id is {id_field}, {source.fields[id_field]}; it should be one number for each row")
     return Inputs(source)

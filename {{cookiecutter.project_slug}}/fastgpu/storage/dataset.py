@@ -180,7 +180,14 @@ class _SeededDataset(Dataset):
                         f"{', '.join(missing)}; name what they have in data.fields, or in --fields NAME=NAME of repack"
                     )
                 return {name: item[source] for name, source in self._fields.items()}
-            return dict(zip(self._fields, item, strict=True))
+            values = item if isinstance(item, Sequence) else (item,)  # a tensor is one value
+            if len(values) != len(self._fields):
+                raise UserError(
+                    f"data.dataset: the items of {self._name} have {len(values)} values, but {len(self._fields)} names "
+                    f"are given: {', '.join(self._fields)}; name all of them, in their order, in data.fields, or in "
+                    "--fields NAME=NAME of repack"
+                )
+            return dict(zip(self._fields, values, strict=True))
         except Exception as error:
             error.add_note(f"in row {row} of {self._name}")
             raise

@@ -38,6 +38,7 @@ from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
+from fastgpu.telemetry.not_finite import explain_not_finite
 from fastgpu.telemetry.snapshot import copy_to_host
 from fastgpu.telemetry.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.telemetry.tags import machine_names
@@ -129,6 +130,7 @@ class Run:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[bool] | None = None
         self._reported_skips = self.progress.skipped_steps
+        self._reported_consumed = self.progress.consumed
         self._skipped_in_a_row = 0
         self._rewound_step = 0
         self._rewinds_in_a_row = 0
@@ -142,6 +144,7 @@ class Run:
         sources: training and validation rows. card: what the workload says about the model. Raises UserError
         on every rank if the folder cannot be written.
         """
+        self._source = sources[0]
         self._config["data.echo"] = self.progress.echo
         self._damaged = DamagedRows(sources, self._world)
         with self._world.raise_on_every_rank():
@@ -204,10 +207,12 @@ class Run:
         self._skipped_in_a_row = self._skipped_in_a_row + n_skipped if is_skipped else 0
         cure = f"lower optim.lr ({self._config['optim.lr']}) or optim.clip_grad_norm"
         if self._skipped_in_a_row >= MAX_SKIPPED:
-            raise UserError(f"the last {self._skipped_in_a_row} steps until step {step} were skipped; {cure}")
+            what = f"the last {self._skipped_in_a_row} steps until step {step} were skipped"
+            raise UserError(f"{what}{self._explain_not_finite()}; {cure}")
         if not is_skipped and not isfinite(loss):
             self._rewind(f"the loss is {loss} at step {step}", cure)
             return
+        self._reported_consumed = self.progress.consumed
         throughput = self.clock.take(self._world.all_reduce_max)
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
@@ -299,7 +304,12 @@ class Run:
         mean_loss, n_steps = self._epoch_losses
         shown = {self._epoch_loss_name: mean_loss, **metrics} if n_steps else metrics
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
+        at = self.progress
+        if at.score is not None and at.score == at.best and at.epochs_without_gain:
+            first = at.epoch - at.epochs_without_gain
+            text += f"; {self._metric} equals that of epoch {first}, whose checkpoint stays the best one"
         self._log.progress(fresh_rows, text, important=True)
+        self._reported_consumed = 0
         self.epoch_throughput = Throughput()
         self._epoch_losses = (0.0, 0)
         self._epoch_loss_name = "train/loss"
@@ -365,6 +375,7 @@ class Run:
         what: what is not finite, on all ranks alike. Raises UserError for another policy, without an intact
         checkpoint, or after too many rewinds.
         """
+        what += self._explain_not_finite()
         if self._on_nan != "rewind":
             raise UserError(f"{what}; {cure}")
         if self._rewinds_in_a_row == MAX_REWINDS:
@@ -385,8 +396,14 @@ class Run:
         progress.rewinds += 1
         self._rewinds_in_a_row += 1
         self._rewound_step = progress.step
+        self._reported_consumed = progress.consumed
         self._losses.clear()
         self.clock.restart()
+
+    def _explain_not_finite(self) -> str:
+        """What is not finite in the rows since the last report; empty if all is. Every rank calls this together."""
+        consumed = range(self._reported_consumed, self.progress.consumed)
+        return explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
 
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
         """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use.

@@ -244,6 +244,22 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(folder, monkeypatch
         train("train.on_nan=rewind")
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip_step", "rewind"])
+def test_rows_that_are_not_finite_are_named(folder, capsys, policy):
+    """Not the learning rate is wrong then."""
+    with h5py.File(folder / "rows.h5", "a") as file:
+        bad = [350] if policy == "stop" else range(700) if policy == "skip_step" else [0, 350]
+        file["train/x"][bad, 2] = torch.inf
+    row = r"x of rows.h5::/train has NaN or infinity in \d+ of \d+ rows around this step, such as row \d+"
+    messages = {
+        "stop": "the loss is nan at step",
+        "skip_step": "the last 20 steps",
+        "rewind": "the loss is nan at step",
+    }
+    with pytest.raises(UserError, match=f"{messages[policy]}.*; {row}: .*; lower optim.lr"):
+        train(f"train.on_nan={policy}", "train.epochs=1")
+
+
 def test_rewinds_without_progress_end(folder, monkeypatch):
     poison(monkeypatch, *range(22, 100))
     message = "the loss is nan at step 37, after 3 rewinds without a new checkpoint; lower optim.lr"
@@ -259,5 +275,6 @@ def test_two_ranks_go_back_together(folder):
         file["train/x"][350] = torch.nan  # in one batch of an epoch, on one rank
     done = run_train("train.epochs=2", "train.on_nan=rewind", *options, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert "x of rows.h5::/train has NaN or infinity in 1 of " in done.stdout  # one rank has found it
     assert_finite(folder / "runs/a")
     assert state_of(folder / "runs/a")["rewinds"] == 1

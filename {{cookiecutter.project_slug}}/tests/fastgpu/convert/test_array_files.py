@@ -30,7 +30,11 @@ def test_arrays_to_a_file(tmp_path, convert):
         (["a=y.npz"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
         (["a=none.npy"], "none.npy does not exist"),
         (["a=text.npy"], "text.npy is not a file of NumPy arrays"),
-        (["a=objects.npy"], "objects.npy is not a file of NumPy arrays"),
+        (
+            ["a=objects.npy"],
+            r"objects.npy is not a file of NumPy arrays.*; save it with a dtype of numbers, such as by",
+        ),
+        (["objects.npz"], r"objects.npz is not a file of NumPy arrays.*; save it with a dtype of numbers, such as by"),
         (["a=words.npy"], "a is <U1"),
         (["a=x.npy", "b=short.npy"], "unequal length"),
         (["a=empty.npy"], "no rows"),
@@ -46,6 +50,7 @@ def test_what_is_no_array_of_rows_is_refused(tmp_path, monkeypatch, sources, mes
     np.save("words.npy", np.array(["a"]))
     np.save("objects.npy", np.array([{}]))
     np.savez("y.npz", labels=np.zeros(4))
+    np.savez("objects.npz", a=np.array([{}]))
     (tmp_path / "text.npy").write_text("text")
     with pytest.raises(UserError, match=message):
         open_arrays(sources)

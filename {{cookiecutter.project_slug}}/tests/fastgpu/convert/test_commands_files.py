@@ -68,6 +68,16 @@ def test_repack_keeps_the_order_the_attributes_and_the_names_that_are_asked_for(
         assert file["images"].compression == "gzip"
 
 
+def test_rows_that_keep_a_random_order_are_said_to_have_it(write, tmp_path, convert):
+    """Not "as in the source", which the file calls the original one."""
+    convert("repack", write(100), "shuffled.h5", "--seed", "3")
+    result = convert("repack", "shuffled.h5", "kept.h5", "--keep-order")
+    assert "100 rows, order random, seed 3, in kept.h5" in result.stdout
+    with h5py.File(tmp_path / "shuffled.h5") as shuffled, h5py.File(tmp_path / "kept.h5") as kept:
+        assert numbers_of(kept["images"][:]) == numbers_of(shuffled["images"][:])
+        assert attributes_of(kept, "")["row_order"] == attributes_of(shuffled, "")["row_order"] == "random, seed 3"
+
+
 def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path, convert):
     target = tmp_path / "new.h5"
     result = convert("repack", write_ragged(300), target, "--compression", "gzip")

@@ -51,6 +51,16 @@ def test_files_become_rows_byte_for_byte(convert, photos, tmp_path):
     assert "images of any size" in convert("info", "x-train-00000-of-00002.h5").stdout
 
 
+def test_what_decoding_changes_is_told(convert, photos):
+    """The files are kept as they are, but training sees 8 bits of 16."""
+    for number in range(2):
+        Image.fromarray(np.full((30, 60), 40_000, np.uint16)).save(photos / f"a/deep-{number}.png")
+    done = convert("images", "photos", "x.h5", "--keep-encoded")
+    (line,) = [line for line in done.stdout.splitlines() if "changed" in line]
+    assert line.startswith("  changed  16 bits to 8 (")
+    assert line.endswith(", when it is decoded: 2 of 42 images")
+
+
 def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):
     convert("images", "photos", "x.h5", "--keep-encoded")
     convert("images", "photos", "y.h5", "--size", "30x60")
@@ -143,6 +153,19 @@ def test_encoded_rows_are_repacked_byte_for_byte_or_made_smaller(convert, photos
     source = DecodedImages(open_store("x", str(tmp_path / "z.h5"), FIELDS), (20, 20))
     assert read_rows(source)["images"].shape == (40, 3, 20, 20)
     assert images[0].decode(Box(0, 0, 20, 20), (20, 20)).shape == (3, 20, 20)
+
+
+def test_images_do_not_become_smaller_than_their_masks(convert, tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = np.zeros((40, 3, 48, 48), np.uint8)
+        file["masks"] = np.zeros((40, 48, 48), np.uint8)
+    assert convert("repack", "x.h5", "y.h5", "--quality", "90").returncode == 0
+    for options in (["--size", "24"], ["--size", "24", "--quality", "90"]):
+        done = convert("repack", "y.h5", "z.h5", *options)
+        assert done.stderr.startswith(
+            "error: --size would make the images of y.h5 smaller, and not masks, uint8 (N, 48"
+        )
+        assert not (tmp_path / "z.h5").exists()
 
 
 def test_repack_leaves_out_damaged_images_if_asked(convert, photos, tmp_path):

@@ -86,7 +86,9 @@ def test_columns_may_be_separated_by_other_characters(tmp_path, separator):
 def test_ids_of_text_are_refused_with_the_cure(tmp_path):
     (tmp_path / "x.csv").write_text("who,what,stars\nann,a7,5\n")
     for on_error in ("stop", "skip"):
-        with pytest.raises(UserError, match=r"x.csv:2: 'ann,a7,5' .*whole numbers below 10\^9: pandas.factorize makes"):
+        with pytest.raises(
+            UserError, match=r"x.csv:2: 'ann,a7,5' .*whole numbers from 0 below 2\^31: pandas.factorize makes"
+        ):
             read_ratings(tmp_path / "x.csv", columns=["who", "what", "stars"], on_error=on_error)
 
 
@@ -176,8 +178,10 @@ def _text(text: str | bytes):
         (_bomb, "this is not MovieLens"),
         (_cut, "cut.zip is not .* a whole zip archive"),
         (_empty_zip, "has 0 files ratings.csv"),
-        (_text(""), "has the columns none, and not userId; --columns names those of user, item and rating"),
-        (_text("user,item,rating\n1,2,5\n"), "has the columns user, item, rating, and not userId"),
+        (_text(""), "has the columns none, and not one userId; --columns names those of user, item and rating, or of"),
+        (_text("user,item,rating\n1,2,5\n"), "has the columns user, item, rating, and not one userId"),
+        (_text("1,2,5\n3,4,5\n"), "x.csv has no header, but begins with 1,2,5; write one, such as user,item,rating"),
+        (_text("userId,movieId,rating,userId\n"), "has the columns .*, and not one userId"),
         (_text(HEADER + "\n"), "has no rating above 3.5"),
         (_text(HEADER + "\n1,2,3.0,4\n"), "has no rating above 3.5"),
         (_text(b"\xff\xfe\x00userId"), "is not ratings.csv, .*codec can't decode"),
@@ -213,7 +217,46 @@ def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert)
         assert {field.n_items for field in store.fields.values()} == {train.fields["items"].n_items}
 
 
-def test_columns_that_are_not_three_are_one_line(tmp_path):
+@pytest.mark.parametrize("line", ["1,2,4e0,4", "1,2,-1,4", "1,2,+.5,4", " 1 , 2 ,5.,4", "1500000000,2,5,4", "01,2,5,4"])
+def test_a_line_counts_whatever_the_others_are(tmp_path, line):
+    """Beside a broken line, lines are judged one by one."""
+    path = write(tmp_path / "ratings.csv", extra={42: line})
+    alone = read_ratings(path, above=-2)
+    write(path, extra={42: line, 50: "x"})
+    found = read_ratings(path, above=-2, on_error="skip")
+    assert [each.split(": ")[0] for each in found.skipped] == [f"{path}:50"]
+    assert found.users.tolist() == np.delete(alone.users, 48).tolist()
+    assert found.items.tolist() == np.delete(alone.items, 48).tolist()
+
+
+@pytest.mark.parametrize("line", ["4e0,2,5,4", "4.0,2,5,4", "1,2,1e60,4", "-1,2,5,4", "1,2,0x4,4", '1,2,"4e0,5",4'])
+def test_a_line_is_broken_whatever_the_others_are(tmp_path, line):
+    path = write(tmp_path / "ratings.csv", extra={42: line})
+    with pytest.raises(UserError, match="ratings.csv:42: "):
+        read_ratings(path)
+
+
+def test_events_without_ratings_all_count(tmp_path, convert):
+    lines = [f"{user},{item}" for user in range(30) for item in range(user % 3, 12)]
+    (tmp_path / "x.csv").write_text("\n".join(["who,what", *lines]))
+    found = read_ratings(tmp_path / "x.csv", columns=["who", "what"])
+    assert [f"{user},{item}" for user, item in zip(found.users, found.items, strict=True)] == lines
+    (tmp_path / "u.data").write_text("1\t2\t1\t881250949\n1\t3\t5\t881250949\n")
+    assert read_ratings(tmp_path / "u.data", columns=["who", "what"]).items.tolist() == [2, 3]
+    done = convert("movielens", "x.csv", "x.h5", "--columns", "who,what", "--held-out", "5")
+    assert done.returncode == 0, done.stderr
+    assert f"{len(lines)} events, each of which counts" in done.stdout
+    done = convert("movielens", "x.csv", "y.h5", "--columns", "who,what", "--above", "3")
+    assert "--above is 3, but --columns, who,what, names no ratings; drop it" in done.stderr
+    (tmp_path / "x.csv").write_text("who,what\n1,2\n1,a\n")
+    with pytest.raises(UserError, match="x.csv:3: '1,a' is not who,what; --on-error skip"):
+        read_ratings(tmp_path / "x.csv", columns=["who", "what"])
+    (tmp_path / "x.csv").write_text("who,what\n")
+    with pytest.raises(UserError, match="x.csv has no events"):
+        read_ratings(tmp_path / "x.csv", columns=["who", "what"])
+
+
+def test_columns_that_are_not_two_or_three_are_one_line(tmp_path):
     (tmp_path / "x.csv").write_text("user,item\n1,2\n")
-    with pytest.raises(UserError, match="--columns is user,item; it should name three columns: .*items=matrix.npz"):
-        read_ratings(tmp_path / "x.csv", columns=["user", "item"])
+    with pytest.raises(UserError, match="--columns is user; it should be USER,ITEM,RATING or USER,ITEM"):
+        read_ratings(tmp_path / "x.csv", columns=["user"])

@@ -57,6 +57,14 @@ def test_rows_that_lose_text_or_swallow_lines_are_refused_with_the_line_where_th
         read_table(tmp_path / "x.csv", ["path", "label"], None)
 
 
+def test_text_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path):
+    (tmp_path / "x.csv").write_text("path,label\n사진.png,고양이\n", encoding="cp949")
+    with pytest.raises(
+        UserError, match=r"x.csv is not a CSV file of UTF-8 text: 'utf-8' .*; save it as UTF-8, such as"
+    ):
+        read_table(tmp_path / "x.csv", ["path", "label"], None)
+
+
 def test_line_breaks_in_columns_that_are_not_used_are_warned_of(tmp_path, capsys):
     path = tmp_path / "x.csv"
     path.write_text('path,label,note\na,1,x\n\nb,2,"24 inch\nc,3,y\nd,4,12 inch"\ne,5,"say ""hi"""\nf,6,"1\n2"\n')

@@ -67,6 +67,13 @@ class Numbered(Dataset):
         return self.images[row], row % 4
 
 
+class Single(Numbered):
+    """Items that are one tensor alone, (1, 8, 8)."""
+
+    def __getitem__(self, row: int):
+        return torch.from_numpy(self.images[row])
+
+
 class Endless(IterableDataset):
     def __init__(self, path):
         pass
@@ -534,3 +541,18 @@ def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(tmp_path):
     assert re.fullmatch(line, second.stderr), first.stderr + second.stderr
     assert first.stderr.count("\n") == 1
     assert first.stderr.startswith("error: rank 0 lost the others: rank 1")
+
+
+def test_items_of_another_number_of_values_than_are_named_are_one_line():
+    for fields in ({"images": "images"}, {**FIELDS, "weights": "weights"}):
+        message = f"have 2 values, but {len(fields)} names are given: {', '.join(fields)}; name all of them"
+        with pytest.raises(UserError, match=message):
+            DatasetSource("x", Numbered(), fields, Loader())
+
+
+def test_an_item_that_is_a_tensor_is_one_value():
+    """Its first axis are no fields."""
+    source = DatasetSource("x", Single(), {"images": "images"}, Loader())
+    assert source.fields["images"].shape == (1, 8, 8)
+    with pytest.raises(UserError, match="have 1 values, but 2 names are given"):
+        DatasetSource("x", Single(), FIELDS, Loader())

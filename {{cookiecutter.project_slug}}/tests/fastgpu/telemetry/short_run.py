@@ -32,7 +32,7 @@ CONFIG = Config.model_validate(
     }
 ).flat()
 """{dotted key: value}"""
-SOURCE = Arrays("made up", {"x": np.zeros((BATCH_SIZE, 4), np.uint8)})
+SOURCE = Arrays("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
 DESCRIPTION = describe_model(CONFIG, (SOURCE, SOURCE), CARD, DIRECTIONS)
 
 

@@ -231,6 +231,17 @@ def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, mod
         assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
 
 
+def test_values_that_equal_the_best_one_are_told(tmp_path, model, capsys):
+    """The checkpoint of the first of them stays the best, as in timm and Keras."""
+    with started_run(tmp_path, model) as run:
+        for score in (1.0, 2.0, 2.0, 1.0, 2.0, nan):
+            train_epoch(run, model, score=score)
+    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"epoch \d/2 ", line)]
+    text = "; val/score equals that of epoch 2, whose checkpoint stays the best one"
+    assert [text in line for line in lines] == [False, False, True, False, True, False]
+
+
 def test_any_metric_may_decide_which_checkpoint_is_the_best(tmp_path, model):
     with started_run(tmp_path, model, best_metric="loss") as run:
         for number, loss in enumerate((0.5, 0.3, 0.4)):
