@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
+from fastgpu.process.config import nested
 from fastgpu.process.launch import UserError, read_environment, warn
 from fastgpu.process.lock import FolderLock
 from fastgpu.process.signals import Requests
@@ -242,7 +243,6 @@ class Run:
         """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
-            self._prepare_to_save()
             self._save(model)
 
     def is_asked_to_stop(self, model: nn.Module) -> bool:
@@ -258,7 +258,6 @@ class Run:
         request = int(self._world.all_reduce_max(own_request))
         self._stop_signal = request // 2
         if request:
-            self._prepare_to_save()
             self._save(model)
         return self._stop_signal > 0
 
@@ -298,7 +297,6 @@ class Run:
         """
         self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
-        self._prepare_to_save()
         self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
@@ -362,23 +360,6 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _prepare_to_save(self) -> None:
-        """Make the buffers of all ranks equal. Raises UserError on every rank if there is nothing worth saving.
-
-        If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
-        """
-        self._damaged.tell(self.folder)
-        self._count_skipped()
-        for part in self._state.values():
-            if isinstance(part, nn.Module):
-                average_buffers(part, self._world)
-        if not _is_finite(self._state):
-            self._rewind(
-                f"weights or the state of the optimizer are not finite at step {self.progress.step}",
-                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
-                "last checkpoint",
-            )
-
     def _count_skipped(self) -> int:
         """Number of steps that were skipped since the last report. The host waits for the device."""
         n_skipped = 0
@@ -420,7 +401,22 @@ class Run:
         self.clock.restart()
 
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
-        """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use."""
+        """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use.
+
+        The buffers of all ranks are made equal before. If train.on_nan is rewind, the state may be that of the last
+        checkpoint afterwards. Raises UserError on every rank if there is nothing worth saving.
+        """
+        self._damaged.tell(self.folder)
+        self._count_skipped()
+        for part in self._state.values():
+            if isinstance(part, nn.Module):
+                average_buffers(part, self._world)
+        if not _is_finite(self._state):
+            self._rewind(
+                f"weights or the state of the optimizer are not finite at step {self.progress.step}",
+                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
+                "last checkpoint",
+            )
         if self.progress.step > self._rewound_step:
             self._rewinds_in_a_row = 0
         self._saved_step = self.progress.step
@@ -533,12 +529,7 @@ def _git(*arguments: str) -> str | None:
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a valid --config file. config: {dotted key: value}."""
-    tree: dict[str, Any] = {}
-    for key, value in config.items():
-        section, _, name = key.rpartition(".")
-        branch = tree.setdefault(section, {}) if section else tree
-        branch[name] = value
-    _write(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    _write(path, yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True))
 
 
 def _write(path: Path, text: str) -> None:
