@@ -34,16 +34,7 @@ from fastgpu.telemetry.monitor import Monitor, machine_counters
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu"))
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu/diagnose"))
 from harness import in_world, numbered
-from simulated import (
-    BLOCK_ROWS,
-    N_ROWS,
-    PLANTED,
-    Planted,
-    Times,
-    measure_simulated,
-    measure_slow_second_rank,
-    speed,
-)
+from simulated import BLOCK_ROWS, N_ROWS, PLANTED, Planted, Times, measure_simulated, measure_slow_second_rank, speed
 
 ROUNDS = 3
 LOADS = (0.5, 0.7, 0.9, 1.1, 1.3, 2, 4)

@@ -323,11 +323,7 @@ def main() -> None:
         for batch_size in (256, 1024):
             results += qualities(data, batch_size)
             print(f"{data.name}, batch size {batch_size}: done", file=sys.stderr, flush=True)
-    raw = {
-        "qualities": [quality._asdict() for quality in results],
-        "blocks": ours._asdict(),
-        "torch": torchs._asdict(),
-    }
+    raw = {"qualities": [quality._asdict() for quality in results], "blocks": ours._asdict(), "torch": torchs._asdict()}
     tables = [targets_table(results, ours), quality_table(results), scale_table(ours, torchs)]
     publish.write("order", tables, raw, "python bench/order.py", folder=args.out)
 

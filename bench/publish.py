@@ -15,10 +15,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+import h5py
+import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -68,8 +71,8 @@ def machine() -> dict[str, str]:
         "gpu": _gpu(),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "numpy", "h5py")},
-        "hdf5": _hdf5_version(),
+        **{name: version(name) for name in ("torch", "numpy", "h5py")},
+        "hdf5": h5py.version.hdf5_version,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "commit": _commit(),
     }
@@ -152,30 +155,11 @@ def _cpu_model() -> str:
 
 
 def _gpu() -> str:
-    try:
-        import torch
-    except ImportError:  # the environment of a peer may lack it
-        return "none"
     count = torch.cuda.device_count()
     if not count:
         return "none"
     name = torch.cuda.get_device_name(0)
     return name if count == 1 else f"{count}x {name}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _hdf5_version() -> str:
-    try:
-        import h5py
-    except ImportError:
-        return "not installed"
-    return h5py.version.hdf5_version
 
 
 def _commit() -> str:

@@ -283,17 +283,9 @@ def tables(measured: Measured, matrix: sparse.csr_matrix, size: Size) -> list[pu
     dense_step = measured.step_ms["dense rows by toarray, float32"]
     disk_step = measured.step_ms["ours, disk tier"]
     targets = [
-        [
-            "500 users, feed: toarray float32 / disk tier, warm",
-            spread(ratios(toarray_f32, disk), ".0f", "x"),
-            "20x",
-        ],
+        ["500 users, feed: toarray float32 / disk tier, warm", spread(ratios(toarray_f32, disk), ".0f", "x"), "20x"],
         ["500 users, feed: disk tier, warm", spread(disk, ".2f", " ms"), "<= 1 ms"],
-        [
-            "Mult-VAE, whole step on a CPU: dense / disk tier",
-            spread(ratios(dense_step, disk_step), ".2f", "x"),
-            "1.8x",
-        ],
+        ["Mult-VAE, whole step on a CPU: dense / disk tier", spread(ratios(dense_step, disk_step), ".2f", "x"), "1.8x"],
     ]
     feed_rows = [
         [name, spread(times_ms, ".2f"), f"{measured.batch_bytes[name]:,}"]

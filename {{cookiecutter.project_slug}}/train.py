@@ -192,11 +192,12 @@ def train(cfg: Config, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     parts = build(cfg, world)
     feed, workload = parts.feed, parts.workload
+    sources = parts.source, parts.val_source
     epoch_rows = feed.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
     config = parts.config.flat()
     card = workload.card()
-    description = describe_model(config, (parts.source, parts.val_source), card, workload.metrics)
+    description = describe_model(config, sources, card, workload.metrics)
     with (
         closing(feed),
         closing(parts.val_feed),
@@ -205,14 +206,14 @@ def train(cfg: Config, world: World) -> int:
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
         if not cfg.train.epochs:
             metrics = validate(parts, parts.val_feed.pools(at.epoch), world)
-            DamagedRows((parts.source, parts.val_source), world).tell()
+            DamagedRows(sources, world).tell()
             world.print_once(describe_validation(run.folder, at.step, metrics))
             return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
-        run.start((parts.source, parts.val_source), card)
+        run.start(sources, card)
 
         batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order

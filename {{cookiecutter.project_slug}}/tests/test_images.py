@@ -321,12 +321,10 @@ def test_classes_come_from_their_number_if_they_have_no_names(write):
 def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(tmp_path, labels):
     store = open_rows(tmp_path, numbered(12, (3, 8, 8)), labels)
     workload = make_workload(store)
-
-    def column(name: str) -> np.ndarray:
-        raise KeyError(name)
-
     attributes = store.attributes | workload.card()
-    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=column)
+    described = SimpleNamespace(
+        name="model.json", fields=store.fields, attributes=attributes, in_memory=lambda name: None
+    )
     again = make_workload(described).model()
     again.load_state_dict(workload.model().state_dict())
     assert workload.summary.startswith(make_workload(described).summary)

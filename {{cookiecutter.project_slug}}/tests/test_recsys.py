@@ -12,17 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from harness import (
-    ALONE,
-    CPU,
-    check_workload,
-    convert,
-    metrics_of,
-    needs_gpu,
-    no_host_sync,
-    run_train,
-    same_weights,
-)
+from harness import ALONE, CPU, check_workload, convert, metrics_of, needs_gpu, no_host_sync, run_train, same_weights
 from torch import Tensor, nn
 
 import train as script
@@ -398,11 +388,7 @@ def test_every_tier_trains_the_same(users_folder):
 def test_two_ranks_train(users_folder):
     done = run_train("run.name=ranks", "data.echo=1.5", ranks=2, cwd=users_folder)
     assert done.returncode == 0, done.stderr
-    assert set(last_scores(users_folder / "runs/ranks")) == {
-        "val/ndcg_at_100",
-        "val/recall_at_20",
-        "val/recall_at_50",
-    }
+    assert set(last_scores(users_folder / "runs/ranks")) == {"val/ndcg_at_100", "val/recall_at_20", "val/recall_at_50"}
 
 
 def test_a_run_that_was_stopped_is_resumed_to_the_same_weights(users_folder):

@@ -140,11 +140,7 @@ def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(tmp_
     store = open_store("data.train", write_rows(tmp_path / "x.h5", *draw_shapes(10), n_classes=None), FIELDS)
     workload = make_workload(store)  # masks that are in memory tell the number of classes
     assert workload.n_classes == N_CLASSES
-
-    def column(name: str) -> np.ndarray:
-        raise KeyError(name)
-
-    described = SimpleNamespace(name="x", fields=store.fields, attributes=workload.card(), column=column)
+    described = SimpleNamespace(name="x", fields=store.fields, attributes=workload.card(), in_memory=lambda name: None)
     make_workload(described).model().load_state_dict(workload.model().state_dict())
     described.attributes = {}
     with pytest.raises(UserError, match="the number of classes is unknown; give the file the attribute n_classes"):

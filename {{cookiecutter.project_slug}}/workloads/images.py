@@ -104,7 +104,7 @@ class Workload(workloads.Workload):
         else:
             for source in (train, val):
                 check_range(source, "labels", 1 if self.has_attributes else self.n_outputs - 1)
-        self._label_summary = self._describe_labels(in_memory(train, "labels"))
+        self._label_summary = self._describe_labels(train.in_memory("labels"))
         self._check_options(train)
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
@@ -292,7 +292,7 @@ def count_classes(source: Source, name: str, ignored: int = -1) -> int:
     n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
     if n_classes:
         return int(n_classes)
-    labels = in_memory(source, name)
+    labels = source.in_memory(name)
     if labels is None:
         raise UserError(
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
@@ -315,7 +315,7 @@ def describe_classes(labels: np.ndarray | None, n_classes: int) -> str:
 
 def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`, other than `ignored`."""
-    labels = in_memory(source, name)
+    labels = source.in_memory(name)
     if labels is None or (labels.min() >= 0 and labels.max() <= highest):
         return
     is_wrong = (labels < 0) | ((labels > highest) & (labels != ignored))
@@ -326,14 +326,6 @@ def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> N
             f"{source.name}: {name} are {values} in {n_rows:,} of {len(labels):,} rows; allowed are 0 to {highest}, as "
             "in the training rows; leave such rows out, or number the values from 0 on"
         )
-
-
-def in_memory(source: Source, name: str) -> np.ndarray | None:
-    """A field of all rows, (rows, *shape). None if the source does not keep it in memory."""
-    try:
-        return source.column(name)
-    except KeyError:
-        return None
 
 
 def _check_label_type(name: str, labels: Field) -> None:
@@ -349,7 +341,7 @@ def _check_label_type(name: str, labels: Field) -> None:
 def _check_numbers(train: Source, val: Source) -> None:
     """Check the numbers of a regression, if they are in memory."""
     for source in (val, train):
-        labels = in_memory(source, "labels")
+        labels = source.in_memory("labels")
         if labels is not None and not np.isfinite(labels).all():
             rows = np.unique(np.argwhere(~np.isfinite(labels))[:, 0])
             raise UserError(

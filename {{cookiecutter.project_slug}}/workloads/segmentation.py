@@ -56,7 +56,7 @@ class Workload(workloads.Workload):
             raise UserError(f"{train.name}: masks have one class, because 255 is ignored; write foreground as 1")
         for source in (train, val):
             images.check_range(source, "masks", self.n_classes - 1, IGNORED_CLASS)
-        self._mask_summary = images.describe_classes(images.in_memory(train, "masks"), self.n_classes)
+        self._mask_summary = images.describe_classes(train.in_memory("masks"), self.n_classes)
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
     @property

@@ -25,7 +25,7 @@ DISK_THREADS = 4
 MIN_SCALE = 0.08
 
 
-class Store(NamedTuple):
+class Way(NamedTuple):
     """One way to keep the rows."""
 
     name: str
@@ -56,21 +56,21 @@ def advise(path: str, source: Source, size: int, rows_per_s: float) -> Iterator[
     side = size * 8 // 7
     repack = f"repack {path} NEW.h5"
 
-    def encoded(name: str, files: Sequence[bytes], command: str) -> Store:
+    def encoded(name: str, files: Sequence[bytes], command: str) -> Way:
         row_bytes, decoding_s = measure(files, (size, size), MIN_SCALE)
-        return Store(name, row_bytes, available_cpus() / decoding_s, command)
+        return Way(name, row_bytes, available_cpus() / decoding_s, command)
 
     pixels = f"pixels, {size} x {size}"
     if is_encoded:
         small = [keep(data, Kept(side)) for data in files]
         stores = [
-            Store(pixels, 3.0 * size * size, np.inf, f"{repack} --size {size}"),
+            Way(pixels, 3.0 * size * size, np.inf, f"{repack} --size {size}"),
             encoded("encoded, as they are", files, ""),
             encoded(f"encoded, shorter side {side}", small, f"{repack} --size {side} --quality 92"),
         ]
     else:
         row_bytes = float(source.fields[name].row_bytes)
-        stores = [Store(pixels, row_bytes, np.inf, ""), encoded("encoded, same size", files, f"{repack} --quality 92")]
+        stores = [Way(pixels, row_bytes, np.inf, ""), encoded("encoded, same size", files, f"{repack} --quality 92")]
     yield (
         f"{path}: {len(source):,} rows; this disk reads {disk / 1e9:.2f} GB/s, {available_cpus()} CPUs decode, "
         f"{free_host_bytes() / 1e9:.0f} GB of memory are free; needed: {rows_per_s:,.0f} rows/s"

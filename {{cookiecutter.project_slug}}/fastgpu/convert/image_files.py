@@ -19,6 +19,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.decoded import read_block
 from fastgpu.storage.encoded import Kept, keep, to_jpeg
 from fastgpu.storage.images import (
     IGNORED_CLASS,
@@ -363,15 +364,10 @@ class RecodedRows(DecodedRows):
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """One row. Thread-safe. Raises BrokenRowError if its image cannot be decoded."""
         block = int(np.searchsorted(self._block_start, row, "right")) - 1
-        out: dict[str, Any] = {}
-        for name, field in self._source.fields.items():
-            if field.is_ragged:
-                offsets = np.array([0, self._source.lengths[name][row]])
-                out[name] = RaggedArray(np.empty(offsets[1], field.dtype), offsets)
-            else:
-                out[name] = np.empty((1, *field.shape), field.dtype)
-        self._source.read([BlockRead(block, row - int(self._block_start[block]), np.array([0]))], out)
-        values = {name: column.values if isinstance(column, RaggedArray) else column[0] for name, column in out.items()}
+        read = BlockRead(block, row - int(self._block_start[block]), np.array([0]))
+        values = {}
+        for name, column in read_block(self._source, read, np.array([row])).items():
+            values[name] = column.values.copy() if isinstance(column, RaggedArray) else column[0]
         with explain_broken(f"{self.name}: row {row:,}"):
             for name, field in self._source.fields.items():
                 if field.codec:

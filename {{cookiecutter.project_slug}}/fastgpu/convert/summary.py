@@ -55,11 +55,8 @@ def _format_size(size: list[int]) -> str:
 
 def _labels_of(source: Source) -> np.ndarray:
     """The labels, or an empty array if there are none in memory."""
-    field = source.fields.get("labels")
-    try:
-        return np.empty(0) if field is None or len(field.shape) > 1 else np.asarray(source.column("labels")[:])
-    except KeyError:
-        return np.empty(0)
+    labels = source.in_memory("labels")
+    return np.empty(0) if labels is None or len(labels.shape) > 2 else np.asarray(labels[:])
 
 
 def _describe_labels(labels: Mapping[str, np.ndarray], source: Source) -> Iterator[str]:

@@ -18,7 +18,7 @@ from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, 
 from fastgpu.feed.echo import max_echo
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
 from fastgpu.feed.tiers import Placement, make_order
-from fastgpu.process.config import Config, Tier
+from fastgpu.process.config import Config, Tier, nested
 from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.world import World
@@ -33,15 +33,6 @@ POOL_S = 0.1
 TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
 FASTER = (Setting("train.compile", True), Setting("train.precision", "bf16"), Setting("train.channels_last", True))
 """Settings that may make a step faster on a GPU."""
-
-
-def as_sections(overrides: Overrides) -> dict[str, dict[str, object]]:
-    """{section: {key: value}}, as in config.yaml."""
-    sections: dict[str, dict[str, object]] = {}
-    for key, value in overrides.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return sections
 
 
 class Bench:
@@ -107,7 +98,7 @@ class Bench:
         overrides = {setting.key: setting.value}
         if cause == "AUGMENT":
             self.show(f"trying {setting}")
-            config = self.parts.config.resolved(**as_sections(overrides))
+            config = self.parts.config.resolved(**nested(overrides))
             workload_class = workloads.load(config.workload)
             options = read_options(config, workload_class.Options)
             workload = workload_class(options, self.parts.source, self.parts.val_source)
@@ -208,7 +199,7 @@ class Bench:
 
         Raises UserError on every rank if the settings are not possible on one.
         """
-        config = self.parts.config.resolved(**as_sections(overrides))
+        config = self.parts.config.resolved(**nested(overrides))
         loader = config.loader
         n_ranks = self.world.local_world_size
         with self.world.raise_on_every_rank():

@@ -21,7 +21,7 @@ MAX_SHOWN = 8
 CURE = "start with torchrun --numa-binding=node (launch/node.sh does; it needs the program numactl)"
 
 
-class Placement(NamedTuple):
+class Location(NamedTuple):
     """Where a rank is. All are numbers, which ranks can exchange as a tensor; NaN: not known."""
 
     node: float
@@ -32,7 +32,7 @@ class Placement(NamedTuple):
     """Share of a pinned buffer that is on other nodes."""
 
 
-UNKNOWN = Placement(math.nan, math.nan, math.nan)
+UNKNOWN = Location(math.nan, math.nan, math.nan)
 
 
 def find_misplaced(world: World) -> list[Finding]:
@@ -43,22 +43,22 @@ def find_misplaced(world: World) -> list[Finding]:
         buffer = torch.ones(PROBE_BYTES, dtype=torch.uint8).pin_memory()
         own = locate(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", buffer.data_ptr())
     columns = [world.all_gather(value) for value in own]
-    texts = [describe(rank, Placement(*values)) for rank, values in enumerate(zip(*columns, strict=True))]
+    texts = [describe(rank, Location(*values)) for rank, values in enumerate(zip(*columns, strict=True))]
     misplaced = [text for text in texts if text]
     if len(misplaced) > MAX_SHOWN:
         misplaced[MAX_SHOWN:] = [f"{len(misplaced) - MAX_SHOWN} more ranks"]
     return [Finding("NUMA", text, CURE) for text in misplaced]
 
 
-def describe(rank: int, placement: Placement) -> str:
+def describe(rank: int, location: Location) -> str:
     """Empty if nothing is known to be on another node."""
-    shares = {"CPUs": placement.cpus_pct, "pinned memory": placement.memory_pct}
+    shares = {"CPUs": location.cpus_pct, "pinned memory": location.memory_pct}
     parts = [f"{pct:.0f} % of its {what}" for what, pct in shares.items() if pct > 0]  # NaN is not
-    where = f"rank {rank} has its GPU on node {placement.node:.0f} and"
+    where = f"rank {rank} has its GPU on node {location.node:.0f} and"
     return f"{where} {' and '.join(parts)} on another" if parts else ""
 
 
-def locate(bus_id: str, address: int, root: Path = Path("/")) -> Placement:
+def locate(bus_id: str, address: int, root: Path = Path("/")) -> Location:
     """Where this process is. bus_id: of its GPU, as in /sys/bus/pci/devices. address: of a pinned buffer."""
     try:
         node = int((root / "sys/bus/pci/devices" / bus_id / "numa_node").read_text())  # -1: not known
@@ -69,7 +69,7 @@ def locate(bus_id: str, address: int, root: Path = Path("/")) -> Placement:
     cpus = os.sched_getaffinity(0)
     elsewhere = sum(pages.values()) - pages.get(node, 0)
     memory_pct = 100 * elsewhere / sum(pages.values()) if pages else math.nan
-    return Placement(node, 100 * len(cpus - local_cpus) / len(cpus), memory_pct)
+    return Location(node, 100 * len(cpus - local_cpus) / len(cpus), memory_pct)
 
 
 def _numbers(ranges: str) -> set[int]:

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import yaml
 
-from fastgpu.diagnose.bench import Bench, as_sections
+from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.result import save
 from fastgpu.diagnose.verdict import Facts, Overrides, Rounds, Verdict, as_words
+from fastgpu.process.config import nested
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.machine import available_cpus
 
@@ -91,7 +92,7 @@ def tune(bench: Bench, verdict: Verdict, facts: Facts, *, tries_batch: bool) -> 
 def as_config_file(overrides: Overrides, notes: Sequence[str]) -> str:
     """The text of a config file of only these settings. The notes are its comments."""
     comments = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
-    return comments + yaml.safe_dump(as_sections(overrides), sort_keys=False)
+    return comments + yaml.safe_dump(nested(overrides), sort_keys=False)
 
 
 def _find_batch_size(bench: Bench, notes: list[str]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _with_settings(bench: Bench, overrides: Overrides) -> Bench:
     bench.show(f"trying {as_words(overrides)}")
     gc.collect()  # frees the bench before this one
     torch.cuda.empty_cache()
-    config = bench.config.resolved(**as_sections(overrides))
+    config = bench.config.resolved(**nested(overrides))
     return Bench(config, bench.world, bench.meter.seconds)
 
 

@@ -26,11 +26,7 @@ def open_own(path: Path, mode: Literal["a", "w"]) -> TextIO:
 
     Raises OSError for a symbolic link: whoever may write to the folder could lead the run to any file of its user.
     """
-
-    def open_no_link(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-
-    return open(path, mode, encoding="utf-8", opener=open_no_link)
+    return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def write_own(path: Path, text: str) -> None:

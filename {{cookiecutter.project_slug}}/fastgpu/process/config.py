@@ -7,6 +7,7 @@ does not import torch, so a typing error in the config is reported at once.
 """
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
@@ -282,6 +283,16 @@ class Config(Section):
             else:
                 values[name] = value
         return values
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of config.yaml for {dotted key: value}: the inverse of `Config.flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        branch[name] = value
+    return tree
 
 
 SECTIONS = tuple(name for name in Config.model_fields if name != "workload")

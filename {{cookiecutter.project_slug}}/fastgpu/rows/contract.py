@@ -5,6 +5,7 @@ which blocks go to which places of a pool. The feed carries the plans out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -154,12 +155,30 @@ class Source(Protocol):
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
         raise KeyError(name)
 
+    def in_memory(self, name: str) -> np.ndarray | None:
+        """The same; None if there is no such field, or it is not in memory."""
+        try:
+            return self.column(name)
+        except KeyError:
+            return None
+
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
 
         out: {field: C-contiguous array (rows, *shape)}. For a ragged field it is a RaggedArray, whose offsets say where
         the values of each place go. Raises OSError or RankError if the bytes cannot be had.
         """
+
+    def find_in_memory(self, reads: Iterable[BlockRead], n_rows: int) -> np.ndarray | None:
+        """(n_rows,) int64: the row at each place, if `gather` can copy the rows of these reads. None: `read` has to."""
+        return None
+
+    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Copy rows that were found in memory to `out`, in the order of `row_ids`, (n,). Thread-safe.
+
+        out: {field: C-contiguous array (n, *shape)}. Raises RankError if the file was changed meanwhile.
+        """
+        raise AssertionError(f"{self.name} finds no rows in memory")
 
     def check_files(self) -> tuple[int, int]:
         """Read the first block of each file, and verify it if the file has checksums.
@@ -171,6 +190,37 @@ class Source(Protocol):
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """A reader of this source in that order. n_readers: number of threads or worker processes."""
         return BlockReader(self, order, n_readers)
+
+
+class DerivedSource(Source):
+    """Rows that are made of those of another source, in the same files."""
+
+    def __init__(self, name: str, source: Source):
+        self.name = name
+        self.attributes = source.attributes
+        self.filters = source.filters
+        self.by_h5py = source.by_h5py
+        self.around_page_cache = source.around_page_cache
+        self._source = source
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """That of the other source, with the number and the types of these rows."""
+        return self._source.identity | super().identity
+
+    def through_page_cache(self) -> Source:
+        """See `Source.through_page_cache`."""
+        return self._of(self._source.through_page_cache())
+
+    def check_files(self) -> tuple[int, int]:
+        """See `Source.check_files`."""
+        return self._source.check_files()
+
+    def _of(self, source: Source) -> Source:
+        """The same rows, made of those of an equal source."""
+        other = copy(self)
+        other._source = source
+        return other
 
 
 class BlockReader:

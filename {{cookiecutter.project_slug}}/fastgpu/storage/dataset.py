@@ -115,7 +115,8 @@ class DatasetSource(Source):
         """Some rows of this source: (n,) row ids. Each gives the same items as before."""
         part = copy(self)
         part.name = name
-        part.items = self.items.take(row_ids)
+        part.items = copy(self.items)
+        part.items.row_ids = row_ids
         part.block_rows = self.block_rows[row_ids]
         return part
 
@@ -159,11 +160,6 @@ class _SeededDataset(Dataset):
         """The rows of the dataset that are used."""
         self._name = name
         self._fields = fields
-
-    def take(self, row_ids: np.ndarray) -> "_SeededDataset":
-        part = copy(self)
-        part.row_ids = row_ids
-        return part
 
     def row_id(self, row: int) -> int:
         """The number of a row in the dataset."""

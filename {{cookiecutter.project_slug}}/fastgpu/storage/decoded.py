@@ -4,14 +4,13 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import UnidentifiedImageError
 
 from fastgpu.process.launch import RankError, warn
-from fastgpu.rows.contract import BlockRead, BlockReader, PoolPlan, PoolReader, Smaller, Source
+from fastgpu.rows.contract import BlockRead, BlockReader, DerivedSource, PoolPlan, PoolReader, Smaller, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import RaggedArray, beginnings
@@ -29,7 +28,7 @@ CENTRE_SHARE = 224 / 256
 SAMPLE_ROWS = 64
 
 
-class DecodedImages(Source):
+class DecodedImages(DerivedSource):
     """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size in each epoch.
 
     `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1, and
@@ -56,7 +55,7 @@ class DecodedImages(Source):
         largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it. echo: number of
         passes over each pool, each of which takes other random parts (see `echo_passes`).
         """
-        self._encoded = encoded
+        super().__init__(encoded.name, encoded)
         self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
         self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
         self._sizes = dict(sorted(size.items())) if isinstance(size, Mapping) else {0: size}
@@ -65,12 +64,8 @@ class DecodedImages(Source):
         self._varies = min_scale < 1 or len(self._sizes) > 1
         self.echo = echo
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
-        self.name = encoded.name
         self.block_rows = encoded.block_rows
         self.mixture = encoded.mixture
-        self.filters = encoded.filters
-        self.by_h5py = encoded.by_h5py
-        self.around_page_cache = encoded.around_page_cache
         self.attributes = dict(encoded.attributes)
         prepared = read_preparation(encoded)  # of pixels that were encoded later
         if not prepared:
@@ -86,32 +81,16 @@ class DecodedImages(Source):
             warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
 
     def __len__(self) -> int:
-        return len(self._encoded)
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """That of the encoded rows, and what they become."""
-        return self._encoded.identity | super().identity
+        return len(self._source)
 
     @property
     def stored(self) -> Source:
         """The encoded rows, if epochs see other parts or sizes of them."""
-        return self._encoded if self._varies else self
+        return self._source if self._varies else self
 
     def over(self, stored: Source) -> Source:
         """The same rows, from a copy of `stored` that is kept in memory."""
-        if not self._varies:
-            return stored
-        return self._over(stored)
-
-    def through_page_cache(self) -> Source:
-        """See `Source.through_page_cache`."""
-        return self._over(self._encoded.through_page_cache())
-
-    def _over(self, encoded: Source) -> Source:
-        source = copy(self)
-        source._encoded = encoded
-        return source
+        return self._of(stored) if self._varies else stored
 
     def shapes_in(self, epoch: int) -> dict[str, tuple[int, ...]]:
         """{field: shape of its images in an epoch}"""
@@ -119,7 +98,7 @@ class DecodedImages(Source):
         return dict.fromkeys(self._encoded_fields, (3, *size))
 
     def _describe_decoding(self) -> str:
-        codecs = "+".join(sorted({self._encoded.fields[name].codec for name in self._encoded_fields}))
+        codecs = "+".join(sorted({self._source.fields[name].codec for name in self._encoded_fields}))
         part = "the centre"
         if self._min_scale < 1:
             part = f"a random part of {100 * self._min_scale:g} to 100 % of the area"
@@ -138,7 +117,7 @@ class DecodedImages(Source):
         reading_s = 0.0
         for row in np.linspace(0, len(self) - 1, SAMPLE_ROWS).astype(int).tolist():
             t0 = time.thread_time()
-            columns = self._read_encoded(self._read_of(row, 0), np.array([row]))
+            columns = read_block(self._source, self._read_of(row, 0), np.array([row]))
             data = columns[min(self._encoded_fields)].values.tobytes()
             reading_s += (time.thread_time() - t0) / SAMPLE_ROWS
             with suppress(Exception):  # it may be damaged
@@ -150,11 +129,7 @@ class DecodedImages(Source):
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
-        return self._encoded.column(name)
-
-    def check_files(self) -> tuple[int, int]:
-        """Those of the encoded rows (see `Source.check_files`)."""
-        return self._encoded.check_files()
+        return self._source.column(name)
 
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """Threads that decode the centres; what each epoch takes if the order is random, too."""
@@ -185,7 +160,7 @@ class DecodedImages(Source):
             shapes = planned.shapes
             draws = draw(planned.seed, rows).tolist() if self._min_scale < 1 else []
         following: list[BlockRead] = []
-        for name, column in self._read_encoded(read, rows).items():
+        for name, column in read_block(self._source, read, rows).items():
             if name in self._encoded_fields:
                 pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
                 size = pixels.shape[2:]
@@ -210,20 +185,6 @@ class DecodedImages(Source):
         block = int(np.searchsorted(self._block_start, row, "right")) - 1
         return BlockRead(block, row - int(self._block_start[block]), np.array([place]))
 
-    def _read_encoded(self, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
-        """All fields of some rows as they are stored, valid until this thread reads again."""
-        columns: dict[str, Any] = {}
-        for name, field in self._encoded.fields.items():
-            if field.is_ragged:
-                offsets = np.zeros(len(rows) + 1, np.int64)
-                np.cumsum(self._encoded.lengths[name][rows], out=offsets[1:])
-                memory = scratch(int(offsets[-1]) * field.dtype.itemsize, f"field {name}")
-                columns[name] = RaggedArray(memory.view(field.dtype), offsets)
-            else:
-                columns[name] = np.empty((len(rows), *field.shape), field.dtype)
-        self._encoded.read([read._replace(places=np.arange(len(rows)))], columns)
-        return columns
-
     def _note_damaged(self, row: int, error: Exception) -> None:
         """Add a row to `damaged`. Raises RankError if none, or no more, may be damaged, or if memory ran out."""
         reason = "it is no image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
@@ -243,6 +204,21 @@ class DecodedImages(Source):
         if "data" not in variables:
             return self.name
         return f"row {variables['first_row'] + variables['number']:,} of {self.name}"
+
+
+def read_block(source: Source, read: BlockRead, rows: np.ndarray) -> dict[str, Any]:
+    """{field: rows of the read, in their order}, valid until this thread reads again. rows: their row numbers."""
+    columns: dict[str, Any] = {}
+    for name, field in source.fields.items():
+        if field.is_ragged:
+            offsets = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(source.lengths[name][rows], out=offsets[1:])
+            memory = scratch(int(offsets[-1]) * field.dtype.itemsize, f"field {name}")
+            columns[name] = RaggedArray(memory.view(field.dtype), offsets)
+        else:
+            columns[name] = np.empty((len(rows), *field.shape), field.dtype)
+    source.read([read._replace(places=np.arange(len(rows)))], columns)
+    return columns
 
 
 class _EpochRead(BlockRead):

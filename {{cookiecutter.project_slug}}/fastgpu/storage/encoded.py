@@ -21,14 +21,7 @@ from PIL import Image
 
 from fastgpu.rows.field import CODECS
 from fastgpu.storage.file import scratch
-from fastgpu.storage.images import (
-    EXIF_ON_ITS_SIDE,
-    EXIF_ORIENTATION,
-    check_size,
-    open_image,
-    resize_pixels,
-    to_rgb,
-)
+from fastgpu.storage.images import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
 
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 JPEG_COLORS = ("YCbCr", "Gray", "RGB")

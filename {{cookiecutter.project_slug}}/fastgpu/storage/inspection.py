@@ -178,13 +178,8 @@ def class_order_warning(source: Source, pool_rows: int) -> str:
     batch then scatter more than those of a random sample. Blocks of single rows are always mixed.
     """
     is_mixed = pool_rows >= len(source) or source.block_rows.max() == 1
-    if is_mixed or "labels" not in source.fields:
-        return ""
-    try:
-        labels = source.column("labels")
-    except KeyError:  # too many to be kept in memory
-        return ""
-    if labels.ndim != 1 or labels.dtype.kind not in "bui":
+    labels = None if is_mixed else source.in_memory("labels")
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
         return ""
     sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
     _, counts = np.unique(labels[sample], return_counts=True)

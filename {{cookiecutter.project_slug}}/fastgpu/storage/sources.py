@@ -113,6 +113,12 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
+        masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
+        if masks and (data.min_crop_scale < 1 or len(data.image_sizes) > 1):
+            raise UserError(
+                f"data.min_crop_scale is {data.min_crop_scale:g}, data.image_size {data.image_size}, but {masks[0]} of "
+                f"{source.name} would not be cut and resized like the images; use 1 and one size"
+            )
         sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
         if split == "val":
             sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
@@ -130,21 +136,16 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
 
 
 def decode_images(
-    source: Source,
-    size: tuple[int, int] | Mapping[int, tuple[int, int]],
-    *,
-    min_scale: float = 1.0,
-    centre_share: float | None = None,
-    echo: float = 1.0,
+    source: Source, size: tuple[int, int] | Mapping[int, tuple[int, int]], **options: float | None
 ) -> Source:
-    """The source, with pixels in place of its encoded images (see `decoded.DecodedImages`).
+    """The source, with pixels in place of its encoded images. options: see `decoded.DecodedImages`.
 
     Raises UserError if the project has no module that decodes them.
     """
     name = "fastgpu.storage.decoded"
     if not find_spec(name):
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module(name).DecodedImages(source, size, min_scale, centre_share, echo=echo)
+    return import_module(name).DecodedImages(source, size, **options)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
@@ -180,10 +181,7 @@ def _mix_sources(weights: Mapping[str, float], source_of_file: np.ndarray, file_
 
 def _balance_classes(source: Source) -> Mixture:
     """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
-    try:
-        labels = source.column("labels") if "labels" in source.fields else None
-    except KeyError:
-        labels = None
+    labels = source.in_memory("labels")
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
         found = f"is missing: there are {', '.join(source.fields)}"
         if labels is not None:

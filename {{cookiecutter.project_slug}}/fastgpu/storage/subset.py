@@ -1,13 +1,12 @@
 """A part of the rows of a source: what is left for training, or is held out for validation."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from copy import copy
 from typing import Any
 
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import BlockRead, DerivedSource, Source
 from fastgpu.rows.mixture import split_rows
 from fastgpu.storage.dataset import DatasetSource
 
@@ -18,16 +17,12 @@ MIN_STRATA = 1024
 """A file is cut into at least this many parts, each of which gives a share of its rows."""
 
 
-class Subset(Source):
+class Subset(DerivedSource):
     """Some rows of another source. A block has those of its rows that belong to the subset, in their order."""
 
     def __init__(self, name: str, source: Source, row_ids: np.ndarray):
         """row_ids: (n,) ascending."""
-        self.name = name
-        self.attributes = source.attributes
-        self.filters = source.filters
-        self.by_h5py = source.by_h5py
-        self.around_page_cache = source.around_page_cache
+        super().__init__(name, source)
         if source.mixture:
             self.mixture = source.mixture._replace(groups=source.mixture.groups[row_ids])
         self.fields = dict(source.fields)
@@ -35,7 +30,6 @@ class Subset(Source):
         for field, lengths in source.lengths.items():
             self.lengths[field] = lengths[row_ids]
             self.fields[field] = source.fields[field]._replace(mean_values=float(lengths[row_ids].mean()))
-        self._source = source
         self.row_ids = row_ids
         """(n,) the row of the source that each row is."""
         self._source_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
@@ -47,17 +41,6 @@ class Subset(Source):
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    @property
-    def identity(self) -> dict[str, object]:
-        """That of the whole source, with the number of rows of this part."""
-        return self._source.identity | super().identity
-
-    def through_page_cache(self) -> Source:
-        """See `Source.through_page_cache`."""
-        other = copy(self)
-        other._source = self._source.through_page_cache()
-        return other
-
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
         return self._source.column(name)[self.row_ids]
@@ -65,10 +48,6 @@ class Subset(Source):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
         self._source.read(self._in_source(reads), out)
-
-    def check_files(self) -> tuple[int, int]:
-        """Read the first block of each file, and verify it if the file has checksums (see `Source.check_files`)."""
-        return self._source.check_files()
 
     def _in_source(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
         """The same reads in blocks of the source."""

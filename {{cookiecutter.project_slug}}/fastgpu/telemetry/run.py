@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
+from fastgpu.process.config import nested
 from fastgpu.process.launch import UserError, read_environment, warn
 from fastgpu.process.lock import FolderLock
 from fastgpu.process.signals import Requests
@@ -206,8 +207,7 @@ class Run:
         self._skipped_in_a_row = self._skipped_in_a_row + n_skipped if is_skipped else 0
         cure = f"lower optim.lr ({self._config['optim.lr']}) or optim.clip_grad_norm"
         if self._skipped_in_a_row >= MAX_SKIPPED:
-            what = f"the last {self._skipped_in_a_row} steps until step {step} were skipped"
-            raise UserError(f"{what}{self._explain_not_finite()}; {cure}")
+            self._rewind(f"the last {self._skipped_in_a_row} steps until step {step} were skipped", cure)
         if not is_skipped and not isfinite(loss):
             self._rewind(f"the loss is {loss} at step {step}", cure)
             return
@@ -243,7 +243,6 @@ class Run:
         """
         every = self._settings.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
-            self._prepare_to_save()
             self._save(model)
 
     def is_asked_to_stop(self, model: nn.Module) -> bool:
@@ -259,7 +258,6 @@ class Run:
         request = int(self._world.all_reduce_max(own_request))
         self._stop_signal = request // 2
         if request:
-            self._prepare_to_save()
             self._save(model)
         return self._stop_signal > 0
 
@@ -299,7 +297,6 @@ class Run:
         """
         self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
-        self._prepare_to_save()
         self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
@@ -363,23 +360,6 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _prepare_to_save(self) -> None:
-        """Make the buffers of all ranks equal. Raises UserError on every rank if there is nothing worth saving.
-
-        If train.on_nan is rewind, the state may be that of the last checkpoint afterwards.
-        """
-        self._damaged.tell(self.folder)
-        self._count_skipped()
-        for part in self._state.values():
-            if isinstance(part, nn.Module):
-                average_buffers(part, self._world)
-        if not _is_finite(self._state):
-            self._rewind(
-                f"weights or the state of the optimizer are not finite at step {self.progress.step}",
-                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
-                "last checkpoint",
-            )
-
     def _count_skipped(self) -> int:
         """Number of steps that were skipped since the last report. The host waits for the device."""
         n_skipped = 0
@@ -394,7 +374,8 @@ class Run:
         what: what is not finite, on all ranks alike. Raises UserError for another policy, without an intact
         checkpoint, or after too many rewinds.
         """
-        what += self._explain_not_finite()
+        consumed = range(self._reported_consumed, self.progress.consumed)
+        what += explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
         if self._on_nan != "rewind":
             raise UserError(f"{what}; {cure}")
         if self._rewinds_in_a_row == MAX_REWINDS:
@@ -419,13 +400,23 @@ class Run:
         self._losses.clear()
         self.clock.restart()
 
-    def _explain_not_finite(self) -> str:
-        """What is not finite in the rows since the last report; empty if all is. Every rank calls this together."""
-        consumed = range(self._reported_consumed, self.progress.consumed)
-        return explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
-
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
-        """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use."""
+        """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use.
+
+        The buffers of all ranks are made equal before. If train.on_nan is rewind, the state may be that of the last
+        checkpoint afterwards. Raises UserError on every rank if there is nothing worth saving.
+        """
+        self._damaged.tell(self.folder)
+        self._count_skipped()
+        for part in self._state.values():
+            if isinstance(part, nn.Module):
+                average_buffers(part, self._world)
+        if not _is_finite(self._state):
+            self._rewind(
+                f"weights or the state of the optimizer are not finite at step {self.progress.step}",
+                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
+                "last checkpoint",
+            )
         if self.progress.step > self._rewound_step:
             self._rewinds_in_a_row = 0
         self._saved_step = self.progress.step
@@ -538,12 +529,7 @@ def _git(*arguments: str) -> str | None:
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a valid --config file. config: {dotted key: value}."""
-    tree: dict[str, Any] = {}
-    for key, value in config.items():
-        section, _, name = key.rpartition(".")
-        branch = tree.setdefault(section, {}) if section else tree
-        branch[name] = value
-    _write(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    _write(path, yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True))
 
 
 def _write(path: Path, text: str) -> None:

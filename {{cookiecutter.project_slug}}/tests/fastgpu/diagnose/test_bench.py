@@ -10,10 +10,10 @@ from simulated import ALONE
 
 import train
 import workloads
-from fastgpu.diagnose.bench import Bench, as_sections
+from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import Measured, Rounds, Setting, judge
-from fastgpu.process.config import Config, Data
+from fastgpu.process.config import Config, Data, nested
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
@@ -163,8 +163,8 @@ def test_ranks_average_gradients_while_they_are_measured(config):
 def test_overrides_replace_their_keys_and_no_others():
     config = Config(workload="mine", data=Data(train="a.h5", val="b.h5", fields={}), model={"width": 8, "depth": 2})
     overrides = {"data.batch_size": 128, "model.width": 16, "hdf5.rdcc_nbytes": 1}
-    assert as_sections(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}, "hdf5": {"rdcc_nbytes": 1}}
-    changed = config.resolved(**as_sections(overrides))
+    assert nested(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}, "hdf5": {"rdcc_nbytes": 1}}
+    changed = config.resolved(**nested(overrides))
     assert changed.data == Data(train="a.h5", val="b.h5", fields={}, batch_size=128)
     assert changed.model == {"width": 16, "depth": 2}
     assert changed.hdf5.rdcc_nbytes == 1

@@ -22,16 +22,7 @@ from simulated import (
     speed,
 )
 
-from fastgpu.diagnose.ceilings import (
-    Device,
-    Loop,
-    Meter,
-    Pools,
-    first_blocks,
-    measure,
-    open_feeds,
-    read_pool,
-)
+from fastgpu.diagnose.ceilings import Device, Loop, Meter, Pools, first_blocks, measure, open_feeds, read_pool
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Facts, Measured, judge
 from fastgpu.feed.tiers import Placement

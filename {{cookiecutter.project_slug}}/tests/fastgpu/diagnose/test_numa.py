@@ -5,7 +5,7 @@ import pytest
 from harness import ALONE
 
 from fastgpu.diagnose import numa
-from fastgpu.diagnose.numa import Placement, describe, find_misplaced, locate
+from fastgpu.diagnose.numa import Location, describe, find_misplaced, locate
 
 GPU = "0000:dc:00.0"
 ADDRESS = 0x7F00_0000_1000
@@ -38,7 +38,7 @@ def advice(machine: Path, rank: int = 3) -> str:
 
 
 def test_cpus_and_memory_on_other_nodes_are_named(machine, monkeypatch):
-    assert locate(GPU, ADDRESS, machine) == Placement(1, 0, 25)
+    assert locate(GPU, ADDRESS, machine) == Location(1, 0, 25)
     assert advice(machine) == "rank 3 has its GPU on node 1 and 25 % of its pinned memory on another"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert "50 % of its CPUs and 25 % of its pinned memory on another" in advice(machine)
