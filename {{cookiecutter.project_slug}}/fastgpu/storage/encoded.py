@@ -110,9 +110,9 @@ class EncodedImage:
         """
         if self._is_jpeg:
             data, full_height = self._data, size[0]
-            last_row = -(-(bottom + ROWS_BELOW * factor) // ROWS_OF_BLOCKS) * ROWS_OF_BLOCKS
-            if last_row < full_height and (cut := _cut(data, last_row)) is not None:
-                data, full_height = cut, last_row
+            end = -(-(bottom + ROWS_BELOW * factor) // ROWS_OF_BLOCKS) * ROWS_OF_BLOCKS
+            if end < full_height and (cut := _cut(data, end)) is not None:
+                data, full_height = cut, end
             height, width = -(-full_height // factor), -(-size[1] // factor)
             pixels = scratch(height * width * 3, "pixels")
             try:
@@ -130,8 +130,8 @@ class EncodedImage:
 def _cut(data: np.ndarray, height: int) -> np.ndarray | None:
     """A JPEG file whose header says that the image ends at `height`, so that a decoder leaves out the rows below.
 
-    None unless the file is baseline, in one scan and without restart markers: then the first thing that a decoder finds
-    wrong with an intact file are the bytes of the rows that it left out. It is valid until this thread calls again.
+    None unless the file is baseline, in one scan and without restart markers: then all that a decoder finds wrong with
+    an intact file is that bytes follow, those of the rows below. It is valid until this thread calls again.
     """
     header = data.data
     frame = 0
