@@ -62,8 +62,7 @@ def movielens(args: Namespace) -> None:
             bar.update(n_rows)
 
         ratings = read_ratings(Path(args.source), above, columns=columns, on_error=args.on_error, on_progress=show)
-    meaning = "events, each of which counts" if len(columns) == 2 else f"ratings are above {above:g}"
-    print(f"{len(ratings.users):,} {meaning}")
+    print(f"{len(ratings.users):,}", "events, which all count" if len(columns) == 2 else f"ratings are above {above:g}")
     split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)
     _write_split(split, args, ratings.skipped)
 

@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -73,12 +74,11 @@ class _Slot(NamedTuple):
 
 
 class _Job(Future[None]):
-    """Reads for a reader thread, and whether they are done."""
+    """Work for a reader thread, and whether it is done."""
 
-    def __init__(self, reads: list[BlockRead], out: Mapping[str, Any]):
+    def __init__(self, work: Callable[[], None]):
         super().__init__()
-        self.reads = reads
-        self.out = out
+        self.work = work
         self.thread_id = 0
 
 
@@ -99,6 +99,7 @@ class Prefetcher:
         loader: Loader,
     ):
         """loader: prefetch_pools, pin_memory and timeout_s are used."""
+        self._source = source
         self._name = source.name
         self._timeout_s = loader.timeout_s
         self._reader = reader
@@ -222,7 +223,7 @@ class Prefetcher:
                 out = slot.host.numpy()
                 t0 = time.perf_counter()
                 self._write_offsets(plan, out)
-                jobs = [_Job(reads, out) for reads in self._jobs(plan.reads)]
+                jobs = [_Job(work) for work in self._portions(plan, out)]
                 for job in jobs:
                     self._todo.put(job)
                 filling.append((plan, slot, t0, jobs))
@@ -239,16 +240,26 @@ class Prefetcher:
                 offsets[places + 1] = lengths[start : start + len(places)]
             np.cumsum(offsets, out=offsets)
 
-    def _jobs(self, reads: list[BlockRead]) -> Iterator[list[BlockRead]]:
-        """Reads in portions that are worth waking a thread for: a block may be a single row."""
+    def _portions(self, plan: PoolPlan, out: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+        """The work of a pool in portions that are worth waking a thread for: a block may be a single row."""
+        row_ids = self._source.find_in_memory(plan.reads, plan.n_rows)
+        if row_ids is not None:
+            for start in range(0, plan.n_rows, self._rows_per_job):
+                part = slice(start, min(start + self._rows_per_job, plan.n_rows))
+                yield partial(self._source.gather, row_ids[part], {name: column[part] for name, column in out.items()})
+            return
         start = 0
         n_rows = 0
-        for stop, read in enumerate(reads, 1):
+        for stop, read in enumerate(plan.reads, 1):
             n_rows += len(read.places)
-            if n_rows >= self._rows_per_job or stop == len(reads):
-                yield reads[start:stop]
+            if n_rows >= self._rows_per_job or stop == len(plan.reads):
+                yield partial(self._read, plan.reads[start:stop], out)
                 start = stop
                 n_rows = 0
+
+    def _read(self, reads: list[BlockRead], out: Mapping[str, Any]) -> None:
+        """Read blocks in a reader thread, until the feed is closed."""
+        self._reader.read(takewhile(lambda _: not self._closing.is_set(), reads), out)
 
     def _run_jobs(self) -> None:
         """Read one job after the other, in a reader thread."""
@@ -256,7 +267,7 @@ class Prefetcher:
         while job := self._todo.get():
             job.thread_id = threading.get_ident()
             try:
-                self._reader.read(takewhile(lambda _: not self._closing.is_set(), job.reads), job.out)
+                job.work()
             except BaseException as error:
                 job.set_exception(error)
             else:
@@ -273,7 +284,7 @@ class Prefetcher:
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads, if no object further up its stack knows better (see `_describe_read`)."""
-        return f"{self._name}, block {variables['job'].reads[0].block}"
+        return f"{self._name}, block {variables['reads'][0].block}" if "reads" in variables else self._name
 
     def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, jobs: list[_Job]) -> None:
         for job in jobs:

@@ -169,6 +169,17 @@ class Source(Protocol):
         the values of each place go. Raises OSError or RankError if the bytes cannot be had.
         """
 
+    def find_in_memory(self, reads: Iterable[BlockRead], n_rows: int) -> np.ndarray | None:
+        """(n_rows,) int64: the row at each place, if `gather` can copy the rows of these reads. None: `read` has to."""
+        return None
+
+    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Copy rows that were found in memory to `out`, in the order of `row_ids`, (n,). Thread-safe.
+
+        out: {field: C-contiguous array (n, *shape)}. Raises RankError if the file was changed meanwhile.
+        """
+        raise AssertionError(f"{self.name} finds no rows in memory")
+
     def check_files(self) -> tuple[int, int]:
         """Read the first block of each file, and verify it if the file has checksums.
 

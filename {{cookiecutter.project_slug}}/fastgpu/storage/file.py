@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import random
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,10 +17,6 @@ from fastgpu.process.launch import RankError, UserError
 
 READ_AHEAD_BYTES = 128 << 10
 """Linux reads at most this many bytes ahead for one `posix_fadvise`."""
-SURE_AFTER_HITS = 64
-"""After this many pieces in a row that were in the page cache, the kernel is asked less often, ..."""
-PROBE_EVERY = 8
-"""... namely about every 8th piece."""
 DIRECT_ALIGNMENT = 4096
 """Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
@@ -78,8 +75,7 @@ class OpenFile:
         self._direct = self._open_direct() if self._around_page_cache else None
         self._mapped: np.ndarray | None = None
         self._can_probe = True
-        self._hits_in_a_row = 0
-        self._n_lookups = 0
+        self._rng = random.Random(0)
         self._h5: h5py.File | None = None
         self._h5_pid = 0
 
@@ -171,33 +167,22 @@ class OpenFile:
     def cached(self, offset: int, count: int) -> np.ndarray | None:
         """(count,) uint8, a view of the mapped file, if those bytes are in the page cache; otherwise None.
 
-        The kernel is asked about the last page only. Bytes that are read together are evicted together, and reading
-        ahead may have brought in the first pages alone.
-
-        The answer costs 4 % of the CPU time of the copy. So after 64 hits in a row only every 8th piece is asked
-        about, and the others are taken for hits. A wrong guess costs a few page faults. After a miss, every piece is
-        asked about again. Where nobody can tell what is cached, everything counts as a miss and the file is not mapped.
+        The kernel is asked about one page, another one each time. Bytes that are read together are evicted together,
+        except for the page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong
+        guess costs page faults. Where nobody can tell what is cached, everything counts as a miss and the file is not
+        mapped.
         """
-        if self._direct:
+        if self._direct or not self._can_probe:
             return None
-        self._n_lookups += 1
-        must_probe = self._hits_in_a_row < SURE_AFTER_HITS or self._n_lookups % PROBE_EVERY == 0
-        if must_probe and not self._probe(offset + count - 1):
-            self._hits_in_a_row = 0
-            return None
-        self._hits_in_a_row += 1
+        answer = is_in_page_cache(self._raw.fileno(), offset + self._rng.randrange(max(1, count)))
+        self._can_probe = answer is not None
+        return self.mapped(offset, count) if answer else None
+
+    def mapped(self, offset: int, count: int) -> np.ndarray:
+        """(count,) uint8, a view of the mapped file. Each of its pages that is not in memory costs a page fault."""
         if self._mapped is None:
             self._mapped = np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return self._mapped[offset : offset + count]
-
-    def _probe(self, offset: int) -> bool:
-        if not self._can_probe:
-            return False
-        answer = is_in_page_cache(self._raw.fileno(), offset)
-        if answer is None:
-            self._can_probe = False
-            return False
-        return answer
 
     def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
         """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""

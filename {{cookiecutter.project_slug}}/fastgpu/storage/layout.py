@@ -1,7 +1,8 @@
 """Where the rows of one HDF5 dataset lie in its file, and the ways to read them.
 
     rows in the file                       how they are read
-    plain, in the page cache               one indexed copy out of a mapping of the file: each byte is touched once
+    plain, all of a pool in the page cache one gather out of a mapping of the file, in the order of the pool
+    plain, in the page cache               one indexed copy out of that mapping: each byte is touched once, too
     plain, 8 KiB a row and more            one preadv per block scatters its rows to their places: touched once, too
     plain, less than 8 KiB a row           one preadv into scratch memory, then one indexed copy
     compressed by a filter of codecs.py    as above, decoded in between by the thread that reads
@@ -15,6 +16,7 @@ block.
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import h5py
@@ -225,6 +227,35 @@ class Layout:
         else:
             self._read_plain_rows(pieces, out)
         self._file.check_unchanged()
+
+    def is_in_memory(self, start: int, n_rows: int) -> bool:
+        """Whether `gather` can copy the rows start, start + 1, ...: they are in the page cache, and all rows lie in one
+        piece."""
+        if self._first_byte is None:
+            return False
+        row_bytes = self.field.row_bytes
+        return self._file.cached(self._first_byte + start * row_bytes, n_rows * row_bytes) is not None
+
+    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows that are in memory to `out`, (n, *shape), in the order of `row_ids`. Thread-safe.
+
+        Bytes are copied, because NumPy would first copy the whole file if its values did not lie at multiples of their
+        size; and mode="raise" would copy `out`.
+        """
+        assert self._first_byte is not None
+        self._file.check_unchanged()
+        row_bytes = self.field.row_bytes
+        rows = self._file.mapped(self._first_byte, self._n_rows * row_bytes).reshape(-1, row_bytes)
+        np.take(rows, row_ids, axis=0, out=out.reshape(-1).view(np.uint8).reshape(-1, row_bytes), mode="clip")
+        self._file.check_unchanged()
+
+    @cached_property
+    def _first_byte(self) -> int | None:
+        """Where the rows begin in the file, if they lie there as they are and in one piece. None: they do not."""
+        if self._takes_whole_chunks or self._chunks is None or self._n_items is not None or not self._dtype.isnative:
+            return None
+        is_one_piece = np.all(np.diff(self._chunks.offsets) == self.chunk_rows * self.field.row_bytes)
+        return int(self._chunks.offsets[0]) if is_one_piece else None
 
     def read_all(self, dtype: np.dtype) -> np.ndarray:
         """All rows, (rows, *shape), as `dtype`. For small fields that are kept in memory."""

@@ -113,6 +113,12 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
+        masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
+        if masks and (data.min_crop_scale < 1 or len(data.image_sizes) > 1):
+            raise UserError(
+                f"data.min_crop_scale is {data.min_crop_scale:g}, data.image_size {data.image_size}, but {masks[0]} of "
+                f"{source.name} would not be cut and resized like the images; use 1 and one size"
+            )
         sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
         if split == "val":
             sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}

@@ -98,6 +98,23 @@ class Store(Source):
         for number, ranges_of_file in ranges.items():
             self._files[number].read(ranges_of_file, out)
 
+    def find_in_memory(self, reads: Iterable[BlockRead], n_rows: int) -> np.ndarray | None:
+        """See `Source.find_in_memory`. Rows of several files, and ragged rows, are left to `read`."""
+        if len(self._files) > 1 or self.lengths:
+            return None
+        file = self._files[0]
+        row_ids = np.empty(n_rows, np.int64)
+        for block, first, places in reads:
+            start = int(file.block_start[block]) + first
+            if not file.is_in_memory(start, len(places)):
+                return None
+            row_ids[places] = np.arange(start, start + len(places))
+        return row_ids
+
+    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Copy rows that were found in memory (see `Source.gather`). Thread-safe."""
+        self._files[0].gather(row_ids, out)
+
     def check_files(self) -> tuple[int, int]:
         """Read the first block of each file, and verify it if the file has checksums (see `Source.check_files`)."""
         return len(self._files), sum(file.check_first_block() for file in self._files)
@@ -308,3 +325,16 @@ class _File:
                     target[places] = column[start : start + len(places)]
             else:
                 layout.read(field_ranges, target)
+
+    def is_in_memory(self, start: int, n_rows: int) -> bool:
+        """Whether `gather` can copy the rows start, start + 1, ..."""
+        layouts = self._layouts.items()
+        return all(name in self.columns or layout.is_in_memory(start, n_rows) for name, layout in layouts)
+
+    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Copy rows that are in memory to `out`, in the order of `row_ids`."""
+        for name, layout in self._layouts.items():
+            if name in self.columns:
+                np.take(self.columns[name], row_ids, axis=0, out=out[name], mode="clip")
+            else:
+                layout.gather(row_ids, out[name])

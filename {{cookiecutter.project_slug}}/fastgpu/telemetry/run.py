@@ -207,8 +207,7 @@ class Run:
         self._skipped_in_a_row = self._skipped_in_a_row + n_skipped if is_skipped else 0
         cure = f"lower optim.lr ({self._config['optim.lr']}) or optim.clip_grad_norm"
         if self._skipped_in_a_row >= MAX_SKIPPED:
-            what = f"the last {self._skipped_in_a_row} steps until step {step} were skipped"
-            raise UserError(f"{what}{self._explain_not_finite()}; {cure}")
+            self._rewind(f"the last {self._skipped_in_a_row} steps until step {step} were skipped", cure)
         if not is_skipped and not isfinite(loss):
             self._rewind(f"the loss is {loss} at step {step}", cure)
             return
@@ -375,7 +374,8 @@ class Run:
         what: what is not finite, on all ranks alike. Raises UserError for another policy, without an intact
         checkpoint, or after too many rewinds.
         """
-        what += self._explain_not_finite()
+        consumed = range(self._reported_consumed, self.progress.consumed)
+        what += explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
         if self._on_nan != "rewind":
             raise UserError(f"{what}; {cure}")
         if self._rewinds_in_a_row == MAX_REWINDS:
@@ -399,11 +399,6 @@ class Run:
         self._reported_consumed = progress.consumed
         self._losses.clear()
         self.clock.restart()
-
-    def _explain_not_finite(self) -> str:
-        """What is not finite in the rows since the last report; empty if all is. Every rank calls this together."""
-        consumed = range(self._reported_consumed, self.progress.consumed)
-        return explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
 
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
         """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use.

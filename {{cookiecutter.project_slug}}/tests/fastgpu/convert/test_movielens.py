@@ -245,7 +245,7 @@ def test_events_without_ratings_all_count(tmp_path, convert):
     assert read_ratings(tmp_path / "u.data", columns=["who", "what"]).items.tolist() == [2, 3]
     done = convert("movielens", "x.csv", "x.h5", "--columns", "who,what", "--held-out", "5")
     assert done.returncode == 0, done.stderr
-    assert f"{len(lines)} events, each of which counts" in done.stdout
+    assert f"{len(lines)} events, which all count" in done.stdout
     done = convert("movielens", "x.csv", "y.h5", "--columns", "who,what", "--above", "3")
     assert "--above is 3, but --columns, who,what, names no ratings; drop it" in done.stderr
     (tmp_path / "x.csv").write_text("who,what\n1,2\n1,a\n")

@@ -14,6 +14,12 @@ def nothing_cached(monkeypatch) -> None:
     monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: False)
 
 
+@pytest.fixture
+def all_cached(monkeypatch) -> None:
+    """Every byte is in the page cache."""
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: True)
+
+
 @pytest.fixture(params=["cached", "not cached", "around the page cache"])
 def either_cached_or_not(request, monkeypatch) -> None:
     """All bytes are in the page cache, so rows are copied out of a mapping; then the same with none, and without it."""

@@ -406,6 +406,19 @@ def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
         assert message in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("values", [{"image_size": 16, "min_crop_scale": 0.5}, {"image_size": {0: 8, 3: 16}}])
+def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path, values):
+    path = write_encoded(tmp_path / "x.h5", FILES)
+    with h5py.File(path, "a") as file:
+        file["masks"] = np.zeros((len(FILES), 16, 16), np.uint8)
+    fields = {"images": "images", "masks": "masks"}
+    for split in ("train", "val"):
+        data = Data(train=str(path), val="20%", fields=fields, batch_size=8, **values)
+        with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):
+            open_source(data, split, Loader(), Hdf5())
+    open_source(Data(train=str(path), val="20%", fields=fields, image_size=16), "train", Loader(), Hdf5())
+
+
 def test_sizes_of_epochs_and_of_validation(tmp_path):
     path = write_encoded(tmp_path / "x.h5", FILES)
     data = Data(train=str(path), val="20%", fields=FIELDS, image_size={0: 8, 3: 16})

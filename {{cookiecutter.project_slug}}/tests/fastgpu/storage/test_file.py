@@ -13,7 +13,7 @@ from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
-from fastgpu.storage.file import PROBE_EVERY, OpenFile, is_in_page_cache, not_found, split_group
+from fastgpu.storage.file import OpenFile, is_in_page_cache, not_found, split_group
 from fastgpu.storage.store import Store, open_store
 from fastgpu.storage.subset import Subset
 
@@ -33,24 +33,6 @@ def file(tmp_path, content) -> OpenFile:
     return OpenFile(str(path), {})
 
 
-class FakePageCache:
-    """Holds all bytes or none, and counts how often it is asked."""
-
-    def __init__(self, holds_all: bool):
-        self.holds_all = holds_all
-        self.n_probes = 0
-
-    def __call__(self, descriptor: int, offset: int) -> bool:
-        self.n_probes += 1
-        return self.holds_all
-
-
-def fake_page_cache(monkeypatch, holds_all: bool) -> FakePageCache:
-    cache = FakePageCache(holds_all)
-    monkeypatch.setattr(file_module, "is_in_page_cache", cache)
-    return cache
-
-
 def test_a_path_may_name_a_group():
     assert split_group("a/x.h5::/train") == ("a/x.h5", "/train")
     assert split_group("a/x.h5") == ("a/x.h5", "/")
@@ -65,32 +47,21 @@ def test_a_missing_file_is_told_with_the_folder_it_was_looked_for_in(tmp_path, m
 
 
 def test_cached_bytes_are_those_of_the_file(file, content, monkeypatch):
-    fake_page_cache(monkeypatch, holds_all=True)
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: True)
     assert file.cached(1234, 500).tobytes() == content[1234:1734]
-    fake_page_cache(monkeypatch, holds_all=False)
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: False)
     assert file.cached(1234, 500) is None
     assert file.read(1234, 500).tobytes() == content[1234:1734]
 
 
-def test_the_kernel_is_asked_less_often_while_all_is_cached(file, content, monkeypatch):
-    cache = fake_page_cache(monkeypatch, holds_all=True)
-    for n in range(1000):
-        assert file.cached(n, 10).tobytes() == content[n : n + 10]
-    assert cache.n_probes < 250
-
-
-def test_a_piece_that_is_no_longer_cached_is_noticed_soon_and_then_each_is_asked_about(file, monkeypatch):
-    cache = fake_page_cache(monkeypatch, holds_all=True)
-    for n in range(1000):
-        file.cached(n, 10)
-    cache.holds_all = False
-    assert any(file.cached(n, 10) is None for n in range(PROBE_EVERY))
-    cache.n_probes = 0
-    assert all(file.cached(n, 10) is None for n in range(50))
-    assert cache.n_probes == 50
-    cache.holds_all = True
-    assert all(file.cached(n, 10) is not None for n in range(50))
-    assert cache.n_probes == 100
+def test_each_time_another_byte_is_asked_about_because_the_answer_keeps_its_page_in_memory(file, monkeypatch):
+    offsets = []
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: bool(offsets.append(offset)))
+    for _ in range(100):
+        assert file.cached(100, 1000) is None
+    assert 100 <= min(offsets) < 300
+    assert 900 <= max(offsets) < 1100
+    assert len(set(offsets)) > 50
 
 
 def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> list[int]:
@@ -286,3 +257,15 @@ def test_a_file_changed_while_in_use_is_an_error(write, options, change):
             raw.write(b"x")
     with pytest.raises(RankError, match="was changed while in use"):
         read_scattered(store)
+
+
+@pytest.mark.usefixtures("all_cached")
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, size):
+    path = write(40, BIG)
+    store = open_store("data.train", path, FIELDS)
+    found = store.find_in_memory([BlockRead(2, 0, np.arange(8))], 8)
+    os.truncate(path, size)
+    out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
+    with pytest.raises(RankError, match="was changed while in use"):
+        store.gather(found, out)

@@ -1,6 +1,7 @@
 import multiprocessing
 import pickle
 import shutil
+import tracemalloc
 
 import h5py
 import numpy as np
@@ -9,6 +10,7 @@ from harness import numbered, numbers_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import Store, expand, open_store
 
@@ -109,6 +111,74 @@ def test_a_pickled_store_works(write, compression):
     read_scattered(store)
     copy = pickle.loads(pickle.dumps(store))
     assert numbers_of(read_scattered(copy)["images"]) == list(range(20))
+
+
+def gathered(store: Store, row_ids: np.ndarray, cut: int) -> dict[str, np.ndarray]:
+    """Rows of a store that are found in memory, copied in two parts."""
+    starts = np.cumsum(store.block_rows) - store.block_rows
+    blocks = np.searchsorted(starts, row_ids, "right") - 1
+    places = np.arange(len(row_ids))
+    reads = [BlockRead(block, row_ids[i] - starts[block], places[i : i + 1]) for i, block in enumerate(blocks)]
+    found = store.find_in_memory(reads, len(row_ids))
+    assert found.tolist() == row_ids.tolist()
+    out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in store.fields.items()}
+    for part in (slice(0, cut), slice(cut, None)):
+        store.gather(found[part], {name: column[part] for name, column in out.items()})
+    return out
+
+
+@pytest.mark.usefixtures("all_cached")
+@pytest.mark.parametrize("chunk", [8, None])
+def test_rows_in_the_page_cache_are_gathered_in_any_order(write, monkeypatch, chunk):
+    order = np.random.default_rng(0).permutation(40)
+    for column_bytes in (1 << 30, 0):  # the labels are in memory, or in the file, too
+        monkeypatch.setattr(store_module, "COLUMN_BYTES", column_bytes)
+        rows = gathered(open_store("data.train", write(40, BIG, chunk), FIELDS), order, 13)
+        assert numbers_of(rows["images"]) == order.tolist()
+        assert rows["labels"].tolist() == (order % 4).tolist()
+
+
+@pytest.mark.usefixtures("all_cached")
+def test_gathering_a_row_copies_no_others_where_values_lie_at_odd_bytes(tmp_path):
+    values = np.arange(1 << 20, dtype=np.float32).reshape(-1, 64)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["odd"] = np.zeros(3, np.uint8)
+        file["values"] = values
+        assert file["values"].id.get_offset() % 4
+    store = open_store("data.train", str(tmp_path / "x.h5"), {"values": "values"})
+    tracemalloc.start()
+    rows = gathered(store, np.array([999, 3]), 1)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(rows["values"], values[[999, 3]])
+    assert peak_bytes < values.nbytes / 4
+
+
+def is_found(path: str | list[str], fields: dict[str, str] = FIELDS) -> bool:
+    store = open_store("data.train", path, fields)
+    return store.find_in_memory([BlockRead(0, 0, np.arange(2))], 2) is not None
+
+
+@pytest.mark.usefixtures("all_cached")
+def test_rows_that_do_not_lie_in_one_piece_as_they_are_cannot_be_gathered(write, tmp_path):
+    path = write(40)
+    assert is_found(path)
+    assert not is_found([path, write(40, name="more.h5")])
+    assert not is_found(write(40, name="gzip.h5", compression="gzip"))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["big_endian"] = np.arange(40).astype(">i8").repeat(8).reshape(40, 8)
+        parts = [file.create_dataset(name, (40, 8), "f4", chunks=(4, 8)) for name in ("one", "two")]
+        for start in range(0, 40, 4):
+            for part in parts:
+                part[start : start + 4] = start
+                file.flush()
+    assert not is_found(str(tmp_path / "x.h5"), {"x": "one"})
+    assert not is_found(str(tmp_path / "x.h5"), {"x": "big_endian"})
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_rows_that_are_not_in_the_page_cache_are_not_found_in_memory(write):
+    assert not is_found(write(40))
 
 
 def read_in_child(store: Store) -> list[int]:
