@@ -170,8 +170,8 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
     if lossy := [name for name in used_masks if name.lower().endswith((".jpg", ".jpeg"))]:
         raise UserError(
-            f"{mask_folder}: {len(lossy):,} masks are JPEG files, such as {lossy[0]}, whose values are not exactly those "
-            "that were saved; save masks as PNG (for two classes: mask.convert('L').point(lambda v: 255 * (v > 127)))"
+            f"{mask_folder}: {len(lossy):,} masks are JPEG files, such as {lossy[0]}, whose values are not exactly "
+            "those that were saved; save masks as PNG (for two classes: mask.convert('L').point(lambda v: 255 * (v > 127)))"
         )
     paths = [mask_folder / name for name in used_masks]
     if is_binary := _are_binary(paths):
@@ -284,8 +284,8 @@ class ImageFiles(ListedRows):
             n_between = self._mask_pixels[1:IGNORED_CLASS].sum()
             if self.attributes["n_classes"] > SOFT_CLASSES and n_between < SOFT_SHARE * self._mask_pixels.sum():
                 lines.append(
-                    "warning: the masks hold 0, 255 and a few values up to 254: are these soft edges of an object? Then "
-                    "its inside is ignored; make it two classes by mask.point(lambda value: 255 * (value > 127))"
+                    "warning: the masks hold 0, 255 and a few values up to 254: are these soft edges of an object? "
+                    "Then its inside is ignored; make it two classes by mask.point(lambda value: 255 * (value > 127))"
                 )
         return lines
 

@@ -145,8 +145,8 @@ def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoc
             "the file as it was, or use another run.name"
         )
     warn(
-        "resumed with other rows: those of data.train, without the share that data.val may hold out, are not those that "
-        "the run was trained on so far"
+        "resumed with other rows: those of data.train, without the share that data.val may hold out, are not those "
+        "that the run was trained on so far"
     )
 
 
