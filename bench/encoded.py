@@ -1,195 +1,180 @@
-"""How fast do encoded images become batches? Compares the feed with torch's DataLoader over Pillow and simplejpeg.
+"""How fast do encoded images become batches? Compares the feed with DataLoaders and, if asked, with other loaders.
 
-python bench/encoded.py
+python bench/encoded.py            this project, DataLoaders over Pillow and simplejpeg, the bare decoder and resize
+python bench/encoded.py --peers    FFCV, DALI, SPDL, WebDataset, LitData, too (installed by `make bench-peers`)
 
-All decode the same made-up JPEG files, cut the same kind of random part (8 to 100 % of the area) and resize it to 224 x
-224. The DataLoader reads files from a folder, one worker process for each CPU, batches of 256; the feed reads the HDF5
-file of `convert.py images --keep-encoded`, one reader thread for each CPU. Each contender is a process of its own that
-reads one epoch before it is measured for two. `bare` is a loop of one thread over decoder and resize, with the bytes in
-memory.
+All decode the same made-up JPEG files (see jpegs.py): the feed from the HDF5 file of `convert.py images
+--keep-encoded`, FFCV, WebDataset and LitData from files of their own with the same bytes, the others from a folder.
+Each contender is a process of its own, which is stopped while the others are measured in turns.
 """
 
-import json
+import argparse
+import shutil
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import h5py
+import jpegs
 import layouts
 import numpy as np
 import project
-import psutil
 import publish
-import torch
-import torch.nn.functional as F
+from data import DataSpec
+from jpegs import BARE, CONTENDERS, OURS, PEERS, PILLOW
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from processes import PEERS_PYTHON, ContenderError, Process, kept_warm
+from publish import ratios, spread
 
-from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.decoded import DecodedImages
-from fastgpu.storage.encoded import Box, draw, random_box, simplejpeg
-from fastgpu.storage.store import open_store
 
-FOLDER = Path(__file__).parent / "data" / "encoded"
-N_IMAGES = 1000
-N_EPOCHS = 2
+N_IMAGES = 2_000
 BATCH = 256
-SIZE = (224, 224)
-MIN_SCALE = 0.08
-ROUNDS = 3
-KINDS = {"500 x 375": [], "shorter side 256": ["--size", "256", "--quality", "92"]}
+NOISE = 19
+"""Grey levels of noise that give the files the size of published ones."""
+KINDS = {
+    DataSpec("500x375", N_IMAGES, (3, 375, 500), BATCH): [],
+    DataSpec("341x256", N_IMAGES, (3, 256, 341), BATCH): ["--size", "256", "--quality", "85"],
+}
 """{files: flags of convert.py}"""
-CONTENDERS = ("bare", "feed, 1 reader", "feed", "DataLoader + simplejpeg", "DataLoader + Pillow")
+FIRST_S = (0, 1.5)
+LEAD_S = (0, 1.5)
+SPAN_S = (2.5, 6)
+"""Seconds (minimum, maximum) of a first measurement that does not count, and of the others with what precedes them."""
+ANSWER_S = 900
+RATE = "images_per_s"
+COST = "cpu_s_per_1000"
+Results = dict[str, Any]
+"""{contender: its rounds, {RATE: ..., COST: ...}, or the reason why it has none}"""
 
 
-def make(kind: str) -> Path:
-    """The HDF5 file of a kind, and beside it a folder with the same JPEG files."""
-    target = FOLDER / f"{kind.replace(' ', '-')}.h5"
-    if target.exists():
-        return target
-    source = FOLDER / "source" / "all"
+def make(spec: DataSpec, flags: list[str]) -> None:
+    """The HDF5 file, and beside it a folder with the same JPEG files."""
+    if spec.h5.exists():
+        return
+    source = spec.folder.parent / f"jpegs-{N_IMAGES}"
     if not source.exists():
-        source.mkdir(parents=True)
+        (source / "all").mkdir(parents=True)
         rng = np.random.default_rng(0)
-        pictures = layouts.pictures(min(N_IMAGES, layouts.N_PICTURES), (3, 375, 500)).transpose(0, 2, 3, 1)
+        pictures = layouts.pictures(layouts.N_PICTURES, (3, 375, 500)).transpose(0, 2, 3, 1)
         for number in range(N_IMAGES):
-            noise = rng.normal(0, 8, (375, 500, 3))
+            noise = NOISE * rng.standard_normal((375, 500, 3), np.float32)
             pixels = (pictures[number % len(pictures)] + noise).clip(0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(source / f"{number:05d}.jpg", quality=92)
-    command = [sys.executable, project.FOLDER / "convert.py", "images", source.parent, target, "--keep-encoded"]
-    subprocess.run(list(map(str, [*command, *KINDS[kind]])), check=True, stdout=subprocess.DEVNULL)
-    target.with_suffix("").mkdir()
-    for number, data in enumerate(files_of(target)):
-        (target.with_suffix("") / f"{number:05d}.jpg").write_bytes(data.tobytes())
-    return target
+            Image.fromarray(pixels).save(source / f"all/{number:05d}.jpg", quality=92)
+    shutil.rmtree(spec.folder, ignore_errors=True)
+    (spec.folder / "jpegs").mkdir(parents=True)
+    target = spec.folder / "encoded.h5"
+    command = [sys.executable, project.FOLDER / "convert.py", "images", source, target, "--keep-encoded", *flags]
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+    for number, data in enumerate(rows_of(target)):
+        (spec.folder / f"jpegs/{number:05d}.jpg").write_bytes(data.tobytes())
+    target.rename(spec.h5)
 
 
-def files_of(path: Path) -> list[np.ndarray]:
+def rows_of(path: Path) -> list[np.ndarray]:
     """The bytes of each row of a file."""
-    import h5py
-
     with h5py.File(path) as file:
-        values = file["images/values"][:]
-        return np.split(values, file["images/indptr"][1:-1])
+        return np.split(file["images/values"][:], file["images/indptr"][1:-1])
 
 
-def by_simplejpeg(data: np.ndarray, box: Callable[[int, int], Box]) -> torch.Tensor:
-    """Decoder and resize as a user of both libraries writes them."""
-    pixels = simplejpeg.decode_jpeg(data)
-    top, left, height, width = box(*pixels.shape[:2])
-    part = np.ascontiguousarray(pixels[top : top + height, left : left + width])
-    return F.interpolate(torch.from_numpy(part).permute(2, 0, 1)[None], SIZE, mode="bilinear", antialias=True)[0]
+def measure(spec: DataSpec, names: list[str], n_rounds: int) -> Results:
+    """All contenders in turns."""
+    results: Results = {name: [] for name in names}
+    processes: dict[str, Process] = {}
+    with ExitStack() as stack:
+        for number in range(n_rounds + 1):
+            for name in names:
+                if isinstance(results[name], str):
+                    continue
+                try:
+                    if number == 0:
+                        process = Process(name, spec, n_workers=available_cpus(), is_peer=name in PEERS)
+                        processes[name] = stack.enter_context(process)
+                        processes[name].ask("run", ANSWER_S, lead_s=None, span_s=FIRST_S, step_s=0)
+                        continue
+                    each = processes[name].ask("run", ANSWER_S, lead_s=LEAD_S, span_s=SPAN_S, step_s=0)
+                except ContenderError as failure:
+                    results[name] = str(failure)
+                    continue
+                values = {RATE: each["rows"] / each["seconds"], COST: 1000 * each["cpu_s"] / each["rows"]}
+                results[name].append(values)
+                print(f"{spec.name}, round {number}: {name}: {values}", file=sys.stderr, flush=True)
+    return results
 
 
-def by_pillow(path: Path, box: Callable[[int, int], Box]) -> torch.Tensor:
-    """What torchvision's RandomResizedCrop does with an image of Pillow."""
-    with Image.open(path) as image:
-        top, left, height, width = box(image.height, image.width)
-        part = image.convert("RGB").crop((left, top, left + width, top + height))
-        return torch.from_numpy(np.array(part.resize(SIZE[::-1], Image.Resampling.BILINEAR))).permute(2, 0, 1)
+def values_of(results: Results, name: str, key: str) -> list[float]:
+    return [each[key] for each in results[name]]
 
 
-class Files(Dataset):
-    """The JPEG files of a folder."""
-
-    def __init__(self, folder: Path, decoder: str):
-        self.paths = sorted(folder.glob("*.jpg"))
-        self.decoder = decoder
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        draws = np.random.default_rng().random(22).tolist()
-
-        def box(height: int, width: int) -> Box:
-            return random_box(draws, height, width, MIN_SCALE)
-
-        if self.decoder == "Pillow":
-            return by_pillow(self.paths[row], box).contiguous()
-        return by_simplejpeg(np.fromfile(self.paths[row], np.uint8), box).contiguous()
+def against(results: Results, name: str, key: str = RATE, *, times: int = 1) -> str:
+    """Feed / (times x contender)."""
+    if isinstance(results[name], str):
+        return "not measured"
+    others = [times * value for value in values_of(results, name, key)]
+    return spread(ratios(values_of(results, OURS, key), others), ".2f")
 
 
-def epochs_of(contender: str, path: Path) -> Callable[[int], Iterable[Any]]:
-    """epoch -> its batches or pools."""
-    if contender == "bare":
-        torch.set_num_threads(1)
-        files = files_of(path)
-        draws = draw(0, 0, np.arange(len(files))).tolist()
-        return lambda epoch: (
-            by_simplejpeg(data, lambda height, width, row=row: random_box(draws[row], height, width, MIN_SCALE))[None]
-            for row, data in enumerate(files)
-        )
-    if contender.startswith("feed"):
-        n_readers = 1 if "1 reader" in contender else available_cpus()
-        source = DecodedImages(open_store("FILE", str(path), {"images": "images", "labels": "labels"}), SIZE, MIN_SCALE)
-        order = BlockSampler(source.block_rows, BATCH, pool_batches=1)  # as many rows ahead as the DataLoader has
-        feed = make_feed(source, order, Placement("disk", torch.device("cpu"), n_readers))
-        return lambda epoch: (pool.rows["images"] for pool in feed.pools(epoch))
-    dataset = Files(path.with_suffix(""), contender.rpartition(" ")[2])
-    loader = DataLoader(
-        dataset, BATCH, shuffle=True, num_workers=available_cpus(), persistent_workers=True, drop_last=True
-    )
-    return lambda epoch: loader
+def targets(results: Results) -> publish.Table:
+    """The rows of bench/README.md, for the larger files."""
+    libraries = [name for name in ("FFCV", "DALI", jpegs.SPDL) if not isinstance(results[name], str)]
+    best = max(libraries, key=lambda name: median(values_of(results, name, RATE)), default="FFCV")
+    rows = [
+        ["feed / DataLoader + Pillow", against(results, PILLOW), "3 / 5"],
+        ["feed / best of FFCV, DALI, SPDL", f"{against(results, best)} ({best})", "1 / 1.3"],
+        [
+            "feed / (CPUs x decoder and resize in a thread)",
+            against(results, BARE, times=available_cpus()),
+            "0.9 / 0.97",
+        ],
+        ["CPU time of the feed / FFCV", against(results, "FFCV", COST), "1 / 0.8"],
+    ]
+    rows = [[f"JPEG of 500 x 375 to random parts: {what}", *cells] for what, *cells in rows]
+    return publish.Table("targets", publish.TARGET_COLUMNS, rows)
 
 
-def measure_here(contender: str, path: Path) -> dict[str, float]:
-    """images_per_s and cpu_s_per_1000 after the first epoch, worker processes included."""
-
-    def cpu_s() -> float:
-        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    epochs = epochs_of(contender, path)
-    for _ in epochs(0):
-        pass
-    t0, cpu0 = time.perf_counter(), cpu_s()
-    n_images = sum(len(images) for epoch in range(1, 1 + N_EPOCHS) for images in epochs(epoch))
-    return {
-        "images_per_s": n_images / (time.perf_counter() - t0),
-        "cpu_s_per_1000": 1000 * (cpu_s() - cpu0) / n_images,
-    }
+def table(spec: DataSpec, results: Results) -> publish.Table:
+    rows = []
+    for name, rounds in results.items():
+        if isinstance(rounds, str):
+            rows.append([name, rounds, "", "", ""])
+            continue
+        cells = [spread(values_of(results, name, key), form) for key, form in ((RATE, ",.0f"), (COST, ".2f"))]
+        rows.append([name, *cells, against(results, name), against(results, name, COST)])
+    kb = np.mean([len(data) for data in rows_of(spec.h5)]) / 1e3
+    columns = ["contender", "images/s", "CPU s / 1,000 images", "feed / this: images/s", "feed / this: CPU s"]
+    return publish.Table(f"made-up JPEG files, {spec.shape[2]} x {spec.shape[1]}, {kb:.0f} kB", columns, rows)
 
 
 def main() -> None:
-    results: dict[str, dict[str, list[dict[str, float]]]] = {}
-    tables = []
-    for kind in KINDS:
-        path = make(kind)
-        results[kind] = {contender: [] for contender in CONTENDERS}
-        for number in range(ROUNDS):
-            for contender in CONTENDERS:  # in turns, so that other work on the machine disturbs all of them alike
-                print(f"{kind}, round {number + 1}: {contender}", file=sys.stderr, flush=True)
-                command = [sys.executable, __file__, contender, str(path)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                results[kind][contender].append(json.loads(done.stdout))
-        kb = np.mean([len(data) for data in files_of(path)]) / 1e3
-        rows = [[contender, *(spread(each, key) for key in each[0])] for contender, each in results[kind].items()]
-        columns = ["contender", "images/s", "CPU seconds per 1,000 images"]
-        tables.append(publish.Table(f"JPEG files, {kind}, {kb:.0f} kB", columns, rows))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true", help="compare with other loaders, too")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if args.peers and not PEERS_PYTHON.exists():
+        parser.error("the other loaders are not installed; make bench/.venv-peers/installed does it")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so no process is left behind
+    results = {}
+    for spec, flags in KINDS.items():
+        make(spec, flags)
+        with kept_warm(path for path in spec.folder.rglob("*") if path.is_file()):
+            results[spec.name] = measure(spec, [*CONTENDERS, *(PEERS if args.peers else ())], args.rounds)
+    tables = [targets(next(iter(results.values())))] if args.peers else []
+    tables += [table(spec, results[spec.name]) for spec in KINDS]
     note = (
-        f"Random part of 8 to 100 % of the area to 224 x 224; {N_IMAGES:,} made-up files in the page cache; "
-        f"{available_cpus()} CPUs. Median of {ROUNDS} rounds, minimum and maximum in brackets. Where other work shares "
-        "the machine, CPU seconds say more than images/s."
+        f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} files "
+        f"in the page cache, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader threads, worker "
+        "processes or threads of a peer. Lowest and highest of the rounds in brackets; ratios are taken in a round. "
+        "Bare: decoder (simplejpeg) and resize (torch) of bytes in memory; on each CPU: in as many processes. Where "
+        "other work shares the machine, CPU seconds say more than images/s."
     )
     tables[-1] = tables[-1]._replace(note=note)
-    publish.write("encoded", tables, results, "python bench/encoded.py")
-
-
-def spread(rounds: list[dict[str, float]], key: str) -> str:
-    """`median [minimum-maximum]`"""
-    form = ",.0f" if key == "images_per_s" else ".2f"
-    values = [each[key] for each in rounds]
-    return f"{median(values):{form}} [{min(values):{form}}-{max(values):{form}}]"
+    command = f"python bench/encoded.py{' --peers' * args.peers} --rounds {args.rounds}"
+    publish.write("encoded", tables, results, command)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        print(json.dumps(measure_here(sys.argv[1], Path(sys.argv[2]))))
-    else:
-        main()
+    main()

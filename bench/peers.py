@@ -53,7 +53,7 @@ class Task(NamedTuple):
     seed: int
 
 
-def _convert(target: Path, write: Callable[[Path], None]) -> Path:
+def convert_once(target: Path, write: Callable[[Path], None]) -> Path:
     """Create `target` by calling `write` with a temporary name, so that an interrupted conversion is never reused."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def npy_arrays(h5: Path, folder: Path) -> Path:
         images.flush()
         labels.flush()
 
-    return _convert(folder / "arrays", write)
+    return convert_once(folder / "arrays", write)
 
 
 def permutation(n_rows: int, batch_size: int, seed: int, number: int) -> npt.NDArray[np.int64]:
@@ -162,7 +162,7 @@ class Ffcv:
             writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=task.n_workers)
             writer.from_indexed_dataset(_H5Rows(task.h5))
 
-        self.path = _convert(task.folder / "rows.beton", write)
+        self.path = convert_once(task.folder / "rows.beton", write)
         self.loader = Loader(
             str(self.path),
             batch_size=task.batch_size,
@@ -322,7 +322,7 @@ class WebDataset:
                 tar.close()
 
         _quiet_about_read_only_arrays()
-        self.tars = _convert(task.folder / "tars", write)
+        self.tars = convert_once(task.folder / "tars", write)
         shards = _files(self.tars)
         dataset = (
             wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=task.seed)
@@ -370,7 +370,7 @@ class LitData:
             cache.merge()
 
         _quiet_about_read_only_arrays()
-        self.chunks = _convert(task.folder / "litdata", write)
+        self.chunks = convert_once(task.folder / "litdata", write)
         has_large_rows = math.prod(shape_of(task.h5)[1:]) >= LARGE_ROW_BYTES
         decode = 0 if has_large_rows else 256  # row by row, or a block of the shuffle
         dataset = StreamingDataset(str(self.chunks), shuffle=True, drop_last=True, seed=task.seed, batch_decode=decode)
@@ -416,7 +416,7 @@ class MosaicStreaming:
                         writer.write({"image": image, "label": int(label)})
 
         _quiet_about_read_only_arrays()
-        self.shards = _convert(task.folder / "mds", write)
+        self.shards = convert_once(task.folder / "mds", write)
         clean_stale_shared_memory()  # a run that was killed leaves names behind that this run would use
         dataset = StreamingDataset(
             local=str(self.shards),

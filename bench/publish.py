@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
-IN_README = ("loader", "order", "decode", "recsys", "diagnose", "gpu")
+IN_README = ("loader", "order", "decode", "encoded", "recsys", "diagnose", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
 BEGIN = "<!-- results:begin -->\n"
 END = "<!-- results:end -->\n"

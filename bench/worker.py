@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -141,11 +142,15 @@ class Worker:
     def __init__(self, name: str, task: peers.Task) -> None:
         if name in peers.PEERS:
             make = peers.PEERS[name]
+        elif (task.folder / "jpegs").exists():
+            import jpegs
+
+            make = partial(jpegs.Contender, name)
         else:
             from contenders import CONTENDERS  # imports torch and this project, which the peers' environment lacks
 
             make = CONTENDERS[name]
-        self.shape = peers.shape_of(task.h5)
+        self.h5 = task.h5
         self.imports_bytes = _memory_bytes()
         self.contender: Any = make(task)
         self.stream = endless(self.contender)
@@ -154,7 +159,7 @@ class Worker:
         return {"files": [str(path) for path in self.contender.files()]}
 
     def check(self, max_s: float) -> dict[str, int]:
-        return check(self.stream, self.shape, max_s)
+        return check(self.stream, peers.shape_of(self.h5), max_s)
 
     def run(self, lead_s: list[float] | None, span_s: list[float], step_s: float) -> dict[str, float]:
         return run(self.stream, lead_s, span_s, step_s)
