@@ -171,7 +171,7 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     if lossy := [name for name in used_masks if name.lower().endswith((".jpg", ".jpeg"))]:
         raise UserError(
             f"{mask_folder}: {len(lossy):,} masks are JPEG files, such as {lossy[0]}, whose values are not exactly "
-            "those that were saved; save masks as PNG (for two classes: mask.convert('L').point(lambda v: 255 * (v > 127)))"
+            "those that were saved; save them as PNG, and those of one object as mask.point(lambda v: 255 * (v > 127))"
         )
     paths = [mask_folder / name for name in used_masks]
     if is_binary := _are_binary(paths):
