@@ -21,7 +21,7 @@ import recsys
 import torch
 import torch.nn.functional as F
 import yaml
-from encoded import files_of
+from encoded import rows_of
 from peers import npy_arrays
 from PIL import Image
 from torch import Tensor
@@ -146,7 +146,7 @@ class JpegRows(Dataset[tuple[Tensor, int]]):
     """JPEG files in memory, of which a random part is decoded and resized, as torchvision's RandomResizedCrop does."""
 
     def __init__(self, path: Path, size: int):
-        self.encoded = files_of(path)
+        self.encoded = rows_of(path)
         self.size = size
 
     def __len__(self) -> int:

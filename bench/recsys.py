@@ -102,17 +102,11 @@ def shuffled_batches(n_rows: int, seed: int) -> Iterator[np.ndarray]:
             yield order[start : start + BATCH_SIZE]
 
 
-def toarray(matrix: sparse.csr_matrix) -> DenseBatches:
-    """Dense float32 batches."""
+def toarray(matrix: sparse.csr_matrix, dtype: type = np.float32) -> DenseBatches:
+    """Dense float32 batches of a matrix of this type. scipy's default is float64."""
+    matrix = matrix.astype(dtype)
     for row_ids in shuffled_batches(matrix.shape[0], 0):
-        yield torch.from_numpy(matrix[row_ids].toarray())
-
-
-def toarray_f64(matrix: sparse.csr_matrix) -> DenseBatches:
-    """The same from a float64 matrix, which is scipy's default."""
-    wide = matrix.astype(np.float64)
-    for row_ids in shuffled_batches(matrix.shape[0], 0):
-        yield torch.FloatTensor(wide[row_ids].toarray())
+        yield torch.from_numpy(matrix[row_ids].toarray()).float()
 
 
 class DenseRows(Dataset):
@@ -242,7 +236,7 @@ class Measured(NamedTuple):
 
 def measure(path: Path, matrix: sparse.csr_matrix, size: Size, n_rounds: int) -> Measured:
     feeds: dict[str, Callable[[], Generator[Any, None, None]]] = {
-        "toarray, float64 and a cast": lambda: toarray_f64(matrix),
+        "toarray, float64 and a cast": lambda: toarray(matrix, np.float64),
         "toarray, float32": lambda: toarray(matrix),
         f"dataset of dense rows, {available_cpus()} workers": lambda: dataset(matrix, size.n_dense_users),
         "big batches of a thread": lambda: big_batches(matrix),

@@ -14,7 +14,11 @@ from fastgpu.process.launch import Launch, UserError, exit_with_message
 
 def parse(argv: list[str]) -> Namespace:
     """The command line. Exits for mistakes."""
-    return CommandLine(__doc__).parser.parse_args(argv)
+    parser = CommandLine(__doc__).parser
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; put flags before SOURCE or behind TARGET")
+    return args
 
 
 def main(args: Namespace) -> int:

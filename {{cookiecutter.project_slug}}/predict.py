@@ -12,7 +12,7 @@ training data is not needed. INPUT: image files, folders of images and globs, or
 import argparse
 import sys
 
-from fastgpu.process.launch import UserError, exit_with_message, read_launch
+from fastgpu.process.launch import UserError, exit_with_message, read_launch, warn
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -129,9 +129,12 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
                 writer.write(batch_ids, ids, values)
                 bar.update(len(batch_ids) * world.world_size)
     n_failed = int(sum(world.all_gather(writer.n_failed)))
+    n_nan = int(sum(world.all_gather(writer.n_nan)))
     failed = f", of which {n_failed:,} could not be read" if n_failed else ""
     place = "" if args.output == "-" else f": {args.output}"
     world.print_once(f"{len(inputs.source):,} rows{failed}{place}")
+    if n_nan and world.is_main:
+        warn(f"the model gives NaN for {n_nan:,} rows, so their predictions mean nothing: look for NaN in these rows")
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:

@@ -85,6 +85,15 @@ def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path):
         check([json.loads(line) for line in target.read_text().splitlines()])
 
 
+def test_rows_with_nan_are_told(tmp_path, capsys):
+    rows = val_rows()
+    rows[[3, 70]] = np.nan
+    np.save(tmp_path / "x.npy", rows)
+    lines = list(csv.DictReader(io.StringIO(run("runs/a", tmp_path / "x.npy"))))
+    assert [int(line["row"]) for line in lines if not line["prediction"]] == [3, 70]
+    assert "the model gives NaN for 2 rows" in capsys.readouterr().out
+
+
 def test_the_checkpoint_in_use_is_named(capsys):
     (best,) = Path("runs/a/checkpoints").glob("best-*")
     run("runs/a", "rows.h5::/val")

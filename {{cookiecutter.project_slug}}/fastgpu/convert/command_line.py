@@ -126,8 +126,9 @@ def parse_columns(text: str) -> list[str]:
 
 def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
     """--on-error. item: what may be broken."""
+    most = "1 %%" if item == "line" else "1 %%, and more than one,"
     text = (
         f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, and list it "
-        "beside TARGET; stop if more than 1 %% are broken"
+        f"beside TARGET; stop if more than {most} are broken"
     )
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)

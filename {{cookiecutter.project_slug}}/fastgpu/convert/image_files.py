@@ -39,6 +39,10 @@ OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
+SOFT_CLASSES = 240
+"""So many classes are suspicious, if the pixels of all but the first are at most ..."""
+SOFT_SHARE = 0.2
+"""... this share: an object whose edges were smoothed has 0 outside, 255 inside, and all values between."""
 PROBED_SIZES = 32
 """Files that are looked at to estimate the bytes of encoded rows."""
 DARK = 4096 >> 8
@@ -164,6 +168,11 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     used_masks = [mask_of[key(name)] for name in names]
     if unused := sorted(set(masks) - set(used_masks)):
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
+    if lossy := [name for name in used_masks if name.lower().endswith((".jpg", ".jpeg"))]:
+        raise UserError(
+            f"{mask_folder}: {len(lossy):,} masks are JPEG files, such as {lossy[0]}, whose values are not exactly "
+            "those that were saved; save them as PNG, and those of one object as mask.point(lambda v: 255 * (v > 127))"
+        )
     paths = [mask_folder / name for name in used_masks]
     if is_binary := _are_binary(paths):
         print("the masks hold 0 and 255 only: 255 is written as class 1")
@@ -272,6 +281,12 @@ class ImageFiles(ListedRows):
             classes = f"{len(present)} of {self.attributes['n_classes']} classes occur: {list_first(present)}"
             ignored_pct = 100 * self._mask_pixels[IGNORED_CLASS] / self._mask_pixels.sum()
             lines.append(f"masks    {classes}; {ignored_pct:.3g} % of the pixels are 255 (ignored)")
+            n_between = self._mask_pixels[1:IGNORED_CLASS].sum()
+            if self.attributes["n_classes"] > SOFT_CLASSES and n_between < SOFT_SHARE * self._mask_pixels.sum():
+                lines.append(
+                    "warning: the masks hold 0, 255 and a few values up to 254: are these soft edges of an object? "
+                    "Then its inside is ignored; make it two classes by mask.point(lambda value: 255 * (value > 127))"
+                )
         return lines
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:

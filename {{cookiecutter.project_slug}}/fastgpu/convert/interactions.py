@@ -59,7 +59,8 @@ def hold_out_users(
     n_train = len(user_ids) - 2 * n_held_out
     if n_train < 1:
         found = f"{len(user_ids):,} users have {MIN_ITEMS} items or more, and 2 x {n_held_out:,} are to be held out"
-        raise UserError(f"{name}: {found}; use --held-out {max(1, len(user_ids) // 10)}")
+        cure = f"use --held-out {max(1, len(user_ids) // 10)}" if len(user_ids) > 2 else "three of them are needed"
+        raise UserError(f"{name}: {found}; {cure}")
     order = np.random.RandomState(seed).permutation(len(user_ids))  # the authors' generator; NumPy keeps its stream
     row_of_user = np.empty(len(user_ids), np.int64)
     row_of_user[order] = np.arange(len(user_ids))

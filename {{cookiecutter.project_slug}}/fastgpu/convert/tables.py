@@ -195,6 +195,8 @@ def _parse_classes(
     if n_classes > MAX_CLASSES:
         raise UserError(f"{path} has {n_classes:,} classes; allowed are {MAX_CLASSES:,}: are the labels ids?")
     for line, number in zip(lines, numbers, strict=True):
-        if not 0 <= number < n_classes:
+        if number < 0:
+            raise UserError(f"{path}:{line}: label {number} is below 0, with which classes begin")
+        if number >= n_classes:
             raise UserError(f"{path}:{line}: label {number} is out of range; allowed are 0 to {n_classes - 1}")
     return np.array(numbers, np.int64), {"class_names": [str(number) for number in range(n_classes)]}

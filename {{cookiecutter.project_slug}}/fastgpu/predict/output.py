@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
@@ -32,6 +33,8 @@ class PredictionWriter:
     def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool):
         """attributes: of model.json."""
         self.n_failed = 0
+        self.n_nan = 0
+        """Rows for which the model gave NaN."""
         self._file = file
         self._inputs = inputs
         self._attributes = attributes
@@ -41,6 +44,10 @@ class PredictionWriter:
     def write(self, row_ids: Sequence[int], ids: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Write a batch. ids: {column: (B,)} of the input. values: {column: (B,), (B, k) or, for JSON, any shape}."""
         _, files, failed = self._inputs
+        is_nan = torch.zeros(len(row_ids), dtype=torch.bool)
+        for value in values.values():
+            is_nan |= value.cpu().isnan().flatten(1).any(1) if value.ndim > 1 else value.cpu().isnan()
+        self.n_nan += int(is_nan.sum())
         columns: dict[str, list[Any]] = {"file": [files[row] for row in row_ids]} if files else {"row": list(row_ids)}
         errors = ["error"] * (failed is not None)
         renamed = []

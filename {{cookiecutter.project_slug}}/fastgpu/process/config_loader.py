@@ -289,6 +289,8 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
             hint = f" (did you mean [{value}]?)"
         elif key == "data.val" and isinstance(value, (int, float)):
             hint = f" (did you mean {100 * value if value < 1 else value:g}%?)"
+        elif allowed == ["be a valid string"] and isinstance(value, (int, float)):
+            hint = f""" (did you mean "{value}", with the quotes? On a command line: '{key}="{value}"')"""
         elif (value is None and "fields" in key) or (isinstance(value, dict) and None in value.values()):
             hint = " (a name without a value: put a space after the colon, as in {images: images})"
         should = "hold keys of its own" if key in SECTIONS else " or ".join(dict.fromkeys(allowed))

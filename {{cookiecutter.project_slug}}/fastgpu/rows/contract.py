@@ -156,7 +156,7 @@ class Source(Protocol):
         raise KeyError(name)
 
     def in_memory(self, name: str) -> np.ndarray | None:
-        """The same; None if there is no such field, or it is not in memory."""
+        """One small field of all rows, (rows, *shape). None if there is no such field, or it is not in memory."""
         try:
             return self.column(name)
         except KeyError:

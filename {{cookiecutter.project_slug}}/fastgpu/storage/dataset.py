@@ -37,8 +37,6 @@ KILL_S = 3.0
 """How long to wait for the end of workers that died or were killed. The kernel may hold them for ever."""
 MAX_NAMED = 8
 """Maximum number of rows that a message names."""
-ALL = slice(None)
-"""All rows of a Dataset."""
 NO_ARRAY = (TypeError, ValueError, RuntimeError)
 """What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
 
@@ -156,7 +154,7 @@ class _SeededDataset(Dataset):
 
     def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str]):
         self.dataset = dataset
-        self.row_ids: np.ndarray | slice = ALL
+        self.row_ids: np.ndarray | slice = slice(None)
         """The rows of the dataset that are used."""
         self._name = name
         self._fields = fields

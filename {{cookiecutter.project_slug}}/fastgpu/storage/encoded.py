@@ -34,10 +34,6 @@ N_DRAWS = 2 * N_TRIES + 2
 """Random numbers for one box."""
 MAX_LOG_RATIO = math.log(4 / 3)
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-ROWS_OF_BLOCKS = 16
-"""Rows of pixels that a JPEG file stores together, in most files."""
-ROWS_BELOW = 4
-"""Rows below a pixel of which its color may depend: those of a color pixel of a JPEG file."""
 
 
 class Box(NamedTuple):
@@ -90,8 +86,8 @@ class EncodedImage:
             whole_size = (self.width, self.height)
             size = (size[1], size[0])
         factor = max(n for n in (1, 2, 4, 8) if n == 1 or (height >= n * size[0] and width >= n * size[1]))
-        pixels_HWC = self._decode_upper(whole_size, factor, top + height)
-        if pixels_HWC.shape[1] == whole_size[1]:
+        pixels_HWC = self._decode_whole(whole_size, factor)
+        if pixels_HWC.shape[:2] == whole_size:
             factor = 1
         rows = slice(top // factor, -(-(top + height) // factor))
         columns = slice(left // factor, -(-(left + width) // factor))
@@ -103,54 +99,21 @@ class EncodedImage:
             part_CHW = part_CHW.transpose(0, 2, 1)
         return np.flip(part_CHW, self._flips) if self._flips else part_CHW
 
-    def _decode_upper(self, size: tuple[int, int], factor: int, bottom: int) -> np.ndarray:
-        """The pixels as they are stored, at least the rows above `bottom`: uint8 (H, W, 3).
+    def _decode_whole(self, size: tuple[int, int], factor: int) -> np.ndarray:
+        """All pixels as they are stored, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full.
 
-        JPEG files are decoded at 1 / factor of their size, others in full. size: (height, width) in full.
+        size: (height, width) in full.
         """
         if self._is_jpeg:
-            data, full_height = self._data, size[0]
-            end = -(-(bottom + ROWS_BELOW * factor) // ROWS_OF_BLOCKS) * ROWS_OF_BLOCKS
-            if end < full_height and (cut := _cut(data, end)) is not None:
-                data, full_height = cut, end
-            height, width = -(-full_height // factor), -(-size[1] // factor)
-            pixels = scratch(height * width * 3, "pixels")
+            height, width = (-(-length // factor) for length in size)
             try:
                 scale = {"min_height": height, "min_width": width, "min_factor": factor} if factor > 1 else {}
-                return simplejpeg.decode_jpeg(data, buffer=pixels, **scale)
-            except ValueError as error:
-                if data is not self._data and "extraneous bytes before marker 0xd9" in str(error):
-                    return pixels.reshape(height, width, 3)  # these bytes are the rows that were cut off
-                # it may be harmless: Pillow decides
+                return simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
+            except ValueError:
+                pass  # it may be harmless: Pillow decides
         with open_image(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (size[1] // factor, size[0] // factor))
             return to_rgb(image).permute(1, 2, 0).numpy()
-
-
-def _cut(data: np.ndarray, height: int) -> np.ndarray | None:
-    """A JPEG file whose header says that the image ends at `height`, so that a decoder leaves out the rows below.
-
-    None unless the file is baseline, in one scan and without restart markers: then all that a decoder finds wrong with
-    an intact file is that bytes follow, those of the rows below. It is valid until this thread calls again.
-    """
-    header = data.data
-    frame = 0
-    at = 2
-    while at + 10 < len(header) and header[at] == 0xFF:
-        kind = header[at + 1]
-        if kind == 0xC0:
-            frame = at
-        elif kind == 0xDD:  # restart markers
-            return None
-        elif kind == 0xDA:  # the pixels begin
-            if not frame or header[at + 4] != header[frame + 9]:  # components of the scan and of the image
-                return None
-            cut = scratch(len(data), "cut")
-            cut[:] = data
-            cut[frame + 5 : frame + 7] = divmod(height, 256)
-            return cut
-        at += 2 + int.from_bytes(header[at + 2 : at + 4])
-    return None
 
 
 def _may_have_exif(data: memoryview) -> bool:

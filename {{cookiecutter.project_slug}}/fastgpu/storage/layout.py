@@ -1,7 +1,7 @@
 """Where the rows of one HDF5 dataset lie in its file, and the ways to read them.
 
     rows in the file                       how they are read
-    plain, all of a pool in the page cache one gather out of a mapping of the file, in the order of the pool
+    plain, 1 KiB a row, a pool in the cache one gather out of a mapping of the file, in the order of the pool
     plain, in the page cache               one indexed copy out of that mapping: each byte is touched once, too
     plain, 8 KiB a row and more            one preadv per block scatters its rows to their places: touched once, too
     plain, less than 8 KiB a row           one preadv into scratch memory, then one indexed copy
@@ -36,6 +36,8 @@ COLUMN_BYTES = 1 << 30
 """A field beside the largest one is kept in memory up to this size."""
 SCATTER_BYTES = 8192
 """Rows of this size or more are scattered by the kernel, smaller ones by one indexed copy."""
+GATHER_BYTES = 1024
+"""Rows of this size or more are gathered from the page cache. Smaller ones would touch too many pages in turn."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
 DIGESTS = "fastgpu_sha256"
@@ -251,8 +253,9 @@ class Layout:
 
     @cached_property
     def _first_byte(self) -> int | None:
-        """Where the rows begin in the file, if they lie there as they are and in one piece. None: they do not."""
-        if self._takes_whole_chunks or self._chunks is None or self._n_items is not None or not self._dtype.isnative:
+        """Where the rows begin in the file, if they are to be gathered: they lie there as they are, in one piece."""
+        is_plain = not self._takes_whole_chunks and self._n_items is None and self._dtype.isnative
+        if self._chunks is None or not is_plain or self.field.row_bytes < GATHER_BYTES:
             return None
         is_one_piece = np.all(np.diff(self._chunks.offsets) == self.chunk_rows * self.field.row_bytes)
         return int(self._chunks.offsets[0]) if is_one_piece else None

@@ -127,6 +127,8 @@ def _warn_of_other_preparation(key: str, *sources: Described) -> None:
     for name, values in known[1:]:
         first_name, first_values = known[0]
         changed = [key for key in {**first_values, **values} if first_values.get(key) != values.get(key)]
+        if {first_values.get("centre_share", 1.0), values.get("centre_share", 1.0)} == {1.0}:
+            changed = [key for key in changed if key != "centre_share"]  # of pixels and encoded images: all is shown
         if changed:
             here, there = (", ".join(f"{key} {each.get(key)}" for key in changed) for each in (values, first_values))
             warn(

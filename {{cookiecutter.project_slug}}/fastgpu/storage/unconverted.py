@@ -37,11 +37,9 @@ def refuse_unconverted(key: str, paths: str | Sequence[str], fields: Sequence[st
         source = shlex.quote(name if path == Path(name) else str(path))
         if path.is_dir() and _has_images(path):
             what, command = "a folder of images", f"images {source} {target}{share}"
-        elif suffix in TABLES and not {"images", "items"} & {*fields} and _has_numbers(path):
-            arrays = [f"{field}=FILE.npy" for field in fields]
-            what, command = "a table (write its columns by numpy.save)", f"arrays {' '.join(arrays)} {target}"
         elif suffix in TABLES:
-            what, command = "a table", f"{_command_for(path, fields)} {source} {target}"
+            what, command = _describe_table(path, fields, source)
+            command += f" {target}"
         elif suffix == ".npy":
             arrays = [f"{fields[0]}={source}", *(f"{field}=FILE.npy" for field in fields[1:])]
             what, command = "a NumPy array", f"arrays {' '.join(arrays)} {target}"
@@ -63,18 +61,15 @@ def _has_images(folder: Path) -> bool:
     return any(name.suffix.lower() in IMAGES for name in names)
 
 
-def _has_numbers(table: Path) -> bool:
-    """Whether the second line of a table has numbers only, which are not those of users and films."""
+def _describe_table(table: Path, fields: Sequence[str], source: str) -> tuple[str, str]:
+    """What a table is, and the command that reads it, judged by its first two lines and the fields to read."""
     with table.open(encoding="utf-8", errors="replace") as lines:
         header, line = lines.readline(1 << 20), lines.readline(1 << 20)
-    return "movieId" not in header and re.fullmatch(r"[-+.\deE,;\s]+", line) is not None
-
-
-def _command_for(table: Path, fields: Sequence[str]) -> str:
-    """The command of convert.py that reads such a table, judged by its first line and the fields to read."""
-    with table.open(encoding="utf-8", errors="replace") as lines:
-        line = lines.readline(1 << 20)
-    if "movieId" in line or "items" in fields:
-        return "movielens"
-    n_columns = 1 + max(map(line.count, ",;\t"))
-    return "pixels" if "pixels" in line or n_columns >= MIN_PIXEL_COLUMNS else "images"
+    is_of_films = "movieId" in header
+    has_numbers = not is_of_films and re.fullmatch(r"[-+.\deE,;\s]+", line) is not None
+    if has_numbers and not {"images", "items"} & {*fields}:
+        arrays = [f"{field}=FILE.npy" for field in fields]
+        return "a table (write its columns by numpy.save)", f"arrays {' '.join(arrays)}"
+    has_pixels = "pixels" in header or max(map(header.count, ",;\t")) + 1 >= MIN_PIXEL_COLUMNS
+    kind = "pixels" if has_pixels else "images"
+    return "a table", f"{'movielens' if is_of_films or 'items' in fields else kind} {source}"

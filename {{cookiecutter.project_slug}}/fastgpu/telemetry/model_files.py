@@ -144,7 +144,10 @@ def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoc
             f"{folder} was saved inside an epoch, and the rows of data.train are not those of that epoch; resume with "
             "the file as it was, or use another run.name"
         )
-    warn("resumed with other rows: the content of data.train is not the one that the run was trained on so far")
+    warn(
+        "resumed with other rows: those of data.train, without the share that data.val may hold out, are not those "
+        "that the run was trained on so far"
+    )
 
 
 class ModelToUse(NamedTuple):

@@ -60,10 +60,8 @@ def evaluate(
                 sums[row, 0] += scores[name].total
                 sums[row, 1] += scores[name].n
     model.train()
-    means = {}
-    for name, (total, count) in zip(names, world.all_reduce_sum(sums).tolist(), strict=True):
-        means[f"val/{name}"] = total / count
-    return means
+    totals = zip(names, world.all_reduce_sum(sums).tolist(), strict=True)
+    return {f"val/{name}": total / count for name, (total, count) in totals}
 
 
 def leave_out(pools: Iterable[Pool], order: BlockSampler, damaged: Mapping[int, str] | None) -> Iterator[Pool]:

@@ -39,3 +39,9 @@ def test_flags_allow_what_the_code_knows(convert):
         for flag, kind in (("--compression", Compression), ("--on-error", OnError)):
             assert f"{flag} {{" not in text or f"{flag} {{{','.join(get_args(kind))}}}" in text
     assert "--compression {" in convert("arrays", "--help").stdout
+
+
+def test_where_flags_belong_is_told(convert):
+    result = convert("arrays", "x=x.npy", "y=y.npy", "--split", "0.9", "out.h5")
+    assert result.returncode == 2
+    assert "unrecognized arguments: out.h5; put flags before SOURCE or behind TARGET" in result.stderr

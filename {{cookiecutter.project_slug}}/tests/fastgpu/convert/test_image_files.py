@@ -80,7 +80,7 @@ def test_what_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("path,label\na.png,1\nb.png,-1\n", r":3: label -1 is out of range; allowed are 0 to 1"),
+        ("path,label\na.png,1\nb.png,-1\n", r":3: label -1 is below 0, with which classes begin"),
         ("path,label\na.png,1\nb.png,7\n", r":3: label 7 is out of range; allowed are 0 to 1"),
         ("path,label\na.png\n", r":2: 1 columns; its header has 2"),
         ("path,label\na.png,\n", r":2: label is missing"),
@@ -290,6 +290,25 @@ def test_masks_and_images_that_lack_the_other_are_named(tmp_path, convert):
     assert "masks without an image in images, which are left out: 1 (stray.png)" in result.stdout
     with h5py.File(tmp_path / "out.h5") as file:
         assert sorted(file["images"][:, 0, 0, 0].tolist()) == [n for n in range(200) if n != 3]
+
+
+def test_masks_whose_values_were_smeared_are_not_taken_for_classes(tmp_path, convert):
+    pairs_in(tmp_path)
+    soft = np.full((8, 10), 255, np.uint8)
+    soft[:4] = 0
+    soft[4] = np.linspace(0, 254, 10)
+    for number in range(8):
+        Image.fromarray(soft).save(tmp_path / f"masks/{number}.png")
+    result = convert("images", "images", "out.h5", "--masks", "masks")
+    assert (
+        "warning: the masks hold 0, 255 and a few values up to 254: are these soft edges of an object?" in result.stdout
+    )
+    for number in range(8):
+        (tmp_path / f"masks/{number}.png").unlink()
+        Image.fromarray(soft).save(tmp_path / f"masks/{number}.jpg")
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--force")
+    assert result.returncode == 2
+    assert "masks: 8 masks are JPEG files, such as 0.jpg, whose values are not exactly those" in result.stderr
 
 
 def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):

@@ -86,6 +86,9 @@ def test_too_few_users_are_one_line():
     users, items = events(users=20)
     with pytest.raises(UserError, match="users have 5 items or more, and 2 x 15 are to be held out; use --held-out 1"):
         hold_out_users("x", users, items, HELD)
+    users, items = events(users=2)
+    with pytest.raises(UserError, match="users have 5 items or more.*; three of them are needed"):
+        hold_out_users("x", users, items, HELD)
 
 
 def test_a_fifth_of_each_row_is_hidden():

@@ -39,6 +39,16 @@ def test_several_values_are_a_list_in_json_and_columns_in_csv():
     assert [line["scores"] for line in write(values, is_csv=False)] == [[0.5, None], [None, -2.0]]
 
 
+def test_rows_for_which_the_model_gives_nan_are_counted():
+    nan = float("nan")
+    writer = PredictionWriter(io.StringIO(), Inputs(ROWS), {}, is_csv=False)
+    writer.write([0, 1], {}, {"class": torch.tensor([0, 1]), "scores": torch.tensor([[0.5, nan], [1.0, float("inf")]])})
+    writer.write(
+        [2, 3], {"id": torch.tensor([nan, 1])}, {"class": torch.tensor([0, 1]), "mean": torch.tensor([nan, nan])}
+    )
+    assert writer.n_nan == 3
+
+
 def test_a_mask_fits_json_only():
     values = {"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}
     assert write(values, is_csv=False)[0] == {"row": 0, "mask": [[0, 0], [0, 0]]}

@@ -125,6 +125,7 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
         ("data: {batch_size: 2147483648}", "it should be less than or equal to 2147483647"),
         ("- a", r"0\.yaml: holds \['a'\]; allowed are sections"),
         ("data: {fields: {images: 3}}", "data.fields is 3; it should be a valid string"),
+        ("run: {name: 9}", r'did you mean "9", with the quotes\? On a command line: \'run.name="9"\''),
         ("workload: Images", 'workload is "Images"; it should match pattern'),
     ],
 )

@@ -78,41 +78,6 @@ def test_simplejpeg_and_pillow_decode_to_the_same_pixels(monkeypatch):
     assert all(np.array_equal(each, other) for each, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 7}, {"subsampling": 1}])
-@pytest.mark.parametrize(("mode", "factor"), [("RGB", 1), ("L", 1), ("RGB", 2), ("RGB", 4)])
-def test_a_part_does_not_depend_on_the_rows_below_it_being_decoded(mode, factor, options, monkeypatch):
-    file = encoded(Image.fromarray(pixels(150, 200)).convert(mode), "JPEG", **options)
-    image = EncodedImage(bytes_of(file))
-    boxes = [Box(top, 16, height, 48) for top in (0, 33) for height in (40, 47, 64, 80, 112)]
-    sizes = [(box.height // factor, box.width // factor) for box in boxes]
-    found = [image.decode(box, size).copy() for box, size in zip(boxes, sizes, strict=True)]
-    monkeypatch.setattr(module, "_cut", lambda data, height: None)
-    for box, size, pixels_found in zip(boxes, sizes, found, strict=True):
-        np.testing.assert_array_equal(pixels_found, image.decode(box, size))
-
-
-def test_rows_below_a_part_are_not_decoded(monkeypatch):
-    sizes = []
-    decode_jpeg = module.simplejpeg.decode_jpeg
-
-    def watched(data, buffer):
-        sizes.append(buffer.size)
-        return decode_jpeg(data, buffer=buffer)
-
-    monkeypatch.setattr(module.simplejpeg, "decode_jpeg", watched)
-    found = EncodedImage(bytes_of(photo("baseline"))).decode(Box(0, 0, 20, 200), (20, 200))
-    np.testing.assert_array_equal(found, decode(photo("baseline"), Preprocessing())[:, :20])
-    assert sizes == [32 * 200 * 3]
-
-
-@pytest.mark.parametrize("kept", [0.5, 0.9])
-def test_a_file_that_is_truncated_below_a_part_is_an_error(kept, decoder):
-    data = bytes_of(photo("baseline"))
-    image = EncodedImage(data[: int(kept * len(data))])
-    with pytest.raises(OSError, match="truncated"):
-        image.decode(Box(0, 0, 20, 200), (20, 200))
-
-
 def test_sixteen_bits_become_eight():
     grey = pixels()[..., 0].astype(np.uint16)
     image = EncodedImage(bytes_of(encoded(Image.fromarray(grey * 257), "PNG")))

@@ -30,6 +30,15 @@ def test_bytes_stand_for_one_range_of_values():
         check_meaning("data.val", source("a", value_range=wide), source("b", value_range=[0.0, 255.0]))
 
 
+def test_pixels_and_encoded_images_may_show_the_same(capsys):
+    resized = '{"size": [8, 8], "resize": "shorter", "crop": null%s}'
+    sources = [source(name, preprocessing=resized % more) for name, more in (("a", ""), ("b", ', "centre_share": 1.0'))]
+    check_meaning("data.val", *sources)
+    assert not capsys.readouterr().out
+    check_meaning("data.val", sources[0], source("c", preprocessing=resized % ', "centre_share": 0.875'))
+    assert "prepared with centre_share 0.875" in capsys.readouterr().out
+
+
 def test_numbers_to_predict_have_one_order():
     check_meaning("data.val", source("a", target_names=["row", "column"]), source("b"))
     with pytest.raises(UserError, match="the columns of labels are column, row in b and row, column in a"):
