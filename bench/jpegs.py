@@ -190,7 +190,7 @@ def dali(task: Task) -> Epochs:
 def spdl(task: Task) -> Epochs:
     """SPDL: a PipelineBuilder of threads that decode, then one that makes the batches; simplejpeg.
 
-    SPDL's own decoder, which is FFmpeg's, took a third to two thirds more CPU time. The source never ends.
+    SPDL's own decoder, which is FFmpeg's, took 1.3 to 1.9 times the CPU time. The source never ends.
     """
     from spdl.pipeline import PipelineBuilder
 
