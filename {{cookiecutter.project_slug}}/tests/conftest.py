@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -11,6 +12,7 @@ import pytest
 from harness import ITEMS, numbered, ragged, write_minimal
 
 from fastgpu.process.signals import SAVE, STOP
+from fastgpu.telemetry import log
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,13 @@ def signal_handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_log_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of a run that a test breaks off would write to a folder that is gone when Python ends."""
+    forget = SimpleNamespace(register=lambda function: None, unregister=lambda function: None)
+    monkeypatch.setattr(log, "atexit", forget)
 
 
 @pytest.fixture

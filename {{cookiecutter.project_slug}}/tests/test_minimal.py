@@ -30,12 +30,13 @@ def test_the_workload_fits_the_protocol():
     check_workload(Workload(Workload.Options(), source, source), make_batch(source), make_batch(source))
 
 
-def test_loss_and_score_are_the_mean_squared_error():
-    source = make_source()
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3)])
+def test_loss_and_score_are_the_mean_squared_error(shape):
+    source = make_source(shape=shape)
     workload = Workload(Workload.Options(hidden_dim=5), source, source)
     model = workload.model()
     batch = make_batch(source)
-    expected = (model(batch["x"].flatten(1)) - batch["y"]).square().mean()
+    expected = (model(batch["x"].reshape(len(batch), -1)) - batch["y"]).square().mean()
     torch.testing.assert_close(workload.loss(model, batch), expected)
     score = workload.score(model, batch)["mse"]
     torch.testing.assert_close(score.total / score.n, expected)

@@ -54,14 +54,14 @@ class Workload(workloads.Workload):
         return batch
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        prediction = model(batch["x"].flatten(1).float())
+        prediction = model(batch["x"].reshape(len(batch), -1).float())
         return F.mse_loss(prediction.float(), batch["y"].float().view_as(prediction))
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
         return {"mse": Sum(self.loss(model, batch) * len(batch), len(batch))}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        prediction = model(batch["x"].flatten(1).float()).float()
+        prediction = model(batch["x"].reshape(len(batch), -1).float()).float()
         return {"prediction": prediction.flatten() if self.n_outputs == 1 else prediction}
 
     def card(self) -> dict[str, Any]:

@@ -27,7 +27,9 @@ PUBLISHED = ("ratings.csv", "ratings.dat", "u.data")
 WITHOUT_HEADER = re.compile(r"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
 """A line of ratings.dat or u.data."""
 RATING = [("user", np.int32), ("item", np.int32), ("rating", np.float32)]
-ID_CURE = "users and items should be whole numbers from 0 below 2^31: pandas.factorize makes them of other ids"
+ID_CURE = (
+    "users and items should be whole numbers (12, not 12.0) from 0 below 2^31: pandas.factorize makes them of other ids"
+)
 MAX_HEADER_CHARS = 1 << 16
 MAX_EXPANSION = 100
 """Maximum ratio of the size of a file to its size in the zip file. Ratings reach 4 to 5; more is a decompression bomb.

@@ -92,15 +92,15 @@ def write_files(
 
 
 def _warn_of_old_splits(parts: Mapping[str, Source], target: Path) -> None:
-    """Say which files of an earlier conversion into more splits still lie beside the new ones."""
+    """Say which files of an earlier conversion, into other splits, still lie beside the new ones."""
     old: list[str] = []
-    for split in [] if "" in parts else set(SPLITS) - set(parts):
-        stem = f"{target.stem}-{split}"
+    for split in {"", *SPLITS} - set(parts):
+        stem = f"{target.stem}-{split}" if split else target.stem
         shards = target.parent.glob(f"{glob.escape(stem)}-?????-of-?????{target.suffix}")
         old += [str(path) for path in (target.with_name(stem + target.suffix), *shards) if path.exists()]
     if old:
         names = ", ".join(sorted(old))
-        warn(f"{names} was here before: if it is of the same source, training rows may be among its rows; delete it")
+        warn(f"{names} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
 def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:

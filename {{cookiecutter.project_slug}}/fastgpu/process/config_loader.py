@@ -159,6 +159,10 @@ class _YamlLoader(yaml.SafeLoader):
         kind = node.tag.rpartition(":")[2]
         if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
             raise _refuse(node, f"a number of {len(node.value):,} characters; allowed are {MAX_DIGITS}")
+        if kind == "int" and re.match(r"[-+]?0_*[0-9]", node.value):
+            raise _refuse(
+                node, f"{_shorten(node.value)} would be octal, as in YAML 1.1; write it without the leading 0"
+            )
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -31,6 +31,12 @@ def refuse_taken(settings: Run) -> None:
         raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
 
 
+def refuse_begun(folder: Path) -> None:
+    """Raise UserError if another process has begun a run in the folder since this one looked for checkpoints there."""
+    if any(folder.glob("checkpoints/*")):
+        raise UserError(f"run.name: another process has begun a run in {folder} meanwhile; use another run.name")
+
+
 def find_folder(settings: Run) -> Path:
     """`run.folder/run.name`. The name "auto" means the run that saved last when resuming, else date and time."""
     refuse_taken(settings)

@@ -150,7 +150,9 @@ class Run:
         with self._world.raise_on_every_rank():
             if self._world.is_main:
                 folder.create_folder(self.folder)
-                self._lock = self._lock or lock(self.folder)
+                if self._lock is None:
+                    self._lock = lock(self.folder)
+                    folder.refuse_begun(self.folder)
                 (self.folder / STOPPED).unlink(missing_ok=True)
                 note_start(self.folder)
                 self.progress.saved_at = max(folder.save_times(self.folder.parent).values(), default=0.0)

@@ -127,8 +127,12 @@ def test_files_of_an_earlier_split_are_named(tmp_path, convert):
     (tmp_path / "new/x-test.h5").rename(tmp_path / "new/x-test-00000-of-00001.h5")
     result = convert("images", "photos", "new/x.h5", "--split", "0.9", "--seed", "1", "--force")
     assert result.stdout.count("warning") == 1
-    assert "warning: new/x-test-00000-of-00001.h5 was here before: if it is of the same source, tr" in result.stdout
-    assert "warning" not in convert("images", "photos", "new/x.h5").stdout
+    assert "warning: new/x-test-00000-of-00001.h5 was here before: if it is of the same source, it" in result.stdout
+    whole = convert("images", "photos", "new/x.h5").stdout
+    assert "warning: new/x-test-00000-of-00001.h5, new/x-train.h5, new/x-val.h5 was here before" in whole
+    assert "warning: new/x-test-00000-of-00001.h5, new/x.h5 was here before" in (
+        convert("images", "photos", "new/x.h5", "--split", "0.9", "--force").stdout
+    )
 
 
 def test_a_csv_names_files_below_a_root(tmp_path, convert):

@@ -126,6 +126,7 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
         ("- a", r"0\.yaml: holds \['a'\]; allowed are sections"),
         ("data: {fields: {images: 3}}", "data.fields is 3; it should be a valid string"),
         ("run: {name: 9}", r'did you mean "9", with the quotes\? On a command line: \'run.name="9"\''),
+        ("train: {epochs: 010}", r"0\.yaml:1: 010 would be octal, as in YAML 1.1; write it without the leading 0"),
         ("workload: Images", 'workload is "Images"; it should match pattern'),
     ],
 )

@@ -319,3 +319,18 @@ def test_the_loss_of_an_epoch_that_was_resumed_inside_says_so(tmp_path, model, c
     printed = capsys.readouterr().out
     assert "epoch 1/2 train/loss since the resume 0.5, " in printed
     assert "epoch 2/2 train/loss 0.5, " in printed
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch, resume):
+    lock = run_module.lock
+
+    def wait_for_the_other(path: Path):
+        (path / "checkpoints/last-000000001").mkdir(parents=True)
+        return lock(path)
+
+    monkeypatch.setattr(run_module, "lock", wait_for_the_other)
+    message = "another process has begun a run in .*/a meanwhile; use another run.name"
+    with pytest.raises(UserError, match=message), started_run(tmp_path, model, resume=resume):
+        pass
+    assert not (tmp_path / "a/config.yaml").exists()
