@@ -11,7 +11,15 @@ from fastgpu.process.launch import RankError, UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
 from fastgpu.storage.encoded import decode_centre
-from fastgpu.storage.images import Preprocessing, decode, find_images, format_size, open_file
+from fastgpu.storage.images import (
+    SIXTEEN_BITS,
+    Preprocessing,
+    decode,
+    describe_changes,
+    find_images,
+    format_size,
+    open_file,
+)
 
 REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",
@@ -69,6 +77,7 @@ class ImageFiles(Source):
         self.block_rows = np.ones(len(files), np.int32)
         self._preprocessing = preprocessing
         self._on_error = on_error
+        self._has_16_bits = False
 
     def __len__(self) -> int:
         return len(self.files)
@@ -87,6 +96,13 @@ class ImageFiles(Source):
 
     def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
         with open_file(path) as file:
+            if not self._has_16_bits and SIXTEEN_BITS in describe_changes(file):
+                self._has_16_bits = True
+                warn(
+                    f"{path} has 16 bits, of which the upper 8 are taken, as `convert.py images` does: values below "
+                    "4096 become nearly black. The predictions mean something if the training images were like that"
+                )
+            file.seek(0)
             prepared = self._preprocessing
             if prepared.centre_share and prepared.size:
                 data = np.frombuffer(file.read(), np.uint8)

@@ -56,6 +56,14 @@ def _check_values(key: str, *sources: Described) -> None:
                 f"{key}: bytes of images are values from {here} in {other.name} and from {there} in {known[0].name} "
                 "(attribute value_range); convert them with one --range"
             )
+    unknown = [source for source in sources if source not in known]
+    if known and unknown and (values := list(known[0].attributes["value_range"])) != [0.0, 255.0]:
+        low, high = values
+        warn(
+            f"{key}: in {known[0].name}, bytes of images are values from {low:g} to {high:g}; {unknown[0].name} does "
+            "not say what they are, and is taken for prepared alike (`convert.py arrays --to uint8 --range "
+            f"{low:g}:{high:g}`)"
+        )
 
 
 def _check_items(key: str, *sources: Described) -> None:

@@ -55,6 +55,15 @@ def test_images_without_channels_and_labels_in_a_column(tmp_path, convert):
         assert file["masks"].shape == (60, 8, 6)
 
 
+def test_images_of_12_bits_in_16_have_their_own_mean_and_spread(tmp_path, convert):
+    images = RNG.integers(2000, 4096, (60, 2, 8, 6), np.uint16)
+    images[:, 1] = 60_000 + images[:, 1] % 8
+    assert convert("arrays", *save(images=images), "x.h5").returncode == 0
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_allclose(file.attrs["mean"], images.mean((0, 2, 3)), rtol=1e-4)
+        np.testing.assert_allclose(file.attrs["std"], images.std((0, 2, 3)), rtol=1e-3)
+
+
 def test_a_range_becomes_bytes_from_hdf5_too(tmp_path, convert):
     images = RNG.integers(0, 4096, (60, 3, 8, 6), np.uint16)
     sources = save(images=images)
