@@ -3,6 +3,7 @@
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -77,6 +78,7 @@ class ImageFiles(Source):
         self.block_rows = np.ones(len(files), np.int32)
         self._preprocessing = preprocessing
         self._on_error = on_error
+        self._lock = Lock()
         self._has_16_bits = False
 
     def __len__(self) -> int:
@@ -94,14 +96,21 @@ class ImageFiles(Source):
                     raise RankError(f"{self.files[row]} {reason}; --on-error skip goes on without it") from None
                 self.failed[row] = reason
 
+    def _tell_of_16_bits(self, path: str) -> None:
+        """Print one warning, whichever reader thread comes first."""
+        with self._lock:
+            is_first = not self._has_16_bits
+            self._has_16_bits = True
+        if is_first:
+            warn(
+                f"{path} has 16 bits, of which the upper 8 are taken, as `convert.py images` does: values below 4096 "
+                "become nearly black. The predictions mean something if the training images were like that"
+            )
+
     def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
         with open_file(path) as file:
-            if not self._has_16_bits and SIXTEEN_BITS in describe_changes(file):
-                self._has_16_bits = True
-                warn(
-                    f"{path} has 16 bits, of which the upper 8 are taken, as `convert.py images` does: values below "
-                    "4096 become nearly black. The predictions mean something if the training images were like that"
-                )
+            if SIXTEEN_BITS in describe_changes(file):
+                self._tell_of_16_bits(path)
             file.seek(0)
             prepared = self._preprocessing
             if prepared.centre_share and prepared.size:

@@ -45,8 +45,9 @@ class PredictionWriter:
         """Write a batch. ids: {column: (B,)} of the input. values: {column: (B,), (B, k) or, for JSON, any shape}."""
         _, files, failed = self._inputs
         is_nan = torch.zeros(len(row_ids), dtype=torch.bool)
+        values = {name: value.cpu() for name, value in values.items()}  # once: each copy waits for the device
         for value in values.values():
-            is_nan |= value.cpu().isnan().flatten(1).any(1) if value.ndim > 1 else value.cpu().isnan()
+            is_nan |= value.isnan().reshape(len(value), -1).any(1)
         self.n_nan += int(is_nan.sum())
         columns: dict[str, list[Any]] = {"file": [files[row] for row in row_ids]} if files else {"row": list(row_ids)}
         errors = ["error"] * (failed is not None)

@@ -81,7 +81,7 @@ def test_image_files_of_16_bits_are_told_once(tmp_path, capsys):
     np.testing.assert_array_equal(found, np.full((3, 3, 6, 6), 15))
     printed = capsys.readouterr().out
     assert printed.count("warning") == 1
-    assert "0.png has 16 bits, of which the upper 8 are taken" in printed
+    assert ".png has 16 bits, of which the upper 8 are taken" in printed
 
 
 # ---------------------------------------------------------------------------------------------- files
