@@ -1,5 +1,3 @@
-import time
-
 import h5py
 import numpy as np
 import pytest
@@ -126,9 +124,11 @@ def test_a_profile_of_some_steps(bench, tmp_path):
 def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, monkeypatch):
     """A step takes as long for any batch, so larger ones are better until there are no more rows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "train_step", lambda parts, batch, lr: time.sleep(0.01))
+    step = Rounds((0.01,) * 3)
+    monkeypatch.setattr(Bench, "_time_step", lambda bench, transform: step)
+    monkeypatch.setattr(Bench, "time_supply", lambda bench, overrides: step)
     bench = Bench(config, ALONE, SECONDS)
-    measured = Measured(64, Rounds((0.0101,) * 3), Rounds((0.0101,) * 3))
+    measured = Measured(64, step, step)
     facts = bench.facts()
     text = tune(bench, judge(measured, facts), facts, tries_batch=True)
     assert "data.batch_size=512: " in text
