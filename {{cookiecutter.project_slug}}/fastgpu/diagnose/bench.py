@@ -168,6 +168,7 @@ class Bench:
         step_rows = data.batch_size * self.world.local_world_size / self.world.world_size  # of this machine
         advise = f"python convert.py advise {paths[0]} --size {max(self._image_sizes.values())}"
         return {
+            "can_decode_on_gpu": self.world.device.type == "cuda",
             "advise_command": f"{advise} --rows-per-s {step_rows / self.compute.median:.0f}",
             "smaller_images": f"smaller images, {smaller.then_bytes / 1e3:.1f} kB instead of "
             f"{smaller.now_bytes / 1e3:.1f}: python convert.py repack {' '.join(paths)} NEW.h5 --size {smaller.side} "

@@ -200,6 +200,8 @@ class Facts(NamedTuple):
     """The command that decodes the user's own Dataset once and for all."""
     advise_command: str = ""
     """The command that compares other ways to store encoded images."""
+    can_decode_on_gpu: bool = False
+    """Whether the CPU decodes images that the GPU could decode."""
     smaller_images: str = ""
     """How to make encoded images smaller, ..."""
     smaller_share: float = 1.0
@@ -470,7 +472,8 @@ def _see_also(cause: Cause, facts: Facts) -> str:
     if cause == "DECODE" and facts.repack_command:
         return f"decode once instead of in each epoch: {facts.repack_command}"
     if cause == "DECODE" and facts.advise_command:
-        return f"pixels, which need no decoding: {facts.advise_command} compares what this disk and these CPUs supply"
+        text = f"pixels, which need no decoding: {facts.advise_command} compares what this disk and these CPUs supply"
+        return f"data.decode_on=gpu; {text}" if facts.can_decode_on_gpu else text
     if cause == "DECODE" and facts.filters:
         return f"store the rows without {facts.filters}: python convert.py repack"
     if cause == "READ":

@@ -13,7 +13,7 @@ from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool, PoolPlan, PoolReader, Source
+from fastgpu.rows.contract import Pool, PoolPlan, Source
 from fastgpu.rows.field import MAX_VALUES
 from fastgpu.rows.mixture import MixedSampler
 from fastgpu.rows.order import BlockSampler, Shard
@@ -113,9 +113,14 @@ class StreamedFeed:
 
     def __init__(self, source: Source, order: BlockSampler, placement: Placement, loader: Loader):
         self.order = order
-        self._reader: PoolReader = source.open_reader(order, placement.n_readers)
+        decoder = source.open_decoder(order, placement.device)
+        if decoder:
+            self._reader = decoder.open_reader(placement.n_readers)
+            source = decoder.encoded
+        else:
+            self._reader = source.open_reader(order, placement.n_readers)
         capacity = pool_capacity(source, order)
-        self._prefetcher = Prefetcher(source, self._reader, capacity, placement.device, loader=loader)
+        self._prefetcher = Prefetcher(source, self._reader, capacity, placement.device, loader=loader, decoder=decoder)
         self._next: tuple[int, int] | None = None  # (epoch, consumed) of the pools that are being read now
         self._pools: Iterator[tuple[PoolPlan, Rows]] = iter(())
 

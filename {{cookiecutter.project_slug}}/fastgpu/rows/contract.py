@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
@@ -80,6 +81,25 @@ class PoolReader(Protocol):
         """End the threads or processes of the reader."""
 
 
+class PoolDecoder(Protocol):
+    """Makes the rows of pools on the device, of other rows that the reader threads read."""
+
+    encoded: "Source"
+    """Those other rows."""
+
+    def open_reader(self, n_threads: int) -> PoolReader:
+        """A reader of the other rows."""
+
+    def make_pool(self, host: Rows) -> Rows:
+        """Memory on the device for what the rows of `host` become."""
+
+    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> None:
+        """Queue the work that fills the first `plan.n_rows` rows of `device`, on the current stream.
+
+        `host` has the rows that were read, in the same order; it is overwritten after the work is done.
+        """
+
+
 class Smaller(NamedTuple):
     """What making encoded images smaller would save."""
 
@@ -144,7 +164,7 @@ class Source(Protocol):
         return stored
 
     def try_smaller(self, size: int) -> Smaller | None:
-        """Make some encoded images so small that they still fill `size`. None: no images are encoded."""
+        """Make some encoded images so small that they still fill `size`. None: CPUs decode no images."""
         return None
 
     def through_page_cache(self) -> "Source":
@@ -190,6 +210,10 @@ class Source(Protocol):
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """A reader of this source in that order. n_readers: number of threads or worker processes."""
         return BlockReader(self, order, n_readers)
+
+    def open_decoder(self, order: "BlockSampler", device: torch.device) -> PoolDecoder | None:
+        """What makes the rows on that device. None: they are read as they are, and copied to it."""
+        return None
 
 
 class DerivedSource(Source):

@@ -2,20 +2,41 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import UnidentifiedImageError
 
 from fastgpu.process.launch import RankError, warn
-from fastgpu.rows.contract import BlockRead, BlockReader, DerivedSource, PoolPlan, PoolReader, Smaller, Source
+from fastgpu.rows.contract import (
+    BlockRead,
+    BlockReader,
+    DerivedSource,
+    PoolDecoder,
+    PoolPlan,
+    PoolReader,
+    Smaller,
+    Source,
+)
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import echo_passes
-from fastgpu.rows.rows import RaggedArray, beginnings
-from fastgpu.storage.encoded import Kept, decode_centre, decode_random, draw, keep, measure, simplejpeg
+from fastgpu.rows.rows import RaggedArray, Rows, beginnings
+from fastgpu.storage.encoded import (
+    Box,
+    EncodedImage,
+    Kept,
+    centre_box,
+    draw,
+    keep,
+    measure,
+    random_box,
+    simplejpeg,
+)
 from fastgpu.storage.file import RESTORE, scratch
+from fastgpu.storage.gpu_decoding import GpuDecoder
 from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
@@ -47,21 +68,24 @@ class DecodedImages(DerivedSource):
         centre_share: float | None = None,
         *,
         echo: float = 1.0,
+        on_gpu: bool = False,
     ):
         """size: (height, width) of the rows, or {number of epochs done: (height, width) from then on}; `fields` has the
         largest, and `read` gives it.
 
         min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
         largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it. echo: number of
-        passes over each pool, each of which takes other random parts (see `echo_passes`).
+        passes over each pool, each of which takes other random parts (see `echo_passes`). on_gpu: pools of a GPU are
+        decoded there (see `GpuDecoder`).
         """
         super().__init__(encoded.name, encoded)
         self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
-        self._encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
+        self.encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
         self._sizes = dict(sorted(size.items())) if isinstance(size, Mapping) else {0: size}
         self._size = max(self._sizes.values(), key=math.prod)
         self._min_scale = min_scale
         self._varies = min_scale < 1 or len(self._sizes) > 1
+        self._is_on_gpu = on_gpu
         self.echo = echo
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
         self.block_rows = encoded.block_rows
@@ -73,9 +97,9 @@ class DecodedImages(DerivedSource):
         elif self._varies or self._centre_share < 1 or prepared.get("size") != list(self._size):
             del self.attributes["preprocessing"]  # they are prepared twice, which it cannot say
         self.decoding = self._describe_decoding()
-        self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self._encoded_fields}
+        self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self.encoded_fields}
         pixels = Field(np.dtype(np.uint8), (3, *self._size))
-        self.fields = {**encoded.fields, **dict.fromkeys(self._encoded_fields, pixels)}
+        self.fields = {**encoded.fields, **dict.fromkeys(self.encoded_fields, pixels)}
         self._block_start = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
         if simplejpeg is None:
             warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
@@ -95,10 +119,10 @@ class DecodedImages(DerivedSource):
     def shapes_in(self, epoch: int) -> dict[str, tuple[int, ...]]:
         """{field: shape of its images in an epoch}"""
         size = next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
-        return dict.fromkeys(self._encoded_fields, (3, *size))
+        return dict.fromkeys(self.encoded_fields, (3, *size))
 
     def _describe_decoding(self) -> str:
-        codecs = "+".join(sorted({self._source.fields[name].codec for name in self._encoded_fields}))
+        codecs = "+".join(sorted({self._source.fields[name].codec for name in self.encoded_fields}))
         part = "the centre"
         if self._min_scale < 1:
             part = f"a random part of {100 * self._min_scale:g} to 100 % of the area"
@@ -108,17 +132,20 @@ class DecodedImages(DerivedSource):
             for epoch, (height, width) in self._sizes.items()
         )
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
-        return f"{codecs}, decoded by {library} in the reader threads to {sizes}: {part}"
+        place = "by torchcodec on the GPU" if self._is_on_gpu else f"by {library} in the reader threads"
+        return f"{codecs}, decoded {place} to {sizes}: {part}"
 
-    def try_smaller(self, size: int) -> Smaller:
+    def try_smaller(self, size: int) -> Smaller | None:
         """See `Source.try_smaller`. The centre of the smaller images has `size`."""
+        if self._is_on_gpu:
+            return None  # what follows is the time of a CPU
         side = round(size / self._centre_share)
         files, smaller = [], []
         reading_s = 0.0
         for row in np.linspace(0, len(self) - 1, SAMPLE_ROWS).astype(int).tolist():
             t0 = time.thread_time()
             columns = read_block(self._source, self._read_of(row, 0), np.array([row]))
-            data = columns[min(self._encoded_fields)].values.tobytes()
+            data = columns[min(self.encoded_fields)].values.tobytes()
             reading_s += (time.thread_time() - t0) / SAMPLE_ROWS
             with suppress(Exception):  # it may be damaged
                 smaller.append(keep(data, Kept(side)))
@@ -136,6 +163,25 @@ class DecodedImages(DerivedSource):
         if self._varies and order.shuffle:
             return _EpochReader(self, order, n_readers)
         return super().open_reader(order, n_readers)
+
+    @property
+    def encoded(self) -> Source:
+        """The rows with their images as they are stored."""
+        return self._source
+
+    def open_decoder(self, order: "BlockSampler", device: torch.device) -> PoolDecoder | None:
+        """See `Source.open_decoder`."""
+        return GpuDecoder(self, order, device) if self._is_on_gpu and device.type == "cuda" else None
+
+    def find_box(self, image: EncodedImage, size: tuple[int, int], draws: Sequence[float]) -> Box:
+        """The part of an image that is taken: a random one of (N_DRAWS,) numbers, or the centre if there are none."""
+        if draws:
+            return random_box(draws, image.height, image.width, self._min_scale)
+        return centre_box(image.height, image.width, size, self._centre_share)
+
+    def draw(self, seed: tuple[int, int, int], rows: np.ndarray) -> list[list[float]]:
+        """Random numbers for each row (see `encoded.draw`); none if the parts are not random."""
+        return draw(seed, rows).tolist() if self._min_scale < 1 else [[]] * len(rows)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Decode images to their places: what its epoch takes for an `_EpochRead`, otherwise the centres. Thread-safe.
@@ -155,22 +201,20 @@ class DecodedImages(DerivedSource):
         first_row = int(self._block_start[read.block]) + read.first
         rows = np.arange(first_row, first_row + len(read.places))
         shapes: Mapping[str, tuple[int, ...]] = {}
-        draws: list[list[float]] = []
+        draws: list[list[float]] = [[]] * len(rows)
         if isinstance(planned, _EpochRead):
             shapes = planned.shapes
-            draws = draw(planned.seed, rows).tolist() if self._min_scale < 1 else []
+            draws = self.draw(planned.seed, rows)
         following: list[BlockRead] = []
         for name, column in read_block(self._source, read, rows).items():
-            if name in self._encoded_fields:
+            if name in self.encoded_fields:
                 pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
                 size = pixels.shape[2:]
                 for number, place in enumerate(read.places.tolist()):
                     data = column.values[column.offsets[number] : column.offsets[number + 1]]
                     try:
-                        if draws:
-                            pixels[place] = decode_random(data, size, draws[number], self._min_scale)
-                        else:
-                            pixels[place] = decode_centre(data, size, self._centre_share)
+                        image = EncodedImage(data)
+                        pixels[place] = image.decode(self.find_box(image, size, draws[number]), size)
                     except Exception as error:  # a decoder may raise anything for damaged bytes
                         self._note_damaged(first_row + number, error)
                         following.append(self._read_of((first_row + number + 1) % len(self), place))
@@ -179,6 +223,18 @@ class DecodedImages(DerivedSource):
             else:
                 out[name][read.places] = column
         return following
+
+    def decode_row(self, row: int, seed: tuple[int, int, int] | None, shapes: Mapping[str, tuple[int, ...]]) -> Rows:
+        """What a reader thread makes of one row. seed, shapes: see `_EpochRead`; seed is None for the centre."""
+        read = self._read_of(row, 0)
+        if seed:
+            read = _mark(read, seed, shapes)
+        n_values = {name: int(lengths[row]) for name, lengths in self.lengths.items()}
+        rows = Rows.empty(self.fields, 1, torch.device("cpu"), n_values=n_values)
+        for name, n in n_values.items():
+            rows[name].host_offsets[1] = n
+        self.read([read], rows.numpy())
+        return rows
 
     def _read_of(self, row: int, place: int) -> BlockRead:
         """A read of one row to a place."""
@@ -230,6 +286,14 @@ class _EpochRead(BlockRead):
     """{field: shape of its images}"""
 
 
+def _mark(read: BlockRead, seed: tuple[int, int, int], shapes: Mapping[str, tuple[int, ...]]) -> BlockRead:
+    """The same read, of what its epoch takes."""
+    marked = _EpochRead(*read)
+    marked.seed = seed
+    marked.shapes = shapes
+    return marked
+
+
 class _EpochReader(BlockReader):
     """Reads the parts and sizes of images that each epoch takes by threads, in the order of a sampler."""
 
@@ -245,12 +309,8 @@ class _EpochReader(BlockReader):
         for plan in self._order.pools(epoch, consumed):
             passes = echo_passes(self._source.echo, epoch * self._order.pools_per_epoch + plan.number)
             for number in range(passes):
-                reads: list[BlockRead] = []
-                for read in plan.reads:
-                    epoch_read = _EpochRead(*read)
-                    epoch_read.seed = (self._order.seed, epoch, number)
-                    epoch_read.shapes = shapes
-                    reads.append(epoch_read)
+                seed = (self._order.seed, epoch, number)
+                reads = [_mark(read, seed, shapes) for read in plan.reads]
                 is_last = number == passes - 1
                 one_pass = plan._replace(reads=reads, shapes=shapes, is_last=plan.is_last and is_last)
                 yield one_pass._replace(echo_pass=number, is_last_pass=is_last) if self._source.echo > 1 else one_pass

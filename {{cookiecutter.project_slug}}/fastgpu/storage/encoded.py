@@ -46,7 +46,10 @@ class Box(NamedTuple):
 
 
 class EncodedImage:
-    """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says."""
+    """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says.
+
+    `is_plain_jpeg`: whether any JPEG decoder gives three colors of it.
+    """
 
     def __init__(self, data: np.ndarray):
         """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
@@ -59,11 +62,13 @@ class EncodedImage:
                 self._is_jpeg = colors in JPEG_COLORS
             except ValueError:
                 pass  # Pillow may know better, or say what is wrong
+        self.is_plain_jpeg = self._is_jpeg
         if self._is_jpeg:
             check_size(self.height, self.width)
         if not self._is_jpeg or _may_have_exif(data.data):
             with open_image(io.BytesIO(data.data)) as image:
                 orientation = image.getexif().get(EXIF_ORIENTATION, 1)
+                self.is_plain_jpeg = image.format == "JPEG" and image.mode in ("RGB", "L")
                 self.height, self.width = image.height, image.width
         self._is_on_its_side = EXIF_ON_ITS_SIDE <= orientation <= max(FLIPS)
         self._flips = FLIPS.get(orientation, ())
@@ -85,7 +90,7 @@ class EncodedImage:
             top, left, height, width = left, top, width, height
             whole_size = (self.width, self.height)
             size = (size[1], size[0])
-        factor = max(n for n in (1, 2, 4, 8) if n == 1 or (height >= n * size[0] and width >= n * size[1]))
+        factor = _reduction((height, width), size)
         pixels_HWC = self._decode_whole(whole_size, factor)
         if pixels_HWC.shape[:2] == whole_size:
             factor = 1
@@ -98,6 +103,13 @@ class EncodedImage:
         if self._is_on_its_side:
             part_CHW = part_CHW.transpose(0, 2, 1)
         return np.flip(part_CHW, self._flips) if self._flips else part_CHW
+
+    def widen(self, box: Box, size: tuple[int, int]) -> Box:
+        """The part that `decode` takes of a JPEG file: whole pixels of the image at 1/2, 1/4 or 1/8 of its size."""
+        factor = _reduction((box.height, box.width), size)
+        top, height = _widen(box.top, box.height, self.height, factor, is_flipped=1 in self._flips)
+        left, width = _widen(box.left, box.width, self.width, factor, is_flipped=2 in self._flips)
+        return Box(top, left, height, width)
 
     def _decode_whole(self, size: tuple[int, int], factor: int) -> np.ndarray:
         """All pixels as they are stored, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full.
@@ -114,6 +126,19 @@ class EncodedImage:
         with open_image(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (size[1] // factor, size[0] // factor))
             return to_rgb(image).permute(1, 2, 0).numpy()
+
+
+def _reduction(part: tuple[int, int], size: tuple[int, int]) -> int:
+    """1, 2, 4 or 8: the most by which a part, (height, width), may be decoded smaller and still fill `size`."""
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (part[0] >= n * size[0] and part[1] >= n * size[1]))
+
+
+def _widen(start: int, length: int, whole: int, factor: int, *, is_flipped: bool) -> tuple[int, int]:
+    """(start, length) of whole groups of `factor` pixels around those, counted from the other end if `is_flipped`."""
+    first = whole - start - length if is_flipped else start
+    stop = min(whole, -(-(first + length) // factor) * factor)
+    first -= first % factor
+    return (whole - stop if is_flipped else first), stop - first
 
 
 def _may_have_exif(data: memoryview) -> bool:

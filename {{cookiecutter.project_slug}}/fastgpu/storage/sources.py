@@ -28,6 +28,8 @@ def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[
     Each node may have its own copy of the files, under another name.
     """
     identities: dict[str, object] = {}
+    if data.decode_on == "gpu" and world.device.type != "cuda":
+        raise UserError("data.decode_on is gpu, but this run is on a CPU; use cpu")
     with world.raise_on_every_rank():
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
@@ -122,21 +124,23 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
         sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
         if split == "val":
             sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
-        decoded = decode_images(source, sizes, min_scale=data.min_crop_scale, echo=echo)
+        options = {"min_scale": data.min_crop_scale, "echo": echo, "on_gpu": data.decode_on == "gpu"}
+        decoded = decode_images(source, sizes, **options)
         if data.on_damaged_image == "skip":
             if decoded.lengths:
                 names = ", ".join(decoded.lengths)
                 raise UserError(f"data.on_damaged_image is skip, which rows of different lengths ({names}) rule out")
             decoded.damaged = {}
         return decoded
-    if data.image_size or data.val_image_size or data.min_crop_scale < 1 or data.on_damaged_image != "stop":
-        keys = "data.image_size, data.val_image_size, data.min_crop_scale and data.on_damaged_image"
+    used = data.image_size or data.val_image_size or data.min_crop_scale < 1
+    if used or data.on_damaged_image != "stop" or data.decode_on != "cpu":
+        keys = "data.image_size, data.val_image_size, data.min_crop_scale, data.decode_on and data.on_damaged_image"
         warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 
 
 def decode_images(
-    source: Source, size: tuple[int, int] | Mapping[int, tuple[int, int]], **options: float | None
+    source: Source, size: tuple[int, int] | Mapping[int, tuple[int, int]], **options: float | bool | None
 ) -> Source:
     """The source, with pixels in place of its encoded images. options: see `decoded.DecodedImages`.
 

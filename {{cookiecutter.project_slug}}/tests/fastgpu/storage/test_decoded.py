@@ -219,7 +219,7 @@ def test_a_field_may_have_any_name(store, tmp_path):
 
 def test_a_row_that_hangs_is_named(store, monkeypatch):
     source = DecodedImages(store, SIZE, 0.5)
-    monkeypatch.setattr("fastgpu.storage.decoded.decode_random", lambda *arguments: time.sleep(3))
+    monkeypatch.setattr("fastgpu.storage.decoded.EncodedImage.decode", lambda *arguments: time.sleep(3))
     order = BlockSampler(source.block_rows, 8, seed=5)
     feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
     with pytest.raises(HangError, match=r"no rows have come from row \d+ of \S+encoded\.h5: it hangs"):
@@ -294,7 +294,7 @@ def test_want_of_memory_is_no_damage(damaged_path, monkeypatch, error):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("fastgpu.storage.decoded.decode_centre", fail)
+    monkeypatch.setattr("fastgpu.storage.decoded.EncodedImage.decode", fail)
     with pytest.raises(RankError, match=str(error)):
         read_rows(skipping(damaged_path, 1.0))
 
@@ -303,7 +303,7 @@ def test_the_reason_is_one_line(store, monkeypatch):
     def complain(*arguments: object) -> None:
         raise ValueError("two\n  lines")
 
-    monkeypatch.setattr("fastgpu.storage.decoded.decode_centre", complain)
+    monkeypatch.setattr("fastgpu.storage.decoded.EncodedImage.decode", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
         read_rows(DecodedImages(store, SIZE))
 
@@ -400,8 +400,8 @@ def test_an_echo_of_pixels_cannot_be_encoded(write):
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
         sizes_of(write_encoded(tmp_path / "x.h5", FILES))
-    message = "data.image_size, data.val_image_size, data.min_crop_scale and data.on_damaged_image have no effect: "
-    for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}, {"on_damaged_image": "skip"}):
+    message = "data.min_crop_scale, data.decode_on and data.on_damaged_image have no effect: "
+    for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}, {"on_damaged_image": "skip"}, {"decode_on": "gpu"}):
         sizes_of(write(90), **values)
         assert message in capsys.readouterr().out
 

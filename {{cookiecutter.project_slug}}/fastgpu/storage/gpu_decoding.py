@@ -1,0 +1,184 @@
+"""Encoded images of a pool, decoded on the GPU instead of in the reader threads.
+
+The reader threads copy the bytes of the files to staging memory. nvJPEG decodes them from there (by torchcodec), and
+two matrix products cut and resize the same parts that the reader threads would take. Images that nvJPEG cannot decode
+are decoded on the CPU.
+
+Shapes: n images of 3 colors, H and W pixels of the largest part, h and w pixels of the result.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.contract import BlockReader, PoolPlan, PoolReader
+from fastgpu.rows.rows import Ragged, Rows, beginnings
+from fastgpu.storage.encoded import Box, EncodedImage
+
+if TYPE_CHECKING:
+    from fastgpu.rows.order import BlockSampler
+    from fastgpu.storage.decoded import DecodedImages
+
+CHUNK_PIXELS = 16 << 20
+"""Images of together so many pixels are decoded at a time: 48 MiB, and twice that while they are resized."""
+
+Decode = Callable[..., list[Tensor]]
+"""`decode_jpeg` of torchcodec: bytes in host memory and `device=` -> uint8 (3, height, width) of each upright image."""
+
+
+def load_decoder() -> Decode:
+    """Raises UserError if torchcodec is missing, or does not work with this torch."""
+    try:
+        return import_module("torchcodec.decoders").decode_jpeg
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"data.decode_on is gpu, but torchcodec cannot be loaded ({reason}); pip install 'torchcodec>=0.16', or "
+            "use cpu"
+        ) from None
+
+
+class _Part(NamedTuple):
+    """What is taken of one image, and where it goes."""
+
+    place: int
+    data: Tensor
+    """(bytes,) uint8 in host memory."""
+    upright: tuple[int, int]
+    """(height, width) of the whole image."""
+    box: Box
+
+
+class GpuDecoder:
+    """Turns pools of encoded images into pools of pixels. See `contract.PoolDecoder`."""
+
+    def __init__(self, source: "DecodedImages", order: "BlockSampler", device: torch.device):
+        self.encoded = source.encoded
+        self._source = source
+        self._order = order
+        self._device = device
+        self._decode_jpeg = load_decoder()
+        self._has_warned = False
+
+    def open_reader(self, n_threads: int) -> PoolReader:
+        """Threads that read encoded rows, by plans that know what each epoch takes of them."""
+        reader = BlockReader(self.encoded, self._order, n_threads)
+        reader.pools = self._source.open_reader(self._order, n_threads).pools
+        return reader
+
+    def make_pool(self, host: Rows) -> Rows:
+        """Memory on the device for what the rows of `host` become."""
+        images = {name: self._source.fields[name] for name in sorted(self._source.encoded_fields)}
+        others = Rows({name: column for name, column in host.columns.items() if name not in images})
+        pixels = Rows.empty(images, len(host), self._device)
+        return Rows({**others.empty_like(self._device).columns, **pixels.columns})
+
+    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> None:
+        """Queue the work that fills the first `plan.n_rows` rows of `device`, on the current stream."""
+        rows = self._order.row_ids(plan)
+        seed = (self._order.seed, plan.epoch, plan.echo_pass or 0) if self._order.shuffle else None
+        draws = self._source.draw(seed, rows) if seed else [[]] * len(rows)
+        failed: dict[int, str] = {}
+        for name, column in device.slice(0, plan.n_rows).columns.items():
+            if name in self._source.encoded_fields:
+                pixels = beginnings(column, plan.shapes[name]) if name in plan.shapes else column
+                failed |= self._decode_images(host[name], pixels, draws)
+            else:
+                column.copy_(host[name][: plan.n_rows], non_blocking=True)
+        for place, reason in failed.items():
+            row = int(rows[place])
+            if not self._has_warned:
+                warn(f"{self._source.name}: the CPU decodes row {row:,}, and maybe others: {reason}")
+                self._has_warned = True
+            decoded = self._source.decode_row(row, seed, plan.shapes)
+            for name, column in device.columns.items():
+                if not isinstance(column, Ragged):
+                    column[place].copy_(decoded[name][0])
+
+    def _decode_images(self, encoded: Ragged, pixels: Tensor, draws: Sequence[Sequence[float]]) -> dict[int, str]:
+        """Decode a part of each image to its place in `pixels`, uint8 (rows, 3, h, w).
+
+        Returns {place: why it cannot be decoded}.
+        """
+        size = (pixels.shape[2], pixels.shape[3])
+        values = encoded.values.numpy()
+        offsets = encoded.host_offsets.tolist()
+        failed: dict[int, str] = {}
+        parts: list[_Part] = []
+        for place in range(len(pixels)):
+            data = slice(offsets[place], offsets[place + 1])
+            try:
+                image = EncodedImage(values[data])
+            except Exception as error:  # a decoder may raise anything for damaged bytes
+                failed[place] = str(error)
+                continue
+            if image.is_plain_jpeg:
+                box = image.widen(self._source.find_box(image, size, draws[place]), size)
+                parts.append(_Part(place, encoded.values[data], (image.height, image.width), box))
+            else:
+                failed[place] = "it is no JPEG file, or one of four colors"
+        for chunk in _chunks(parts):
+            try:
+                images = self._decode_jpeg([part.data for part in chunk], device=self._device)
+                if any(image.shape != (3, *part.upright) for image, part in zip(images, chunk, strict=True)):
+                    raise ValueError("nvJPEG gives other sizes than the headers")
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError) as error:  # of one of them; the CPU tells which
+                failed |= dict.fromkeys((part.place for part in chunk), str(error).splitlines()[0])
+                continue
+            places = torch.tensor([part.place for part in chunk], device=self._device)
+            pixels.index_copy_(0, places, cut_and_resize(images, [part.box for part in chunk], size))
+        return failed
+
+
+def _chunks(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Neighbouring images of about CHUNK_PIXELS together."""
+    chunk: list[_Part] = []
+    n_pixels = 0
+    for part in parts:
+        chunk.append(part)
+        n_pixels += part.upright[0] * part.upright[1]
+        if n_pixels >= CHUNK_PIXELS:
+            yield chunk
+            chunk = []
+            n_pixels = 0
+    if chunk:
+        yield chunk
+
+
+def cut_and_resize(images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int]) -> Tensor:
+    """A part of each image, resized to (h, w): uint8 (n, 3, h, w), on the device of the images.
+
+    images: uint8 (3, height, width) of any size. The filter is a triangle, as in Pillow, and in torch with antialias.
+    """
+    height = max(box.height for box in boxes)
+    width = max(box.width for box in boxes)
+    is_cpu = images[0].device.type == "cpu"  # float16 holds all grey levels, and is fast on a GPU only
+    dtype = torch.float32 if is_cpu else torch.float16
+    parts_nHCW = images[0].new_zeros((len(images), height, 3, width), dtype=dtype)
+    for part_HCW, image, box in zip(parts_nHCW, images, boxes, strict=True):
+        cut = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
+        part_HCW[: box.height, :, : box.width] = cut.transpose(0, 1)
+    heights, widths = torch.tensor([box[2:] for box in boxes], device=images[0].device).unbind(1)
+    rows = _weights(heights, size[0], height).to(dtype) @ parts_nHCW.flatten(2)
+    columns = _weights(widths, size[1], width).to(dtype).transpose(1, 2)
+    resized = rows.unflatten(2, (3, width)).flatten(1, 2) @ columns
+    return resized.round_().clamp_(0, 255).to(torch.uint8).unflatten(1, (size[0], 3)).transpose(1, 2)
+
+
+def _weights(lengths: Tensor, size: int, longest: int) -> Tensor:
+    """(n, size, longest) float32: how much each of `longest` pixels counts for each of `size` new ones.
+
+    lengths: (n,) pixels that there are. The pixels behind them do not count.
+    """
+    scales = lengths[:, None] / size
+    centres = (torch.arange(size, device=lengths.device) + 0.5) * scales
+    at = torch.arange(longest, device=lengths.device) + 0.5
+    distances = (at - centres[:, :, None]).abs() / scales[:, :, None].clamp(min=1)
+    weights = (1 - distances).clamp_(min=0) * (at < lengths[:, None, None])
+    return weights / weights.sum(2, keepdim=True)
