@@ -58,8 +58,8 @@ class Run(Section):
     save_in_background: bool = False
     """Write checkpoints in a thread while training goes on, from a copy of the state in host memory."""
     keep_best: Count = 1
-    """Checkpoints `best-<step>` to keep: those of the epochs with the best values of the metric; of equal values, the
-    earlier ones."""
+    """Checkpoints `best-<step>` to keep: those of the epochs with the best values of the metric; of equal values,
+    those of the lower val/loss, or else the earlier ones."""
     best_metric: str = ""
     """Metric that decides which epochs are the best. Empty: the first one of the workload."""
 

@@ -88,8 +88,15 @@ class Progress:
     """Which values of `metric` are better."""
     score: float | None = None
     """Value of `metric` at the end of the last epoch. None: no value yet, or not a number."""
+    loss: float | None = None
+    """val/loss at the end of the last epoch, if there is such a metric: of equal scores, that of the lower loss is the
+    better one."""
+    best_loss: float | None = None
+    """val/loss of the best epoch."""
+    best_epoch: Count = 0
+    """Number of epochs that were done when the best one ended."""
     epochs_without_gain: Count = 0
-    """Epochs since `best`."""
+    """Epochs since `best` was reached first."""
     val_rows: str = ""
     """Digest of the validation rows, on which `best` and `score` were measured."""
 
@@ -102,7 +109,7 @@ class Progress:
         self.val_rows = val_rows
         return is_changed
 
-    def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
+    def end_epoch(self, metric: str, score: float, direction: Direction, loss: float | None = None) -> None:
         """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
         if self.metric not in ("", metric):
             self.best = None
@@ -110,13 +117,17 @@ class Progress:
         self.metric = metric
         self.direction = direction
         self.score = None if math.isnan(score) else score
+        self.loss = None if loss is None or math.isnan(loss) else loss
         self.epoch += 1
         self.consumed = 0
         self.pool_steps = 0
         self.epochs_without_gain += 1
         if _cost(self.score, direction) < _cost(self.best, direction):
-            self.best = self.score
             self.epochs_without_gain = 0
+        if _rank(self.score, self.loss, direction) < _rank(self.best, self.best_loss, direction):
+            self.best = self.score
+            self.best_loss = self.loss
+            self.best_epoch = self.epoch
 
     def is_stalled(self, max_epochs_without_gain: int) -> bool:
         """Whether the metric has not become better for so many epochs. 0: never."""
@@ -128,6 +139,12 @@ def _cost(score: float | None, direction: Direction) -> float:
     if score is None or math.isnan(score):
         return math.inf
     return -score if direction == "higher" else score
+
+
+def _rank(score: float | None, loss: float | None, direction: Direction) -> tuple[float, float]:
+    """What epochs are sorted by, the best one first: the metric, and of equal values the loss."""
+    cost = _cost(score, direction)
+    return cost, math.inf if loss is None or math.isinf(cost) else loss
 
 
 def save(
@@ -191,26 +208,26 @@ def newest_first(run: Path, kind: Kind) -> list[Path]:
 def best_first(run: Path) -> list[Path]:
     """The checkpoints of kind "best", the best one first; of equal ones the oldest."""
     saved = newest_first(run, "best")[::-1]
-    costs = _costs(saved, _read_progress(saved[-1])) if saved else {}
-    return sorted(saved, key=lambda path: costs[path])
+    ranks = _ranks(saved, _read_progress(saved[-1])) if saved else {}
+    return sorted(saved, key=lambda path: ranks[path])
 
 
 def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
     """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
-    costs = sorted(_costs(newest_first(run, "best"), progress).values())
-    worst = costs[keep - 1] if len(costs) >= keep else math.inf
-    return _cost(progress.score, progress.direction) < worst
+    ranks = sorted(_ranks(newest_first(run, "best"), progress).values())
+    worst = ranks[keep - 1] if len(ranks) >= keep else (math.inf, math.inf)
+    return _rank(progress.score, progress.loss, progress.direction) < worst
 
 
-def _costs(paths: list[Path], progress: Progress) -> dict[Path, float]:
-    """{checkpoint: its value of the metric of `progress` as a cost}; infinite for another metric or other rows."""
-    costs = {}
+def _ranks(paths: list[Path], progress: Progress) -> dict[Path, tuple[float, float]]:
+    """{checkpoint: its `_rank` by the metric of `progress`}; infinite for another metric or other rows."""
+    ranks = {}
     for path in paths:
         saved = _read_progress(path)
         score = saved.score if saved.metric else saved.best  # version 0.1.0 does not name the metric
         is_comparable = saved.metric in ("", progress.metric) and saved.val_rows in ("", progress.val_rows)
-        costs[path] = _cost(score, progress.direction) if is_comparable else math.inf
-    return costs
+        ranks[path] = _rank(score if is_comparable else None, saved.loss, progress.direction)
+    return ranks
 
 
 def resume(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
-from math import isnan, prod
+from math import inf, isnan, prod
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -166,15 +166,21 @@ def names_of(points: Iterable[Point]) -> list[str]:
 
 
 def best(points: Iterable[Point], folder: Path) -> Best | None:
-    """The best value of run.best_metric; of equal ones the first, as it is the one whose checkpoint is the best."""
+    """The best value of run.best_metric; of equal ones that of the lowest loss, whose checkpoint is the best one."""
     directions = read_description(folder).get("metrics", {})
     metric = read_config(folder).get("run.best_metric") or next(iter(directions), "")
     if metric not in directions:
         return None
-    values = [(point[f"val/{metric}"], point["step"]) for point in points if f"val/{metric}" in point]
-    scored = [Best(metric, value, step) for value, step in values if not isnan(value)]
-    choose = max if directions[metric] == "higher" else min
-    return choose(scored, key=lambda each: each.value, default=None)
+    name = f"val/{metric}"
+    sign = -1 if directions[metric] == "higher" else 1
+    scored = [point for point in points if name in point and not isnan(point[name])]
+
+    def rank(point: Point) -> tuple[float, float]:
+        loss = point.get("val/loss", inf)
+        return sign * point[name], inf if isnan(loss) else loss
+
+    point = min(scored, key=rank, default=None)
+    return Best(metric, point[name], point["step"]) if point else None
 
 
 # ---------------------------------------------------------------------------------------------- verdicts

@@ -297,7 +297,8 @@ class Run:
 
         model: the model to use. metrics: {"val/<name>": value}.
         """
-        self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
+        best_epoch = self.progress.best_epoch
+        self.progress.end_epoch(self._metric, metrics[self._metric], self._direction, metrics.get("val/loss"))
         self._metrics = metrics
         self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
@@ -307,8 +308,9 @@ class Run:
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         at = self.progress
         if at.score is not None and at.score == at.best and at.epochs_without_gain:
-            first = at.epoch - at.epochs_without_gain
-            text += f"; {self._metric} equals that of epoch {first}, whose checkpoint stays the best one"
+            is_best = at.best_epoch == at.epoch
+            decides = ", but the loss is lower: this one is the best now" if is_best else ", which stays the best one"
+            text += f"; {self._metric} equals that of epoch {best_epoch}{decides}"
         self._log.progress(fresh_rows, text, important=True)
         self._reported_consumed = 0
         self.epoch_throughput = Throughput()

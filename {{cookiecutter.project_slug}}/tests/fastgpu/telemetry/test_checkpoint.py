@@ -109,6 +109,18 @@ def test_the_best_are_those_that_a_sort_finds(tmp_path, direction, keep):
     assert save_epochs(tmp_path, scores, direction, keep) == expected
 
 
+def test_of_equal_values_that_of_the_lowest_loss_is_the_best(tmp_path):
+    progress = Progress()
+    for score, loss in ((0.5, 0.1), (1.0, 0.6), (1.0, 0.4), (1.0, 0.5), (nan, 0.0)):
+        progress.end_epoch("val/x", score, "higher", loss)
+        progress.step += 1
+        if is_among_best(tmp_path, progress, 2):
+            checkpoint.save(tmp_path, "best", progress, parts(), order=ORDER)
+            prune(tmp_path, "best", 2)
+    assert [path.name for path in best_first(tmp_path)] == ["best-000000003", "best-000000004"]
+    assert (progress.best_epoch, progress.best_loss, progress.epochs_without_gain) == (3, 0.4, 3)
+
+
 def test_an_equal_value_replaces_no_checkpoint(tmp_path):
     assert save_epochs(tmp_path, [1.0, 1.0, 1.0], "lower", 1) == [1]
 

@@ -232,14 +232,16 @@ def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, mod
 
 
 def test_values_that_equal_the_best_one_are_told(tmp_path, model, capsys):
-    """The checkpoint of the first of them stays the best, as in timm and Keras."""
+    """The one of the lower loss is the best; if there is none, the first."""
     with started_run(tmp_path, model) as run:
-        for score in (1.0, 2.0, 2.0, 1.0, 2.0, nan):
-            train_epoch(run, model, score=score)
-    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+        for score, loss in ((1.0, 0.1), (2.0, 0.5), (2.0, 0.5), (1.0, 0.1), (2.0, 0.4), (2.0, 0.5), (nan, 0.1)):
+            train_epoch(run, model, score=score, loss=loss)
+    assert checkpoints(tmp_path / "a", "best") == ["best-000000020"]
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"epoch \d/2 ", line)]
-    text = "; val/score equals that of epoch 2, whose checkpoint stays the best one"
-    assert [text in line for line in lines] == [False, False, True, False, True, False]
+    pattern = r"; val/score equals that of epoch (\d), (which stays|but the loss is lower)"
+    told = [re.findall(pattern, line) for line in lines]
+    assert told == [[], [], [("2", "which stays")], [], [("2", "but the loss is lower")], [("5", "which stays")], []]
+    assert run.progress.epochs_without_gain == 5
 
 
 def test_any_metric_may_decide_which_checkpoint_is_the_best(tmp_path, model):
