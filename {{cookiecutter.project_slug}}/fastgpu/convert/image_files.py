@@ -1,5 +1,6 @@
 """Image files as rows of one shape: lists of files with their labels or masks, decoded in the reader threads."""
 
+import glob
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 from PIL import UnidentifiedImageError
@@ -117,7 +119,8 @@ def list_folder(folder: Path) -> Listing:
         if not images:
             print(f"{folder / name} has no images and is not a class")
         names += images
-    classes, labels = np.unique([name.split("/")[1 if is_split else 0] for name in names], return_inverse=True)
+    class_of = [normalize("NFC", name.split("/")[1 if is_split else 0]) for name in names]
+    classes, labels = np.unique(class_of, return_inverse=True)
     splits = {}
     if is_split:
         splits = group_splits(folder, [name.split("/")[0] for name in names], range(len(names)))
@@ -133,6 +136,22 @@ def _list_sub_folders(folder: Path) -> list[str]:
     if loose := sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name)):
         print(f"images beside the class folders of {folder}, which are left out: {len(loose):,} ({list_first(loose)})")
     return folders
+
+
+def add_ending(listing: Listing, root: Path, ending: str) -> Listing:
+    """The same files, with an ending added to their names.
+
+    Raises UserError with the ending if there is none, the first file does not exist, and with an ending it does.
+    """
+    if ending:
+        return listing._replace(names=[name + ending for name in listing.names])
+    first = root / listing.names[0]
+    if not first.exists():
+        longer = (path.name for path in first.parent.glob(f"{glob.escape(first.name)}.*") if is_image(path.name))
+        if found := min(longer, default=""):
+            cure = f"add --ending {found.removeprefix(first.name)}"
+            raise UserError(f"{listing.source}: {first} does not exist, but {found} does; {cure}")
+    return listing
 
 
 def list_images(root: Path, folder: str = "", linked: set[str] | None = None) -> list[str]:

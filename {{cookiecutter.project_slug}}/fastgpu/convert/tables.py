@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 
@@ -139,7 +140,11 @@ def parse_labels(
         return np.stack(attributes, axis=1), {"class_names": names}
     (words,) = columns.values()
     if kinds[names[0]] == "name":
-        classes, numbers = np.unique(words, return_inverse=True)
+        for line, word in zip(lines, words, strict=True):
+            if word.lower() == "nan":
+                cure = "drop the row, or name the class otherwise"
+                raise UserError(f"{path}:{line}: {names[0]} is {word}, a missing value; {cure}")
+        classes, numbers = np.unique([normalize("NFC", word) for word in words], return_inverse=True)
         if n_classes and len(classes) > n_classes:
             raise UserError(f"--classes is {n_classes}, but {path} names {len(classes)} classes")
         return numbers.astype(np.int64), {"class_names": classes.tolist()}
@@ -166,8 +171,9 @@ def _find_kind(path: Path, name: str, words: Sequence[str], lines: Sequence[int]
         problem = f"{name} is {words[odd]!r}, but {words[number]} in line {lines[number]}"
         cure = f"give numbers only, or names only (such as class_{words[number]})"
         raise UserError(f"{path}:{lines[odd]}: {problem}; {cure}")
-    if re.fullmatch(r"[+-]?\d+,\d+", words[odd]):
-        raise UserError(f"{path}:{lines[odd]}: {name} is {words[odd]}; write decimals with a point")
+    if re.fullmatch(r"[+-]?\d+(,\d+)+(\.\d+)?", words[odd]):
+        cure = "write decimals with a point, and thousands without"
+        raise UserError(f"{path}:{lines[odd]}: {name} is {words[odd]}; {cure}")
     return "name"
 
 

@@ -5,7 +5,7 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,12 +138,19 @@ def _warn_of_other_preparation(key: str, *sources: Described) -> None:
         if {first_values.get("centre_share", 1.0), values.get("centre_share", 1.0)} == {1.0}:
             changed = [key for key in changed if key != "centre_share"]  # of pixels and encoded images: all is shown
         if changed:
-            here, there = (", ".join(f"{key} {each.get(key)}" for key in changed) for each in (values, first_values))
+            here, there = (_describe_settings(each, changed) for each in (values, first_values))
             warn(
                 f"{key}: the images of {name} were prepared with {here}, those of {first_name} with {there}: they show "
                 "other parts or proportions"
             )
             return
+
+
+def _describe_settings(preparation: dict[str, Any], names: Sequence[str]) -> str:
+    """Settings of `Preprocessing` in words."""
+    settings = {"centre_share": 1.0} | preparation
+    words = {"centre_share": "{:.4g} of the sides"}
+    return ", ".join(words.get(name, f"{name} {{}}").format(settings.get(name)) for name in names)
 
 
 def read_preparation(source: Described) -> dict[str, Any]:

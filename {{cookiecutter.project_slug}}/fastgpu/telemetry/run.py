@@ -117,6 +117,11 @@ class Run:
         world.print_once(folder.describe_changes(changes))
         if self.progress.validate_on(description["val_rows"]):
             warn("resumed with other validation rows: the best value so far was measured on others and is forgotten")
+        if 0 < self._epochs <= self.progress.epoch:
+            world.print_once(
+                f"{self.folder}: epoch {self.progress.epoch} is done, so nothing is left to train; raise train.epochs "
+                f"({self._epochs})"
+            )
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)

@@ -424,6 +424,13 @@ def test_a_run_that_is_resumed_with_other_settings_says_so(folder, capsys):
         assert line in lines
 
 
+def test_a_run_that_is_done_says_that_nothing_is_left_to_train(folder, capsys):
+    train("train.epochs=2")
+    assert "nothing is left" not in capsys.readouterr().out
+    train("train.epochs=1", "run.resume=auto")
+    assert "runs/a: epoch 2 is done, so nothing is left to train; raise train.epochs (1)" in capsys.readouterr().out
+
+
 def test_a_name_that_is_taken_ends_the_program_before_torch_is_imported(folder):
     (folder / "runs/a/checkpoints/last-000000001").mkdir(parents=True)
     (folder / "trap").mkdir()

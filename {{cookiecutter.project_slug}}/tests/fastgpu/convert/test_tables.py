@@ -99,6 +99,8 @@ def test_labels_are_classes_attributes_or_targets():
         ({"a": "0.5 n/a 0.25"}, r"x.csv:3: a is 'n/a', but 0.5 in line 2; give numbers only, or names only"),
         ({"a": "cat 3"}, r"x.csv:2: a is 'cat', but 3 in line 3"),
         ({"a": "0,5 0,25"}, r"x.csv:2: a is 0,5; write decimals with a point"),
+        ({"a": "1,000.5 2,000,000"}, r"x.csv:2: a is 1,000.5; write decimals with a point, and thousands without"),
+        ({"a": "cat nan dog"}, r"x.csv:3: a is nan, a missing value; drop the row, or name the class"),
         ({"a": f"1 {10**30}"}, r"x.csv:3: a is 10{30}; allowed are numbers up to 1e\+18, or names"),
         ({"a": "9" * 10_000, "b": "1"}, r"x.csv:2: a is 9{40}; allowed are"),
         ({"a": "1 02 2"}, r"x.csv:3: a is 02, and 2 elsewhere; write the number in one way"),
