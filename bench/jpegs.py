@@ -140,10 +140,11 @@ def picture(path: Path) -> tuple[Picture]:
     return (pixels,)
 
 
-def ffcv(task: Task) -> Epochs:
-    """FFCV: RGBImageField in mode jpg, RandomResizedCropRGBImageDecoder, OrderOption.RANDOM, os_cache=True, compiled.
+def ffcv(task: Task, *, mode: str = "jpg") -> Epochs:
+    """FFCV: RGBImageField, RandomResizedCropRGBImageDecoder, OrderOption.RANDOM, os_cache=True, compiled.
 
-    The field would encode the pixels anew; here it keeps the bytes of the files.
+    The field would encode the pixels anew; here it keeps the bytes of the files. mode: proportion stores a random half
+    of the images as pixels.
     """
     import ffcv.fields.rgb_image as rgb
     from ffcv.loader import Loader, OrderOption
@@ -152,11 +153,11 @@ def ffcv(task: Task) -> Epochs:
 
     def write(target: Path) -> None:
         rgb.encode_jpeg = lambda pixels, quality: pixels.jpeg
-        writer = DatasetWriter(str(target), {"image": rgb.RGBImageField("jpg")}, num_workers=task.n_workers)
+        writer = DatasetWriter(str(target), {"image": rgb.RGBImageField(mode)}, num_workers=task.n_workers)
         writer.from_indexed_dataset(Files(task, picture))
 
     loader = Loader(
-        str(convert_once(task.folder / "jpegs.beton", write)),
+        str(convert_once(task.folder / f"{mode}.beton", write)),
         batch_size=task.batch_size,
         num_workers=task.n_workers,
         os_cache=True,
@@ -268,17 +269,20 @@ def lit_data(task: Task) -> Epochs:
 OURS = "feed"
 BARE = "bare, one thread"
 PILLOW = "DataLoader + Pillow"
+SIMPLEJPEG = "DataLoader + simplejpeg"
+MIXED = "FFCV, half of the images as pixels"
 SPDL = "SPDL + simplejpeg"
 CONTENDERS: dict[str, Callable[[Task], Epochs]] = {
     BARE: bare,
     "bare, on each CPU": partial(bare, on_each_cpu=True),
     "feed, 1 reader": partial(feed, n_readers=1),
     OURS: feed,
-    "DataLoader + simplejpeg": partial(data_loader, read=read_by_simplejpeg),
+    SIMPLEJPEG: partial(data_loader, read=read_by_simplejpeg),
     PILLOW: partial(data_loader, read=by_pillow),
 }
 PEERS: dict[str, Callable[[Task], Epochs]] = {
     "FFCV": ffcv,
+    MIXED: partial(ffcv, mode="proportion"),
     "DALI": dali,
     SPDL: spdl,
     "WebDataset + simplejpeg": web_dataset,
@@ -292,6 +296,11 @@ class Contender:
 
     def __init__(self, name: str, task: Task) -> None:
         self.epochs = (CONTENDERS | PEERS)[name](task)
+        self.folder = task.folder
+
+    def files(self) -> list[Path]:
+        """Whatever may be read."""
+        return [path for path in self.folder.rglob("*") if path.is_file()]
 
     def epoch(self, number: int) -> Iterator[Batch]:
         for images in self.epochs(number):

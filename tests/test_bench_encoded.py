@@ -15,7 +15,7 @@ import jpegs
 from peers import Task
 
 N_IMAGES = 50
-ROUND = {encoded.RATE: 100.0, encoded.COST: 2.0}
+ROUND = {encoded.RATE: 100.0, encoded.COST: 2.0, encoded.FEED_RATIO: 0.5}
 
 
 @pytest.fixture
@@ -53,3 +53,4 @@ def test_the_targets_compare_with_the_fastest_library_that_was_measured() -> Non
     assert measured[0] == "1.00 [1.00-1.00]"
     assert measured[1] == "0.80 [0.80-0.80] (DALI)"
     assert measured[3] == "not measured"
+    assert measured[5] == "0.500 [0.500-0.500]"

@@ -7,8 +7,9 @@ A slot holds one pool: staging memory on the host and, on a GPU, its twin on the
     loop            reads slot.device after its stream has waited for `copied`; when it asks for the next pool, `used`
                     is recorded behind everything it has queued, and the slot is free again
 
-The memory of the pools is allocated once. Nothing in the steady loop allocates on the device, makes the host wait for
-the device, or calls `record_stream`. On a CPU, host and device memory are the same and there are no events.
+The memory of the pools is allocated once. Nothing in the steady loop allocates on the device (but a decoder of images
+does, on the copy stream), makes the host wait for the device, or calls `record_stream`. On a CPU, host and device
+memory are the same and there are no events.
 """
 
 import atexit

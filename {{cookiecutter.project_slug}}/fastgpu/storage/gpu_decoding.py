@@ -97,7 +97,7 @@ class GpuDecoder:
             decoded = self._source.decode_row(row, seed, plan.shapes)
             for name, column in device.columns.items():
                 if not isinstance(column, Ragged):
-                    column[place].copy_(decoded[name][0])
+                    column[place].copy_(to_device(decoded[name][0], self._device))
 
     def _decode_images(self, encoded: Ragged, pixels: Tensor, draws: Sequence[Sequence[float]]) -> dict[int, str]:
         """Decode a part of each image to its place in `pixels`, uint8 (rows, 3, h, w).
@@ -131,7 +131,7 @@ class GpuDecoder:
             except (RuntimeError, ValueError) as error:  # of one of them; the CPU tells which
                 failed |= dict.fromkeys((part.place for part in chunk), str(error).splitlines()[0])
                 continue
-            places = torch.tensor([part.place for part in chunk], device=self._device)
+            places = to_device(torch.tensor([part.place for part in chunk]), self._device)
             pixels.index_copy_(0, places, cut_and_resize(images, [part.box for part in chunk], size))
         return failed
 
@@ -164,11 +164,18 @@ def cut_and_resize(images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[i
     for part_HCW, image, box in zip(parts_nHCW, images, boxes, strict=True):
         cut = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
         part_HCW[: box.height, :, : box.width] = cut.transpose(0, 1)
-    heights, widths = torch.tensor([box[2:] for box in boxes], device=images[0].device).unbind(1)
+    heights, widths = to_device(torch.tensor([box[2:] for box in boxes]), images[0].device).unbind(1)
     rows = _weights(heights, size[0], height).to(dtype) @ parts_nHCW.flatten(2)
     columns = _weights(widths, size[1], width).to(dtype).transpose(1, 2)
     resized = rows.unflatten(2, (3, width)).flatten(1, 2) @ columns
     return resized.round_().clamp_(0, 255).to(torch.uint8).unflatten(1, (size[0], 3)).transpose(1, 2)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _weights(lengths: Tensor, size: int, longest: int) -> Tensor:
