@@ -35,11 +35,15 @@ def load_decoder() -> Decode:
     try:
         return import_module("torchcodec.decoders").decode_jpeg
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"data.decode_on is gpu, but torchcodec cannot be loaded ({reason}); pip install 'torchcodec>=0.16', or "
-            "use cpu"
+            f"data.decode_on is gpu, but torchcodec cannot be loaded ({_reason(error)}); pip install "
+            "'torchcodec>=0.16', or use cpu"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class _Part(NamedTuple):
@@ -114,7 +118,7 @@ class GpuDecoder:
             try:
                 image = EncodedImage(values[data])
             except Exception as error:  # a decoder may raise anything for damaged bytes
-                failed[place] = str(error)
+                failed[place] = _reason(error)
                 continue
             if image.is_plain_jpeg:
                 box = image.widen(self._source.find_box(image, size, draws[place]), size)
@@ -129,7 +133,7 @@ class GpuDecoder:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError) as error:  # of one of them; the CPU tells which
-                failed |= dict.fromkeys((part.place for part in chunk), str(error).splitlines()[0])
+                failed |= dict.fromkeys((part.place for part in chunk), _reason(error))
                 continue
             places = to_device(torch.tensor([part.place for part in chunk]), self._device)
             pixels.index_copy_(0, places, cut_and_resize(images, [part.box for part in chunk], size))
