@@ -186,6 +186,24 @@ def table(spec: DataSpec, results: Results, state: str = "in the page cache") ->
     return publish.Table(f"made-up JPEG files, {spec.shape[2]} x {spec.shape[1]}, {kb:.0f} kB, {state}", columns, rows)
 
 
+def page(results: dict[str, Results], *, has_peers: bool) -> list[publish.Table]:
+    """All tables. results: {name of the files, or COLD: what was measured}."""
+    tables = [targets(next(iter(results.values())))] if has_peers else []
+    tables += [table(spec, results[spec.name]) for spec in KINDS]
+    tables.append(table(next(iter(KINDS)), results[COLD], "not in the page cache"))
+    note = (
+        f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} "
+        f"files, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader threads, worker processes "
+        "or threads of a peer. Not in the page cache: one epoch in a new process, whose files were just dropped, "
+        "which FFCV begins by compiling. "
+        "Lowest and highest of the rounds in brackets; ratios are taken in a round. Bare: decoder (simplejpeg) and "
+        "resize (torch) of bytes in memory; on each CPU: in as many processes. FFCV with half of the images as pixels "
+        "reads 3 times the bytes. Where other work shares the machine, CPU seconds say more than images/s."
+    )
+    tables[-1] = tables[-1]._replace(note=note)
+    return tables
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="compare with other loaders, too")
@@ -202,20 +220,8 @@ def main() -> None:
     large = next(iter(KINDS))
     names = [OURS, SIMPLEJPEG, PILLOW, *((*LIBRARIES, jpegs.MIXED) if args.peers else ())]
     results[COLD] = measure_cold(large, names, args.rounds)
-    tables = [targets(next(iter(results.values())))] if args.peers else []
-    tables += [table(spec, results[spec.name]) for spec in KINDS]
-    tables.append(table(large, results[COLD], "not in the page cache"))
-    note = (
-        f"A random part of {100 * jpegs.MIN_SCALE:g} to 100 % of the area becomes 224 x 224 pixels. {N_IMAGES:,} "
-        f"files, shuffled, batches of {BATCH}. {available_cpus()} CPUs, and as many reader threads, worker processes "
-        "or threads of a peer. Not in the page cache: one epoch in a new process, whose files were just dropped. "
-        "Lowest and highest of the rounds in brackets; ratios are taken in a round. Bare: decoder (simplejpeg) and "
-        "resize (torch) of bytes in memory; on each CPU: in as many processes. FFCV with half of the images as pixels "
-        "reads 3 times the bytes. Where other work shares the machine, CPU seconds say more than images/s."
-    )
-    tables[-1] = tables[-1]._replace(note=note)
     command = f"python bench/encoded.py{' --peers' * args.peers} --rounds {args.rounds}"
-    publish.write("encoded", tables, results, command)
+    publish.write("encoded", page(results, has_peers=args.peers), results, command)
 
 
 if __name__ == "__main__":
