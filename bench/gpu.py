@@ -303,8 +303,9 @@ def measure_decoding(case: Case, device: torch.device, effort: Effort) -> dict[s
     files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in encoded]
     pools = endless(parts.feed, parts.sizes.batch_size, lambda: None)
     found: dict[str, Any] = {"torchcodec": [], "feed": []}
-    for _ in range(effort.rounds):
+    for _ in range(effort.rounds):  # all of them before the feed begins to read ahead
         found["torchcodec"].append(_rate(lambda: len(decode(files, device=device)), device, effort.seconds))
+    for _ in range(effort.rounds):
         found["feed"].append(_rate(lambda: sum(len(batch) for batch in next(pools)), device, effort.seconds))
     parts.feed.close()
     parts.val_feed.close()

@@ -61,7 +61,8 @@ def check(cfg: Config, launch: Launch) -> None:
     orders = (make_order(sources[0], sizes, world, cfg.run.seed), make_order(sources[1], sizes, world, None))
     world.print_once(f"{world}\n{describe_feed(sources[0], sizes, orders[0])}")
     for key, source, order in zip(("data.train", "data.val"), sources, orders, strict=True):
-        pool_capacity(source, order)
+        decoder = source.open_decoder(order, world.device)
+        pool_capacity(decoder.encoded if decoder else source, order)
         n_files, n_verified = source.check_files()
         files = f"; the first block of {n_files} files is read, and verified in {n_verified}" if n_files else ""
         world.print_once(f"{key}: {len(source):,} rows{files}")

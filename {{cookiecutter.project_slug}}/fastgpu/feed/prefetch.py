@@ -7,9 +7,9 @@ A slot holds one pool: staging memory on the host and, on a GPU, its twin on the
     loop            reads slot.device after its stream has waited for `copied`; when it asks for the next pool, `used`
                     is recorded behind everything it has queued, and the slot is free again
 
-The memory of the pools is allocated once. Nothing in the steady loop allocates on the device (but a decoder of images
-does, on the copy stream), makes the host wait for the device, or calls `record_stream`. On a CPU, host and device
-memory are the same and there are no events.
+The memory of the pools is allocated once. Nothing in the steady loop allocates on the device, makes the host wait for
+the device, or calls `record_stream`; a decoder of images does the first two, on the copy stream and in the thread that
+queues the copies. On a CPU, host and device memory are the same and there are no events.
 """
 
 import atexit
@@ -294,6 +294,8 @@ class Prefetcher:
     def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, jobs: list[_Job]) -> None:
         for job in jobs:
             self._wait_for(job)
+        if self._closing.is_set():  # the readers may have left out rows
+            return
         now = time.perf_counter()
         seconds = now - max(t0, self._handed_over_t0)
         self.read_time = ReadTime(self.read_time.seconds + seconds, self.read_time.n_rows + plan.n_rows)
@@ -310,7 +312,9 @@ class Prefetcher:
     def _move(self, plan: PoolPlan, slot: _Slot) -> None:
         """From slot.host to slot.device."""
         if self._decoder:
-            self._decoder.decode(plan, slot.host, slot.device)
+            for _ in self._decoder.decode(plan, slot.host, slot.device):
+                if self._closing.is_set():
+                    return
         elif slot.device is not slot.host:
             slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
 

@@ -172,7 +172,7 @@ def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
             f"{source.name} has {most:,} values, and at most {MAX_VALUES:,} fit the device or host tier; use "
             "data.tier=disk"
         )
-    batch_size = min(len(source), max(1, LOAD_BYTES // source.row_bytes))
+    batch_size = min(len(source), max(1, LOAD_BYTES // source.pool_row_bytes))
     order = BlockSampler(source.block_rows, batch_size, seed=None, drop_last=False)
     rows = Rows.empty(source.fields, len(source), placement.device, n_values=n_values)
     for name, lengths in source.lengths.items():

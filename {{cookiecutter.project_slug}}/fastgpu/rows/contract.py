@@ -93,8 +93,8 @@ class PoolDecoder(Protocol):
     def make_pool(self, host: Rows) -> Rows:
         """Memory on the device for what the rows of `host` become."""
 
-    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> None:
-        """Queue the work that fills the first `plan.n_rows` rows of `device`, on the current stream.
+    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> Iterator[None]:
+        """Queue the work that fills the first `plan.n_rows` rows of `device`, on the current stream, a part at a time.
 
         `host` has the rows that were read, in the same order; it is overwritten after the work is done.
         """
@@ -143,6 +143,11 @@ class Source(Protocol):
     def row_bytes(self) -> int:
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
+
+    @property
+    def pool_row_bytes(self) -> int:
+        """Bytes of one row in the larger of the two memories of a pool: that of the host and that of the device."""
+        return self.row_bytes
 
     @property
     def max_damaged(self) -> int:

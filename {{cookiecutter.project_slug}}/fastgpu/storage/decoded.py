@@ -165,6 +165,11 @@ class DecodedImages(DerivedSource):
         return super().open_reader(order, n_readers)
 
     @property
+    def pool_row_bytes(self) -> int:
+        """See `Source.pool_row_bytes`."""
+        return max(self.row_bytes, self._source.row_bytes) if self._is_on_gpu else self.row_bytes
+
+    @property
     def encoded(self) -> Source:
         """The rows with their images as they are stored."""
         return self._source
@@ -225,7 +230,10 @@ class DecodedImages(DerivedSource):
         return following
 
     def decode_row(self, row: int, seed: tuple[int, int, int] | None, shapes: Mapping[str, tuple[int, ...]]) -> Rows:
-        """What a reader thread makes of one row. seed, shapes: see `_EpochRead`; seed is None for the centre."""
+        """What a reader thread makes of one row. seed, shapes: see `_EpochRead`; seed is None for the centre.
+
+        Raises RankError if it is damaged and no other one may stand in for it.
+        """
         read = self._read_of(row, 0)
         if seed:
             read = _mark(read, seed, shapes)

@@ -48,13 +48,14 @@ class Box(NamedTuple):
 class EncodedImage:
     """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says.
 
-    `is_plain_jpeg`: whether any JPEG decoder gives three colors of it.
+    `is_plain_jpeg`: whether any JPEG decoder makes the same upright colors of it.
     """
 
     def __init__(self, data: np.ndarray):
         """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
         self._data = data
         self._is_jpeg = False
+        colors = ""
         orientation = 1
         if simplejpeg and data[:2].tobytes() == b"\xff\xd8":
             try:
@@ -62,13 +63,18 @@ class EncodedImage:
                 self._is_jpeg = colors in JPEG_COLORS
             except ValueError:
                 pass  # Pillow may know better, or say what is wrong
-        self.is_plain_jpeg = self._is_jpeg
+        self.is_plain_jpeg = self._is_jpeg and colors != "RGB"
         if self._is_jpeg:
             check_size(self.height, self.width)
         if not self._is_jpeg or _may_have_exif(data.data):
             with open_image(io.BytesIO(data.data)) as image:
                 orientation = image.getexif().get(EXIF_ORIENTATION, 1)
-                self.is_plain_jpeg = image.format == "JPEG" and image.mode in ("RGB", "L")
+                if simplejpeg is None:
+                    has_usual_colors = image.mode in ("RGB", "L") and image.info.get("adobe_transform") != 0
+                    self.is_plain_jpeg = image.format == "JPEG" and has_usual_colors
+                own_exif = Image.Exif()
+                own_exif.load(image.info.get("exif", b""))
+                self.is_plain_jpeg &= own_exif.get(EXIF_ORIENTATION, 1) == orientation  # it may be that of XMP data
                 self.height, self.width = image.height, image.width
         self._is_on_its_side = EXIF_ON_ITS_SIDE <= orientation <= max(FLIPS)
         self._flips = FLIPS.get(orientation, ())

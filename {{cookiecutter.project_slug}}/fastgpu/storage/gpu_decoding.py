@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockReader, PoolPlan, PoolReader
 from fastgpu.rows.rows import Ragged, Rows, beginnings
-from fastgpu.storage.encoded import Box, EncodedImage
+from fastgpu.storage.encoded import Box, EncodedImage, to_jpeg
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler
     from fastgpu.storage.decoded import DecodedImages
 
 CHUNK_PIXELS = 16 << 20
-"""Images of together so many pixels are decoded at a time: 48 MiB, and twice that while they are resized."""
+"""Images that are decoded at a time have at most so many pixels together, and so have their parts, padded to one size:
+48 MiB and 96 MiB. A larger image comes alone."""
+NO_MEMORY = ("out of memory", "nvjpegDecode failed: 5")
+"""How torchcodec says that the device has no memory left."""
 
 Decode = Callable[..., list[Tensor]]
 """`decode_jpeg` of torchcodec: bytes in host memory and `device=` -> uint8 (3, height, width) of each upright image."""
@@ -37,7 +41,7 @@ def load_decoder() -> Decode:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise UserError(
             f"data.decode_on is gpu, but torchcodec cannot be loaded ({_reason(error)}); pip install "
-            "'torchcodec>=0.16', or use cpu"
+            "'torchcodec>=0.16', built for torch's version of CUDA, or use cpu"
         ) from None
 
 
@@ -66,7 +70,12 @@ class GpuDecoder:
         self._order = order
         self._device = device
         self._decode_jpeg = load_decoder()
-        self._has_warned = False
+        self._refused: set[int] = set()  # rows that are left to the CPU
+        file = torch.frombuffer(bytearray(to_jpeg(np.zeros((3, 16, 16), np.uint8), quality=90)), dtype=torch.uint8)
+        try:
+            self._decode_jpeg([file], device=device)
+        except Exception as error:
+            raise UserError(f"data.decode_on is gpu, but nvJPEG does not work ({_reason(error)}); use cpu") from None
 
     def open_reader(self, n_threads: int) -> PoolReader:
         """Threads that read encoded rows, by plans that know what each epoch takes of them."""
@@ -81,76 +90,118 @@ class GpuDecoder:
         pixels = Rows.empty(images, len(host), self._device)
         return Rows({**others.empty_like(self._device).columns, **pixels.columns})
 
-    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> None:
-        """Queue the work that fills the first `plan.n_rows` rows of `device`, on the current stream."""
+    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> Iterator[None]:
+        """See `contract.PoolDecoder.decode`."""
         rows = self._order.row_ids(plan)
         seed = (self._order.seed, plan.epoch, plan.echo_pass or 0) if self._order.shuffle else None
         draws = self._source.draw(seed, rows) if seed else [[]] * len(rows)
-        failed: dict[int, str] = {}
+        damaged: set[int] = set()
         for name, column in device.slice(0, plan.n_rows).columns.items():
-            if name in self._source.encoded_fields:
-                pixels = beginnings(column, plan.shapes[name]) if name in plan.shapes else column
-                failed |= self._decode_images(host[name], pixels, draws)
-            else:
+            if name not in self._source.encoded_fields:
                 column.copy_(host[name][: plan.n_rows], non_blocking=True)
-        for place, reason in failed.items():
-            row = int(rows[place])
-            if not self._has_warned:
-                warn(f"{self._source.name}: the CPU decodes row {row:,}, and maybe others: {reason}")
-                self._has_warned = True
-            decoded = self._source.decode_row(row, seed, plan.shapes)
+                continue
+            pixels = beginnings(column, plan.shapes[name]) if name in plan.shapes else column
+            parts, left = self._find_parts(host[name], rows, (pixels.shape[2], pixels.shape[3]), draws)
+            for chunk in _chunks(parts):
+                left += self._decode_parts(chunk, rows, pixels)
+                yield
+            for place in left:
+                data = host[name].values[host[name].host_offsets[place] : host[name].host_offsets[place + 1]].numpy()
+                if not self._decode_on_cpu(data, pixels[place], draws[place]):
+                    damaged.add(place)
+                yield
+        for place in sorted(damaged):
+            decoded = self._source.decode_row(int(rows[place]), seed, plan.shapes)
             for name, column in device.columns.items():
                 if not isinstance(column, Ragged):
                     column[place].copy_(to_device(decoded[name][0], self._device))
+            yield
 
-    def _decode_images(self, encoded: Ragged, pixels: Tensor, draws: Sequence[Sequence[float]]) -> dict[int, str]:
-        """Decode a part of each image to its place in `pixels`, uint8 (rows, 3, h, w).
+    def _find_parts(
+        self, encoded: Ragged, rows: np.ndarray, size: tuple[int, int], draws: Sequence[Sequence[float]]
+    ) -> tuple[list[_Part], list[int]]:
+        """The parts of images that the GPU decodes, and the places of the other images.
 
-        Returns {place: why it cannot be decoded}.
+        rows: (places,) row numbers.
         """
-        size = (pixels.shape[2], pixels.shape[3])
         values = encoded.values.numpy()
         offsets = encoded.host_offsets.tolist()
-        failed: dict[int, str] = {}
         parts: list[_Part] = []
-        for place in range(len(pixels)):
+        left: list[int] = []
+        for place, row in enumerate(rows.tolist()):
             data = slice(offsets[place], offsets[place + 1])
+            if row in self._refused:
+                left.append(place)
+                continue
             try:
                 image = EncodedImage(values[data])
             except Exception as error:  # a decoder may raise anything for damaged bytes
-                failed[place] = _reason(error)
+                self._refuse(row, _reason(error))
+                left.append(place)
                 continue
             if image.is_plain_jpeg:
                 box = image.widen(self._source.find_box(image, size, draws[place]), size)
                 parts.append(_Part(place, encoded.values[data], (image.height, image.width), box))
             else:
-                failed[place] = "it is no JPEG file, or one of four colors"
-        for chunk in _chunks(parts):
-            try:
-                images = self._decode_jpeg([part.data for part in chunk], device=self._device)
-                if any(image.shape != (3, *part.upright) for image, part in zip(images, chunk, strict=True)):
-                    raise ValueError("nvJPEG gives other sizes than the headers")
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, ValueError) as error:  # of one of them; the CPU tells which
-                failed |= dict.fromkeys((part.place for part in chunk), _reason(error))
-                continue
-            places = to_device(torch.tensor([part.place for part in chunk]), self._device)
-            pixels.index_copy_(0, places, cut_and_resize(images, [part.box for part in chunk], size))
-        return failed
+                self._refuse(row, "it is no JPEG file of usual colors and orientation")
+                left.append(place)
+        return parts, left
+
+    def _decode_parts(self, parts: list[_Part], rows: np.ndarray, pixels: Tensor) -> list[int]:
+        """Decode some parts to their places in `pixels`, uint8 (rows, 3, h, w). Returns the places of those that fail.
+
+        One image that nvJPEG refuses fails all of a call, so the two halves are tried again.
+        """
+        try:
+            images = self._decode_jpeg([part.data for part in parts], device=self._device)
+            if any(image.shape != (3, *part.upright) for image, part in zip(images, parts, strict=True)):
+                raise ValueError("nvJPEG gives another size than the header")
+        except (RuntimeError, ValueError) as error:
+            reason = _reason(error)
+            if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY):
+                raise torch.OutOfMemoryError(f"data.decode_on is gpu: {reason}") from None
+            if len(parts) == 1:
+                self._refuse(int(rows[parts[0].place]), reason)
+                return [parts[0].place]
+            half = len(parts) // 2
+            return self._decode_parts(parts[:half], rows, pixels) + self._decode_parts(parts[half:], rows, pixels)
+        places = to_device(torch.tensor([part.place for part in parts]), self._device)
+        size = (pixels.shape[2], pixels.shape[3])
+        pixels.index_copy_(0, places, cut_and_resize(images, [part.box for part in parts], size))
+        return []
+
+    def _decode_on_cpu(self, data: np.ndarray, out: Tensor, draws: Sequence[float]) -> bool:
+        """Decode an image to `out`, uint8 (3, h, w). False if it is damaged."""
+        size = (out.shape[1], out.shape[2])
+        try:
+            image = EncodedImage(data)
+            pixels = image.decode(self._source.find_box(image, size, draws), size)
+        except Exception:  # whoever decodes it again says why
+            return False
+        out.copy_(to_device(torch.from_numpy(pixels.copy()), self._device))
+        return True
+
+    def _refuse(self, row: int, reason: str) -> None:
+        """Leave a row to the CPU from now on, and tell the first one."""
+        if not self._refused:
+            warn(f"{self._source.name}: the CPU decodes row {row:,}, and maybe others: {reason}")
+        self._refused.add(row)
 
 
 def _chunks(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Neighbouring images of about CHUNK_PIXELS together."""
+    """Images of at most CHUNK_PIXELS together, parts of about the same size side by side."""
     chunk: list[_Part] = []
-    n_pixels = 0
-    for part in parts:
-        chunk.append(part)
+    n_pixels = height = width = 0
+    for part in sorted(parts, key=lambda part: part.box.height * part.box.width):
         n_pixels += part.upright[0] * part.upright[1]
-        if n_pixels >= CHUNK_PIXELS:
+        height = max(height, part.box.height)
+        width = max(width, part.box.width)
+        if chunk and max(n_pixels, (len(chunk) + 1) * height * width) > CHUNK_PIXELS:
             yield chunk
             chunk = []
-            n_pixels = 0
+            n_pixels = part.upright[0] * part.upright[1]
+            height, width = part.box.height, part.box.width
+        chunk.append(part)
     if chunk:
         yield chunk
 
