@@ -99,6 +99,8 @@ def images(args: Namespace) -> None:
         listing = add_ending(listing, root, args.ending)
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
+    if args.ending and not listing.lines:
+        raise UserError(f"--ending is {args.ending}, which is for the paths of a CSV; drop it")
     listing = listing._replace(open=lambda name: open_file(root / name))
     _write_images(listing.parts(args.split, args.seed), args)
 

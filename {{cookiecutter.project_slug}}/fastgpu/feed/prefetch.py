@@ -307,7 +307,8 @@ class Prefetcher:
                 slot.copied.record(self._stream)
         else:
             self._move(plan, slot)
-        self._ready.put((plan, slot))
+        if not self._closing.is_set():  # the decoder may have left out rows
+            self._ready.put((plan, slot))
 
     def _move(self, plan: PoolPlan, slot: _Slot) -> None:
         """From slot.host to slot.device."""

@@ -115,6 +115,9 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
+        codecs = "+".join(sorted({field.codec for field in source.fields.values() if field.codec}))
+        if data.decode_on == "gpu" and "jpeg" not in codecs:
+            raise UserError(f"data.decode_on is gpu, which decodes JPEG files, but {source.name} has {codecs}; use cpu")
         masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
         if masks and (data.min_crop_scale < 1 or len(data.image_sizes) > 1):
             raise UserError(

@@ -153,6 +153,9 @@ def test_paths_of_a_csv_may_lack_their_ending(tmp_path, convert):
     assert "x.csv: photos/all/photo 000 é does not exist, but photo 000 é.png does; add --ending .png" in (
         convert(*command).stderr
     )
+    assert "--ending is .png, which is for the paths of a CSV; drop it" in (
+        convert("images", "photos", "x.h5", "--ending", ".png").stderr
+    )
     assert convert(*command, "--ending", ".png").returncode == 0
     assert rows_of(tmp_path / "out.h5") == {n: n % 3 for n in range(6)}
 

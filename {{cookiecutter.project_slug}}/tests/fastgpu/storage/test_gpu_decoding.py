@@ -25,7 +25,7 @@ from fastgpu.storage import gpu_decoding
 from fastgpu.storage.decoded import DecodedImages
 from fastgpu.storage.encoded import Box, EncodedImage
 from fastgpu.storage.gpu_decoding import GpuDecoder, _chunks, _Part, cut_and_resize, load_decoder
-from fastgpu.storage.sources import open_sources
+from fastgpu.storage.sources import open_source, open_sources
 from fastgpu.storage.store import open_store
 
 N_ROWS = 64
@@ -130,11 +130,16 @@ def test_parts_are_resized_as_torch_resizes_them():
     assert (resized.double() - torch.stack(expected)).abs().max() < 0.51
 
 
-@pytest.mark.parametrize("tier", ["disk", "host", "device"])
-@pytest.mark.parametrize("options", [{"min_scale": 0.3}, {"min_scale": 0.3, "echo": 2.5}, {}])
+RANDOM_PARTS = {"min_scale": 0.3}
+ECHOED_PARTS = {"min_scale": 0.3, "echo": 2.5}
+TIERS_AND_OPTIONS = [
+    *[(tier, options) for tier in ("disk", "host") for options in (RANDOM_PARTS, ECHOED_PARTS, {})],
+    ("device", {}),  # which has one part of each image
+]
+
+
+@pytest.mark.parametrize(("tier", "options"), TIERS_AND_OPTIONS)
 def test_rows_and_parts_are_those_of_the_cpu(tmp_path, by_pillow, capsys, tier, options):
-    if tier == "device" and options:
-        pytest.skip("the device tier has one part of each image")
     store = open_store("x", str(write_encoded(tmp_path / "x.h5", FILES)), FIELDS)
     sizes = {0: (20, 30), 1: SIZE} if options else SIZE
     expected = rows_of(feed_of(DecodedImages(store, sizes, **options), tier))
@@ -281,6 +286,10 @@ def test_a_cpu_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
     data = Data(train=path, val=path, fields=FIELDS, image_size=32, decode_on="gpu")
     with pytest.raises(UserError, match="data.decode_on is gpu, but this run is on a CPU; use cpu"):
         open_sources(data, Loader(), Hdf5(), World(0, 1, 1, CPU))
+    with h5py.File(path, "a") as file:
+        file["images"].attrs["codec"] = "png"
+    with pytest.raises(UserError, match=r"decodes JPEG files, but \S+x\.h5.* has png; use cpu"):
+        open_source(data, "train", Loader(), Hdf5())
 
     def fail(name: str) -> None:
         raise ImportError(f"No module named {name}\nand more")
@@ -292,13 +301,12 @@ def test_a_cpu_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("options", [{"min_scale": 0.3}, {"min_scale": 0.3, "echo": 2.5}, {}])
-def test_on_a_gpu_rows_and_parts_are_those_of_the_cpu(tmp_path, options):
+@pytest.mark.parametrize(("tier", "options"), TIERS_AND_OPTIONS)
+def test_on_a_gpu_rows_and_parts_are_those_of_the_cpu(tmp_path, tier, options):
     store = open_store("x", str(write_encoded(tmp_path / "x.h5", FILES)), FIELDS)
     expected = rows_of(feed_of(DecodedImages(store, SIZE, **options)))
-    for tier in ("disk", "host") if options else ("disk", "host", "device"):
-        rows = rows_of(feed_of(DecodedImages(store, SIZE, **options, on_gpu=True), tier, GPU))
-        assert max(differences(rows, expected)) < 2
+    rows = rows_of(feed_of(DecodedImages(store, SIZE, **options, on_gpu=True), tier, GPU))
+    assert max(differences(rows, expected)) < 2
 
 
 @pytest.mark.gpu
