@@ -150,7 +150,8 @@ class Loader(Section):
     pin_memory: bool = True
     """Use page-locked staging memory, so that copies to a GPU overlap with its work."""
     num_workers: CountOrZero | Auto = "auto"
-    """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main process."""
+    """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main process, to
+    debug; steps that draw random numbers on a CPU then differ from run to run."""
     prefetch_factor: Count = 2
     """Batches that each worker process prepares ahead."""
     persistent_workers: bool = True

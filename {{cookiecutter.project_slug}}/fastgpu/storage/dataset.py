@@ -16,6 +16,7 @@ from importlib import import_module
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ MAX_NAMED = 8
 """Maximum number of rows that a message names."""
 NO_ARRAY = (TypeError, ValueError, RuntimeError)
 """What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
+NO_PICKLE = (PicklingError, AttributeError, TypeError)
+"""What pickle raises for what it cannot send to a process that is no fork, which is the default from Python 3.14 on."""
 
 Key = tuple[int, int]
 """(epoch, row)"""
@@ -168,7 +171,7 @@ class _SeededDataset(Dataset):
         seed = (epoch * 1_000_003 + row) % (1 << 32)
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too, and take 60 times as long
         try:
             item = self.dataset[row]
             if isinstance(item, Mapping):
@@ -274,8 +277,18 @@ class WorkerPool:
             self.close()
             # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_ignore_sigterm`).
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            self._batches = iter(self._start_loader(epoch, row))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            try:
+                self._batches = iter(self._start_loader(epoch, row))
+            except NO_PICKLE as error:
+                if multiprocessing.get_start_method() == "fork":  # nothing is pickled: this is a fault of another kind
+                    raise
+                reason = " ".join(str(error).split())
+                raise UserError(
+                    f"data.dataset: {self._source.name} cannot be sent to worker processes ({reason}); define its "
+                    "functions at the top of a module and open files in __getitem__, or use loader.num_workers=0"
+                ) from None
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
             batch = self._next_batch(epoch, row)
         except BaseException:

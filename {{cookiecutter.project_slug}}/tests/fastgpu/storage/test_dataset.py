@@ -194,6 +194,17 @@ def test_ranks_share_the_rows_and_validation_sees_each_once():
     assert sorted(numbers) == list(range(N_ROWS))
 
 
+def test_random_numbers_of_an_item_leave_gpus_alone(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    items = source_of("random", {"a": "a", "b": "b", "c": "c"}).items
+    torch.manual_seed(3 * 1_000_003 + 5)
+    expected = torch.rand(())
+    seeds.clear()
+    assert items[3, 5]["c"] == expected
+    assert not seeds
+
+
 def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
     def draw(n_workers: int, epoch: int, consumed: int) -> torch.Tensor:
         source = source_of("random", {"a": "a", "b": "b", "c": "c"})
@@ -326,6 +337,18 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch_is_the_same_error(monkey
 def short_waits(monkeypatch):
     monkeypatch.setattr(prefetch, "CLOSE_S", 0.2)
     monkeypatch.setattr(dataset, "GRACE_S", 0.2)
+
+
+def test_a_dataset_that_cannot_be_sent_to_a_process_is_one_line():
+    source = source_of()
+    source.items.dataset.transform = lambda image: image
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        with closing(feed_of(source, order_of(source), 2)) as feed, pytest.raises(UserError, match=r"lambda.*; define"):
+            next(feed.pools(0))
+    finally:
+        multiprocessing.set_start_method(method, force=True)
 
 
 @pytest.mark.parametrize(("kind", "state"), [("hang", "70.*sleeping"), ("stop", "stopped")])
