@@ -459,10 +459,10 @@ def test_the_summary_says_what_is_odd_about_the_labels(tmp_path):
 # ---------------------------------------------------------------------------------------------- attributes
 
 
-@pytest.fixture
-def attributes() -> np.ndarray:
+@pytest.fixture(params=["uint8", "uint16"])
+def attributes(request) -> np.ndarray:
     """(40, 5): five attributes of each image."""
-    return np.random.default_rng(0).integers(0, 2, (40, 5), dtype=np.uint8)
+    return np.random.default_rng(0).integers(0, 2, (40, 5), dtype=request.param)
 
 
 def test_loss_and_scores_of_attributes_against_the_formula(tmp_path, attributes):
@@ -496,7 +496,7 @@ def test_attributes_of_validation_must_be_of_the_same_kind(tmp_path, attributes)
     train = open_rows(tmp_path, pixels, attributes)
     with pytest.raises(UserError, match=r"labels are \[2\] in 39 of 40 rows; allowed are 0 to 1.* leave such"):
         make_workload(train, open_rows(tmp_path, pixels, attributes * 2, "twos.h5"))
-    with pytest.raises(UserError, match=r"labels are uint8 \(N, 4\), those of .* are uint8 \(N, 5\)"):
+    with pytest.raises(UserError, match=r"labels are uint\d+ \(N, 4\), those of .* are uint\d+ \(N, 5\)"):
         make_workload(train, open_rows(tmp_path, pixels, attributes[:, :4], "four.h5"))
 
 
@@ -546,7 +546,7 @@ GPU_SETTINGS = {
 @needs_gpu
 @pytest.mark.parametrize("settings", GPU_SETTINGS.values(), ids=list(GPU_SETTINGS))
 def test_easy_images_are_learned_on_a_gpu(image_folder, settings):
-    done = run_train("dist.device=cuda", *settings, cwd=image_folder)
+    done = run_train("dist.device=cuda", "train.epochs=6", *settings, cwd=image_folder)
     assert done.returncode == 0, done.stderr
     assert torch.cuda.get_device_name(0) in done.stdout
     assert metrics_of(image_folder / "runs/a")[-1]["val/top1_pct"] >= 90

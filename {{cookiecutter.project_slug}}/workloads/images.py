@@ -215,8 +215,9 @@ class Workload(workloads.Workload):
             error_BK = logits_BK - labels.float().view_as(logits_BK)
             return {"mse": Sum(error_BK.square().mean(1).sum(), n), "mae": Sum(error_BK.abs().mean(1).sum(), n)}
         if self.has_attributes:
-            loss = F.binary_cross_entropy_with_logits(logits_BK, labels.float(), reduction="sum") / self.n_outputs
-            hits = ((logits_BK > 0) == (labels > 0)).sum() / self.n_outputs
+            target_BK = labels.float()
+            loss = F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="sum") / self.n_outputs
+            hits = ((logits_BK > 0) == (target_BK > 0)).sum() / self.n_outputs
             return {"accuracy_pct": Sum(100 * hits, n), "loss": Sum(loss, n)}
         labels_B = labels.long()
         hits_B5 = logits_BK.topk(min(5, self.n_outputs), dim=1).indices == labels_B[:, None]

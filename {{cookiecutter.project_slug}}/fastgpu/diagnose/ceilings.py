@@ -19,7 +19,7 @@ import torch
 
 from fastgpu.diagnose.verdict import Measured, Rounds
 from fastgpu.feed.echo import echo
-from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.feed.tiers import Feed, Placement, StreamedFeed, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
@@ -45,7 +45,7 @@ class Feeds(NamedTuple):
 
     real: Feed
     staged: Feed | None = None
-    """Copies pools to the device from staging memory that is filled already."""
+    """Copies pools to the device from staging memory that is filled already. None also if the device decodes them."""
     cached: Feed | None = None
     """Reads the same few blocks again and again."""
     n_ready_pools: int = 0
@@ -75,7 +75,8 @@ def open_feeds(
     if placement.tier == "disk" and not only_real:
         cached = source.through_page_cache()
         feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
-    if placement.device.type == "cuda" and not only_real:
+    copies_rows = isinstance(feeds.real, StreamedFeed) and not feeds.real.decodes_on_device
+    if placement.device.type == "cuda" and copies_rows and not only_real:
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
         staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)
         feeds = feeds._replace(staged=make_feed(staged, staged_order, Placement("disk", placement.device, 1), loader))

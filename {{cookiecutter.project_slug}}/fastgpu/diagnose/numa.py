@@ -38,8 +38,8 @@ UNKNOWN = Location(math.nan, math.nan, math.nan)
 def find_misplaced(world: World) -> list[Finding]:
     """The ranks of which CPUs or pinned memory are not on the node of their GPU. Every rank has to call it."""
     own = UNKNOWN
-    if world.device.type == "cuda":
-        gpu: Any = torch.cuda.get_device_properties(world.device)
+    gpu: Any = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
+    if hasattr(gpu, "pci_bus_id"):  # torch 2.6 does not have it
         buffer = torch.ones(PROBE_BYTES, dtype=torch.uint8).pin_memory()
         own = locate(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", buffer.data_ptr())
     columns = [world.all_gather(value) for value in own]

@@ -23,7 +23,7 @@ from fastgpu.process.config import Tier
 Cause = Literal["READ", "DECODE", "AUGMENT", "COPY", "LAUNCH", "SYNC", "COMM", "STRAGGLER", "COMPUTE", "INCONCLUSIVE"]
 MEANING: dict[Cause, str] = {
     "READ": "the loop waits for bytes from storage",
-    "DECODE": "the loop waits for CPUs that turn bytes into rows",
+    "DECODE": "the loop waits until bytes have been decoded to rows",
     "AUGMENT": "the transform takes a large part of the step",
     "COPY": "the loop waits for copies from host to device",
     "LAUNCH": "the device waits for the host to launch its kernels",

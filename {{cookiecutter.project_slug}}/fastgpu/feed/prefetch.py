@@ -130,7 +130,8 @@ class Prefetcher:
         on_device = self._decoder.make_pool(host) if self._decoder else None
         if self._stream is None:
             return _Slot(host, on_device or host, None, None)
-        return _Slot(host, on_device or host.empty_like(self._device), torch.cuda.Event(), torch.cuda.Event())
+        copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
+        return _Slot(host, on_device or host.empty_like(self._device), copied, torch.cuda.Event())
 
     def start(self, plans: Iterator[PoolPlan]) -> None:
         """Begin to read. Pools that an earlier start has prepared are dropped."""
@@ -206,6 +207,8 @@ class Prefetcher:
         filling: deque[tuple[PoolPlan, _Slot, float, list[_Job]]] = deque()
         end: BaseException | None = None
         try:
+            if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
+                torch.cuda.set_device(self._device)
             has_more = True
             while has_more or filling:
                 slot = None

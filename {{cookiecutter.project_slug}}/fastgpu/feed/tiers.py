@@ -114,6 +114,7 @@ class StreamedFeed:
     def __init__(self, source: Source, order: BlockSampler, placement: Placement, loader: Loader):
         self.order = order
         decoder = source.open_decoder(order, placement.device)
+        self.decodes_on_device = decoder is not None
         if decoder:
             self._reader = decoder.open_reader(placement.n_readers)
             source = decoder.encoded

@@ -106,7 +106,7 @@ class Ragged:
         host_offsets = out.host_offsets[: len(index) + 1]
         np.cumsum(counts, out=host_offsets[1:])
         moves = torch.from_numpy(np.stack([starts - host_offsets[:-1], counts, host_offsets[1:]]))
-        moves = moves.to(self.device, non_blocking=True)
+        moves = to_device(moves, self.device)
         total = int(host_offsets[-1])
         places = torch.arange(total, dtype=torch.int32, device=self.device)
         places += moves[0].repeat_interleave(moves[1], output_size=total)
@@ -209,13 +209,16 @@ class Rows:
         index: on the device of the rows or in host memory; in host memory if there is a ragged column.
         """
         taken: dict[str, Tensor | Ragged] = {}
+        index_on_device: Tensor | None = None
         for name, column in self.columns.items():
             target = out[name] if out else None
             if isinstance(column, Ragged):
                 taken[name] = column.take(index.numpy(), target)
             else:
                 target = None if target is None else target[: len(index)]
-                taken[name] = torch.index_select(column, 0, index.to(column.device, non_blocking=True), out=target)
+                if index_on_device is None:  # once for all columns
+                    index_on_device = to_device(index, column.device)
+                taken[name] = torch.index_select(column, 0, index_on_device, out=target)
         return Rows(taken)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
@@ -229,6 +232,13 @@ class Rows:
     def numpy(self) -> dict[str, Any]:
         """The same memory as {field: array or RaggedArray} (host only)."""
         return {name: column.numpy() for name, column in self.columns.items()}
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. The host does not wait until it is there: it would for memory that is not page-locked."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype, device: torch.device, pinned: bool) -> Tensor:

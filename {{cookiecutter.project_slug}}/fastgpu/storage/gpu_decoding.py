@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockReader, PoolPlan, PoolReader
-from fastgpu.rows.rows import Ragged, Rows, beginnings
+from fastgpu.rows.rows import Ragged, Rows, beginnings, to_device
 from fastgpu.storage.encoded import Box, EncodedImage, to_jpeg
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class GpuDecoder:
         self._refused: set[int] = set()  # rows that are left to the CPU
         file = torch.frombuffer(bytearray(to_jpeg(np.zeros((3, 16, 16), np.uint8), quality=90)), dtype=torch.uint8)
         try:
-            self._decode_jpeg([file], device=device)
+            self._decode([file])
         except Exception as error:
             raise UserError(f"data.decode_on is gpu, but nvJPEG does not work ({_reason(error)}); use cpu") from None
 
@@ -117,6 +117,16 @@ class GpuDecoder:
                     column[place].copy_(to_device(decoded[name][0], self._device))
             yield
 
+    def _decode(self, files: list[Tensor]) -> list[Tensor]:
+        """Decode files by nvJPEG, after the work that is queued on the current stream is done.
+
+        The hardware decoder of a GPU does not wait for that work. It would overwrite memory that was freed but is
+        still to be read, such as the previous images (https://github.com/meta-pytorch/torchcodec/pull/1634).
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).record_event().synchronize()
+        return self._decode_jpeg(files, device=self._device)
+
     def _find_parts(
         self, encoded: Ragged, rows: np.ndarray, size: tuple[int, int], draws: Sequence[Sequence[float]]
     ) -> tuple[list[_Part], list[int]]:
@@ -153,7 +163,7 @@ class GpuDecoder:
         One image that nvJPEG refuses fails all of a call, so the two halves are tried again.
         """
         try:
-            images = self._decode_jpeg([part.data for part in parts], device=self._device)
+            images = self._decode([part.data for part in parts])
             if any(image.shape != (3, *part.upright) for image, part in zip(images, parts, strict=True)):
                 raise ValueError("nvJPEG gives another size than the header")
         except (RuntimeError, ValueError) as error:
@@ -224,13 +234,6 @@ def cut_and_resize(images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[i
     columns = _weights(widths, size[1], width).to(dtype).transpose(1, 2)
     resized = rows.unflatten(2, (3, width)).flatten(1, 2) @ columns
     return resized.round_().clamp_(0, 255).to(torch.uint8).unflatten(1, (size[0], 3)).transpose(1, 2)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _weights(lengths: Tensor, size: int, longest: int) -> Tensor:

@@ -170,7 +170,11 @@ class _Gpu:
     def utilisation(self) -> dict[str, float]:
         """The driver's samples since the last read."""
         nvml = self._nvml
-        _, samples = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_sample_us)
+        kind = nvml.NVML_GPU_UTILIZATION_SAMPLES
+        try:
+            _, samples = nvml.nvmlDeviceGetSamples(self._handle, kind, self._last_sample_us)
+        except nvml.NVMLError_NotFound:  # none is new: depending on the GPU, one comes each 1/6 s to 1 s
+            return {}
         new = [sample for sample in samples if sample.timeStamp > self._last_sample_us]
         if not new:
             return {}

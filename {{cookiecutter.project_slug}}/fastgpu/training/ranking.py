@@ -34,9 +34,10 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
     seen, held_out: B rows of item numbers, all different within a row. The scores of seen items are overwritten.
     """
     _, n_items = scores_BI.shape
-    scores_BI[seen.rows, seen.values] = -torch.inf
+    # To assign a Python number at indices, torch would copy it to the device, and the host would wait for that.
+    scores_BI.index_put_((seen.rows, seen.values), scores_BI.new_full((), -torch.inf))
     is_held_out_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
-    is_held_out_BI[held_out.rows, held_out.values] = True
+    is_held_out_BI.index_put_((held_out.rows, held_out.values), is_held_out_BI.new_ones(()))
     n_best = min(n_items, max((ndcg_at, *recall_at)))
     best_BK = scores_BI.topk(n_best, dim=1).indices
     hits_BK = is_held_out_BI.gather(1, best_BK).to(scores_BI.dtype)
@@ -46,5 +47,5 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
     gain_K = 1 / (1 + ranks).log2()
     ideal_B = gain_K.cumsum(0)[n_held_out_B.clamp(1, ndcg_at) - 1]
     hits_BK = hits_BK[:, :ndcg_at]
-    ndcg_B = hits_BK @ gain_K[: hits_BK.shape[1]] / ideal_B
+    ndcg_B = (hits_BK * gain_K[: hits_BK.shape[1]]).sum(1) / ideal_B  # autocast would round a matrix product
     return Ranking(recall, ndcg_B, n_held_out_B > 0)

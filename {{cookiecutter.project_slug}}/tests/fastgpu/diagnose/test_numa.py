@@ -1,7 +1,9 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from harness import ALONE
 
 from fastgpu.diagnose import numa
@@ -55,6 +57,11 @@ def test_what_is_not_known_is_not_said(machine, monkeypatch):
     assert describe(0, locate("0000:00:00.0", ADDRESS, machine)) == ""
     monkeypatch.undo()
     assert find_misplaced(ALONE) == []  # a job without GPUs
+
+
+def test_an_older_torch_does_not_know_where_a_gpu_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="a GPU"))
+    assert find_misplaced(SimpleNamespace(device=torch.device("cuda"), all_gather=lambda value: [value])) == []
 
 
 @pytest.mark.parametrize("text", ["", NUMA_MAPS.replace("N0=1024 N1=3072 ", ""), "8f0000000000 default N0=1\n"])

@@ -2,7 +2,6 @@ import zlib
 from pathlib import Path
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
 from harness import numbered, numbers_of
@@ -11,6 +10,8 @@ from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import codecs
 from fastgpu.storage.store import open_store
+
+hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
 OPTIONS = {
     "gzip": {"compression": "gzip"},

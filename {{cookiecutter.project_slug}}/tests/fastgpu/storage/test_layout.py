@@ -2,7 +2,6 @@ import hashlib
 from pathlib import Path
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
 from harness import numbers_of
@@ -12,6 +11,8 @@ from fastgpu.process.launch import RankError, UserError
 from fastgpu.storage import layout as layout_module
 from fastgpu.storage.layout import DIGESTS, Layout, ReadOptions
 from fastgpu.storage.store import open_store
+
+hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters

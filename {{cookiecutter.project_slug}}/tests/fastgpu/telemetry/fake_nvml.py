@@ -7,10 +7,15 @@ class NvmlError(Exception):
     """As pynvml's."""
 
 
+class NvmlNotFoundError(NvmlError):
+    """As pynvml's NVMLError_NotFound."""
+
+
 class Nvml:
     """The functions of pynvml that the monitor uses. Those in `missing` raise, as on older GPUs."""
 
     NVMLError = NvmlError
+    NVMLError_NotFound = NvmlNotFoundError
     NVML_SUCCESS = 0
     NVML_GPU_UTILIZATION_SAMPLES = 1
     NVML_TEMPERATURE_GPU = 0
@@ -38,11 +43,13 @@ class Nvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         if uuid not in ("GPU-a", "MIG-b"):
-            raise NvmlError("Not Found")
+            raise NvmlNotFoundError("Not Found")
         return uuid
 
     def nvmlDeviceGetSamples(self, handle: str, kind: int, last_us: int) -> tuple:
         assert last_us == self.time_us, "only new samples are asked for"
+        if not self.util:
+            raise NvmlNotFoundError("Not Found")
         samples = []
         for value in self.util:
             self.time_us += 1

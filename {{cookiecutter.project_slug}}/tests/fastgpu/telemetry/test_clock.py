@@ -108,7 +108,7 @@ def test_on_a_gpu_the_wait_is_that_of_a_trace():
     def pools():
         for number in range(6):
             if number:
-                sleep(0.03)
+                sleep(0.2)  # longer than the work that is queued: on an H100 about 0.06 s
             yield number
 
     def work():

@@ -124,6 +124,15 @@ def test_without_a_driver_the_host_is_read_all_the_same(monkeypatch):
     assert {tag for tag in values if tag.startswith("host/")} == HOST_TAGS
 
 
+def test_a_read_between_two_samples_of_the_driver_ends_nothing():
+    nvml = Nvml(util=())
+    counters = machine_counters(["a"], nvml)
+    assert "gpu0/util_pct" not in counters.read()
+    nvml.util = (40,)
+    assert counters.read()["gpu0/util_pct"] == 40
+    assert counters.missing == []
+
+
 def test_samples_of_nvml_are_freed():
     nvml = Nvml()
     read(machine_counters(["a"], nvml))
@@ -216,9 +225,11 @@ def test_without_counters_there_is_no_thread(start):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_its_counters_are_there():
     gpus = World(0, 1, 1, torch.device("cuda", 0)).gpus
+    busy = torch.randn(4096, 4096, device="cuda")
+    busy = busy @ busy / 4096  # loads libraries, which may take seconds
+    torch.cuda.synchronize()
     counters = machine_counters(gpus)
     monitor = Monitor(counters, poll_s=0.2)
-    busy = torch.randn(4096, 4096, device="cuda")
     t0 = time.monotonic()
     while time.monotonic() - t0 < 3:
         busy = busy @ busy / 4096

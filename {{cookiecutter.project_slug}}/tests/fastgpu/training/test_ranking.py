@@ -38,6 +38,16 @@ def test_metrics_are_those_of_sorting_by_hand(seed, items, ks):
         assert ranking.ndcg[user] == pytest.approx(by_hand(*arguments, ks[2])[1], abs=1e-12)
 
 
+def test_metrics_are_not_rounded_by_autocast():
+    scores = torch.rand(40, 150, generator=torch.Generator().manual_seed(0))
+    rows = [ragged_of([list(range(start, start + 20))] * 40) for start in (0, 20)]
+    expected = rank(scores.clone(), *rows, recall_at=(20,), ndcg_at=100)
+    with torch.autocast("cpu", torch.bfloat16):
+        ranking = rank(scores, *rows, recall_at=(20,), ndcg_at=100)
+    assert torch.equal(ranking.ndcg, expected.ndcg)
+    assert torch.equal(ranking.recall[20], expected.recall[20])
+
+
 def test_the_best_and_the_worst_ranking():
     scores = torch.arange(10.0).repeat(2, 1)
     ranking = rank(scores, ragged_of([[0], [0]]), ragged_of([[9, 8], [1, 2]]), recall_at=(2,), ndcg_at=3)
