@@ -14,17 +14,16 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import h5py
 import jpegs
 import layouts
 import numpy as np
 import project
 import publish
 from data import DataSpec
+from files import rows_of
 from jpegs import BARE, CONTENDERS, OURS, PEERS, PILLOW, SIMPLEJPEG
 from PIL import Image
 from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold
@@ -79,12 +78,6 @@ def make(spec: DataSpec, flags: list[str]) -> None:
     for number, data in enumerate(rows_of(target)):
         (spec.folder / f"jpegs/{number:05d}.jpg").write_bytes(data.tobytes())
     target.rename(spec.h5)
-
-
-def rows_of(path: Path) -> list[np.ndarray]:
-    """The bytes of each row of a file."""
-    with h5py.File(path) as file:
-        return np.split(file["images/values"][:], file["images/indptr"][1:-1])
 
 
 def measure(spec: DataSpec, names: list[str], n_rounds: int) -> Results:

@@ -1,8 +1,10 @@
-"""Opens the file of a benchmark as train.py opens data.train."""
+"""Reads the file of a benchmark: as train.py opens data.train, or the bytes of its images."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import h5py
+import numpy as np
 import project  # noqa: F401
 
 from fastgpu.process.config import Data, Hdf5, Loader
@@ -16,3 +18,9 @@ def open_rows(path: Path, fields: Mapping[str, str] = IMAGES, *, verify: bool = 
     """The rows of one HDF5 file. verify: check the SHA-256 of each block whenever it is read."""
     data = Data(train=str(path), val=str(path), fields=dict(fields), verify=verify)
     return open_source(data, "train", Loader(), Hdf5())
+
+
+def rows_of(path: Path) -> list[np.ndarray]:
+    """The bytes of each encoded image of a file."""
+    with h5py.File(path) as file:
+        return np.split(file["images/values"][:], file["images/indptr"][1:-1])

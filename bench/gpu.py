@@ -1,11 +1,12 @@
 """Does the GPU wait for data? Trains networks on rows from each tier, and the same loop on one batch that stays there.
 
-python bench/gpu.py                              all parts; about a quarter of an hour
+python bench/gpu.py                              all parts, tens of minutes
 python bench/gpu.py --parts copy CelebA          these parts only
 python bench/gpu.py --device cpu --out FOLDER    the same code on tiny rows: does it run?
 
-The result is written after each part. A run that was cut off is started again with the same command, and goes on with
-the parts that are missing from the result (--again: it begins anew).
+The result is written after each part and each planted cause. A run that was cut off is started again with the same
+command, and goes on with the parts that are missing from the result (--again: it begins anew). A part that fails leaves
+the others to be measured.
 
     copy      the copy from host to device, and a large matrix product: what the GPU could do
     a case    rows from the page cache, the disk, host memory and the device, and those of two DataLoaders, one tuned
@@ -20,9 +21,11 @@ prepared ahead while the others were measured.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, repeat
 from pathlib import Path
@@ -32,7 +35,7 @@ from typing import Any, NamedTuple
 import project  # noqa: F401
 import publish
 import torch
-from gpu_cases import CASES, TINY_CASES, Case
+from gpu_cases import CASES, PREFETCH_FACTOR, TINY_CASES, Case
 from gpu_commands import N_EPOCHS, measure_causes, measure_echo
 from processes import kept_warm, make_cold
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,6 +45,7 @@ import workloads
 from fastgpu.feed.tiers import Feed
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
+from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.gpu_decoding import load_decoder
@@ -55,6 +59,10 @@ MATRIX_SIDE = 8192
 DECODED_AT_ONCE = 1024
 """JPEG files in one call of the decoder alone."""
 N_REPEATS = 20
+LEAD_S = 1.0
+"""Time of the same work before a measurement: the clocks rise, and NVML's watts are the mean of the last second."""
+MAX_LEADS = 3
+"""The work before a measurement takes at most so many times as long as the measurement."""
 POLL_S = 0.2
 """Time between two reads of the GPU's counters."""
 FIXED = "a batch that stays on the device"
@@ -66,6 +74,8 @@ NAIVE = "DataLoader, defaults"
 ON_GPU = "disk tier, decoded on the GPU"
 CONTENDERS = (FIXED, *TIERS, ON_GPU, COLD, TUNED, NAIVE)
 JPEG_CASE = "ResNet-50, JPEG files"
+CAUSES = "causes"
+"""The part whose planted causes are saved one by one."""
 COUNTERS = {"gpu0/util_pct": "GPU-Util %", "gpu0/sm_active_pct": "SMs active %", "gpu0/power_w": "W"}
 FEED_RATIO = 0.99
 """The feed ratio that must be reached."""
@@ -126,13 +136,16 @@ def endless(feed: Feed, batch_size: int, before_epoch: Callable[[], object]) -> 
 
 
 def find_sync(steps: Iterator[None], n_steps: int) -> str:
-    """The first operation in so many steps that makes the host wait for the device: the first line of its error."""
+    """The first operation in so many steps that makes the host wait for the device: the first line of its error, and
+    where it was called."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(n_steps):
             next(steps)
     except RuntimeError as error:
-        return str(error).partition("\n")[0]
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first_line, _, _ = str(error).partition("\n")
+        return f"{first_line} ({Path(place.filename).name}:{place.lineno})"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""
@@ -202,7 +215,7 @@ class CaseBench:
         n_steps = self.parts.sizes.pool_batches + 1
         for _ in range(min(n_steps, 30)):
             next(self.loops[name])
-        if self.device.type != "cuda" or name in (TUNED, NAIVE):
+        if self.device.type != "cuda" or name in (TUNED, NAIVE, ON_GPU):  # a decoder waits, in a thread of its own
             return
         if sync := find_sync(self.loops[name], n_steps):
             self.results[name] = Measured([], sync)
@@ -211,12 +224,16 @@ class CaseBench:
     def measure(self, name: str, seconds: float) -> None:
         """Whole steps for at least so many seconds, from idle device to idle device."""
         steps = self.loops[name]
-        prefetched = self.parts.config.loader.prefetch_pools + 1
-        n_ahead = prefetched * self.parts.sizes.pool_batches if name in self.feeds else 30
+        n_ahead = 0
+        if name in self.feeds:
+            n_ahead = (self.parts.config.loader.prefetch_pools + 1) * self.parts.sizes.pool_batches
+        elif name == TUNED:
+            n_ahead = available_cpus() * PREFETCH_FACTOR
         t0 = time.perf_counter()
-        for _ in range(n_ahead):
+        for n_steps in count(1):
             next(steps)
-            if time.perf_counter() - t0 > seconds:
+            lead_s = time.perf_counter() - t0
+            if lead_s > MAX_LEADS * seconds or (lead_s > min(LEAD_S, seconds) and n_steps >= n_ahead):
                 break
         wait_for(self.device)
         self.clock.restart()
@@ -252,6 +269,8 @@ def measure_case(case: Case, device: torch.device, effort: Effort) -> dict[str, 
             for name in names:
                 with kept_warm([case.file] if name == "disk tier" else []):
                     bench.measure(name, effort.seconds)
+        for missing in bench.monitor.take_missing():
+            say(f"  not measured here: {missing}")
         return {
             "batch_size": bench.batch_size,
             "row_bytes": case.row_bytes,
@@ -277,8 +296,8 @@ def measure_copy(device: torch.device) -> dict[str, Any]:
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     a, b = (torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copies_s = [_event_s(lambda: target.copy_(source, non_blocking=True)) for _ in range(N_REPEATS)]
-    products_s = [_event_s(lambda: a @ b) for _ in range(N_REPEATS)]
+    copies_s = _events_s(lambda: target.copy_(source, non_blocking=True))
+    products_s = _events_s(lambda: a @ b)
     return {
         "h2d_gb_per_s": [COPY_BYTES / 1e9 / seconds for seconds in copies_s],
         "matmul_tflop_per_s": [2 * MATRIX_SIDE**3 / 1e12 / seconds for seconds in products_s],
@@ -325,6 +344,14 @@ def _rate(work: Callable[[], int], device: torch.device, seconds: float) -> floa
     return n_rows / (time.perf_counter() - t0)
 
 
+def _events_s(work: Callable[[], object]) -> list[float]:
+    """Seconds that the device needs, several times, after a lead-in."""
+    t0 = time.perf_counter()
+    while time.perf_counter() - t0 < LEAD_S:
+        _event_s(work)
+    return [_event_s(work) for _ in range(N_REPEATS)]
+
+
 def _event_s(work: Callable[[], object]) -> float:
     """Seconds that the device needs."""
     begin = torch.cuda.Event(enable_timing=True)
@@ -357,12 +384,12 @@ def tables(parts: dict[str, Any]) -> list[publish.Table]:
             f"{N_EPOCHS} epochs."
         )
         page.append(_rows_table("echo behind a slow source", parts["echo"], note))
-    if "causes" in parts:
+    if CAUSES in parts:
         note = (
             "diagnose.py on this machine. Given: rows/s of the training loop with the cure / without it, as "
             "diagnose.py measures them."
         )
-        page.append(_rows_table("planted causes", parts["causes"], note))
+        page.append(_rows_table("planted causes", parts[CAUSES], note))
     if parts.get("decoding"):
         found = parts["decoding"]
         cells = [found["note"], "", ""]
@@ -467,7 +494,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="feed ratio and data wait on a GPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--parts", nargs="*", choices=["copy", *CASES, "decoding", "echo", "causes"], help="these parts only"
+        "--parts", nargs="*", choices=["copy", *CASES, "decoding", "echo", CAUSES], help="these parts only"
     )
     parser.add_argument("--again", action="store_true", help="measure parts again that the result has already")
     parser.add_argument("--seconds", type=float, help="of one contender in one round (2)")
@@ -486,22 +513,43 @@ def main() -> None:
     def run_case(name: str) -> dict[str, Any]:
         return measure_case((TINY_CASES if is_cpu else CASES)[name](folder), device, effort)
 
+    def run_causes() -> list[dict[str, str]]:
+        rows = parts.get(CAUSES, [])
+        for row in measure_causes(folder, {row["planted"] for row in rows}, is_tiny=is_cpu):
+            rows = [*rows, row]
+            parts[CAUSES] = rows
+            save()
+        return rows
+
+    def save() -> None:
+        publish.write("gpu", tables(parts), parts, "python bench/gpu.py", folder=args.out)
+
     work: dict[str, Callable[[], Any]] = {"copy": lambda: measure_copy(device)}
     work |= {name: lambda name=name: run_case(name) for name in CASES}
     work["decoding"] = lambda: measure_decoding((TINY_CASES if is_cpu else CASES)[JPEG_CASE](folder), device, effort)
     work["echo"] = lambda: measure_echo(folder, is_tiny=is_cpu)
-    work["causes"] = lambda: measure_causes(folder, is_tiny=is_cpu)
+    work[CAUSES] = run_causes
     result = publish.result_path("gpu", publish.machine(), args.out).with_suffix(".json")
     parts = {} if args.again else done_before(result)
+    failed = []
     for name in args.parts or work:
-        if name in parts and not args.again:
+        if name in parts and name != CAUSES:
             say(f"{name}: measured before")
             continue
         say(f"{name}:")
+        gc.collect()
+        torch.cuda.empty_cache()  # other processes need the memory, too: those of the last two parts
         t0 = time.perf_counter()
-        parts[name] = work[name]()
+        try:
+            parts[name] = work[name]()
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+            continue
         say(f"{name}: {time.perf_counter() - t0:.0f} s")
-        publish.write("gpu", tables(parts), parts, "python bench/gpu.py", folder=args.out)
+        save()
+    if failed:
+        sys.exit(f"error: not measured: {', '.join(failed)}; the errors are above")
 
 
 if __name__ == "__main__":

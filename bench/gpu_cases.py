@@ -21,7 +21,7 @@ import recsys
 import torch
 import torch.nn.functional as F
 import yaml
-from encoded import rows_of
+from files import rows_of
 from peers import npy_arrays
 from PIL import Image
 from torch import Tensor
@@ -66,8 +66,8 @@ class Case(NamedTuple):
     def batches(self, batch_size: int, device: torch.device, *, is_tuned: bool) -> Iterator[list[Rows]]:
         """Batches of a DataLoader without end, each in a list of its own.
 
-        is_tuned: worker processes on all CPUs, which stay and work ahead, page-locked memory, and copies that overlap
-        with the step. Otherwise the defaults of DataLoader, which load in the training process.
+        is_tuned: worker processes on all CPUs, which stay and work ahead, page-locked memory, and copies that the host
+        does not wait for. Otherwise the defaults of DataLoader, which load in the training process.
         """
         options: dict[str, Any] = {}
         if is_tuned:

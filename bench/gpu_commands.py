@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import h5py
@@ -12,13 +14,16 @@ import numpy as np
 import project
 import torch
 import torch.nn.functional as F
-from gpu_cases import CASES, TINY_CASES, write_config
+from gpu_cases import CASES, write_config
 
 from fastgpu.process.machine import available_cpus
 from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.telemetry.clock import Throughput
 
 ECHOES = ("1", "2", "auto")
 N_EPOCHS = 4
+POOL_BATCHES = 4
+"""The feed reads ahead while validation runs: in few large pools, a whole epoch."""
 WAITING = '''"""The workload for images, with a step that asks for the value of the loss, as many training loops do."""
 
 from torch import Tensor, nn
@@ -42,16 +47,52 @@ class Planted(NamedTuple):
 
     what: str
     cause: str
+    case: str
+    """The rows: one of `CASES`; empty: those of `compressed_images`."""
     words: list[str]
     cure: list[str]
+
+
+FACES = ["model.width=8", "model.blocks=1"]
+PLANTED = (
+    Planted("compressed rows, one reader", "DECODE", "", ["loader.num_readers=1"], ["data.tier=device"]),
+    Planted(
+        "JPEG files, one reader",
+        "DECODE",
+        "ResNet-50, JPEG files",
+        ["data.tier=disk", "loader.num_readers=1"],
+        [f"loader.num_readers={available_cpus()}"],
+    ),
+    Planted("nothing", "COMPUTE", "ResNet-50, 224 x 224", ["data.tier=device"], []),
+    Planted(
+        "the loss is asked for in each step",
+        "SYNC",
+        "CIFAR-10",
+        ["data.tier=device", "workload=waiting"],
+        ["workload=images"],
+    ),
+    Planted(
+        "memory that is not page-locked",
+        "COPY",
+        "CelebA",
+        [*FACES, "data.tier=host", "loader.pin_memory=false"],
+        ["loader.pin_memory=true"],
+    ),
+    Planted(
+        "heavy augmentation",
+        "AUGMENT",
+        "CelebA",
+        [*FACES, "data.tier=device", "model.min_crop_scale=0.2", "model.color_jitter=0.3"],
+        ["model.min_crop_scale=1", "model.color_jitter=0"],
+    ),
+)
 
 
 def copy_project(folder: Path) -> Path:
     """The project with one more workload, which a user would have written into it."""
     target = folder / "project"
-    if not target.exists():
-        ignored = shutil.ignore_patterns("__pycache__", ".*", "runs", "tests", "docs")
-        shutil.copytree(project.FOLDER, target, ignore=ignored)
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "runs", "tests", "docs")
+    shutil.copytree(project.FOLDER, target, ignore=ignored, dirs_exist_ok=True)
     (target / "workloads" / "waiting.py").write_text(WAITING)
     return target
 
@@ -80,6 +121,7 @@ def compressed_images(folder: Path, *, is_tiny: bool) -> Path:
             file["labels"] = np.arange(n_rows) % 10
         partial.rename(path)
     data = {"train": str(path), "fields": {"images": "images", "labels": "labels"}, "batch_size": 64, "tier": "disk"}
+    data["pool_batches"] = POOL_BATCHES
     if is_tiny:
         data["batch_size"] = 8
     model = {"width": 8 if is_tiny else 32, "flip": True}
@@ -97,7 +139,7 @@ def measure_echo(folder: Path, *, is_tiny: bool) -> list[dict[str, str]]:
         words = [f"data.echo={echo}", "loader.num_readers=1", f"train.epochs={N_EPOCHS}", f"run.folder={runs}"]
         run(["train.py", "--config", config, "run.name=run", *words], cwd)
         lines = map(json.loads, (runs / "run/metrics.jsonl").read_text().splitlines())
-        last = [line for line in lines if "data/wait_pct" in line][-1]
+        last = last_epoch(lines)
         util = f"{last['gpu0/util_pct']:.1f}" if "gpu0/util_pct" in last else "-"
         rows.append(
             {
@@ -112,63 +154,49 @@ def measure_echo(folder: Path, *, is_tiny: bool) -> list[dict[str, str]]:
     return rows
 
 
-def planted_causes(folder: Path, *, is_tiny: bool) -> list[Planted]:
-    cases = TINY_CASES if is_tiny else CASES
-    compressed = ["--config", str(compressed_images(folder, is_tiny=is_tiny)), "loader.num_readers=1"]
-    planted = [Planted("compressed rows, one reader", "DECODE", compressed, ["data.tier=device"])]
-    if is_tiny:
-        return planted
-    jpeg = ["--config", str(cases["ResNet-50, JPEG files"](folder).config), "data.tier=disk"]
-    resnet = ["--config", str(cases["ResNet-50, 224 x 224"](folder).config), "data.tier=device"]
-    faces = ["--config", str(cases["CelebA"](folder).config), "model.width=8", "model.blocks=1"]
-    small = ["--config", str(cases["CIFAR-10"](folder).config), "data.tier=device"]
-    augmented = ["data.tier=device", "model.min_crop_scale=0.2", "model.color_jitter=0.3"]
-    return [
-        *planted,
-        Planted(
-            "JPEG files, one reader",
-            "DECODE",
-            [*jpeg, "loader.num_readers=1"],
-            [f"loader.num_readers={available_cpus()}"],
-        ),
-        Planted("nothing", "COMPUTE", resnet, []),
-        Planted("the loss is asked for in each step", "SYNC", [*small, "workload=waiting"], ["workload=images"]),
-        Planted(
-            "memory that is not page-locked",
-            "COPY",
-            [*faces, "data.tier=host", "loader.pin_memory=false"],
-            ["loader.pin_memory=true"],
-        ),
-        Planted(
-            "heavy augmentation", "AUGMENT", [*faces, *augmented], ["model.min_crop_scale=1", "model.color_jitter=0"]
-        ),
-    ]
+def last_epoch(lines: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """{tag: value} of the last epoch in metrics.jsonl. One of its points may be about less than a pool."""
+    epochs: list[list[Mapping[str, float]]] = [[]]
+    for line in lines:
+        if "seconds" in line:
+            epochs[-1].append(line)
+        else:  # validation
+            epochs.append([])
+    points = epochs[-2]
+    total = Throughput()
+    for point in points:
+        total = total.plus(Throughput(*(point[field] for field in Throughput._fields)))
+    values = total.scalars()
+    utils = [(point["gpu0/util_pct"], point["seconds"]) for point in points if "gpu0/util_pct" in point]
+    if utils:
+        values["gpu0/util_pct"] = fmean(*zip(*utils, strict=True))
+    return values
 
 
-def measure_causes(folder: Path, *, is_tiny: bool) -> list[dict[str, str]]:
-    """A row of the page for each planted cause."""
+def measure_causes(folder: Path, known: Collection[str], *, is_tiny: bool) -> Iterator[dict[str, str]]:
+    """A row of the page for each planted cause that is not `known` yet."""
     cwd = copy_project(folder)
-    rows = []
-    for plan in planted_causes(folder, is_tiny=is_tiny):
-        slow = diagnose(plan.words, folder, cwd)
+    for plan in PLANTED[:1] if is_tiny else PLANTED:
+        if plan.what in known:
+            continue
+        config = CASES[plan.case](folder).config if plan.case else compressed_images(folder, is_tiny=is_tiny)
+        words = ["--config", str(config), *plan.words]
+        slow = diagnose(words, folder, cwd)
         given = 1.0
         if plan.cure:
-            cured = diagnose([*plan.words, *plan.cure], folder, cwd)
+            cured = diagnose([*words, *plan.cure], folder, cwd)
             given = loop_rows_per_s(cured) / loop_rows_per_s(slow)
         verdict = slow["verdict"]
-        rows.append(
-            {
-                "planted": plan.what,
-                "expected": plan.cause,
-                "named": verdict["cause"],
-                "feed ratio": f"{slow['feed_ratio']:.3f}",
-                "change": verdict["change"],
-                "gain predicted": f"{verdict['gain']:.2f}",
-                "cure": " ".join(plan.cure) or "-",
-                "gain given": f"{given:.2f}",
-            }
-        )
-    return rows
+        yield {
+            "planted": plan.what,
+            "expected": plan.cause,
+            "named": verdict["cause"],
+            "feed ratio": f"{slow['feed_ratio']:.3f}",
+            "change": verdict["change"],
+            "gain predicted": f"{verdict['gain']:.2f}",
+            "cure": " ".join(plan.cure) or "-",
+            "gain given": f"{given:.2f}",
+        }
 
 
 def diagnose(words: list[str], folder: Path, cwd: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu
+import gpu_commands
 import order
 import publish
 
@@ -146,6 +148,46 @@ def test_feed_ratios_are_taken_within_a_round() -> None:
         "disk tier": {"rounds": [{"steps_per_s": 9}, {"steps_per_s": 20}]},
     }
     assert gpu.feed_ratios(contenders, "disk tier") == [0.9, 1.0]
+
+
+def test_the_last_epoch_is_the_sum_of_its_points() -> None:
+    """The last point may be about less than a pool, and then holds no waiting."""
+
+    def point(seconds: float, wait_s: float, util: float) -> dict[str, float]:
+        counts = {"fresh_rows": 10.0, "trained_rows": 20.0, "steps": 2}
+        return {"step": 1, "seconds": seconds, "wait_s": wait_s, **counts, "gpu0/util_pct": util}
+
+    validation = {"step": 1, "val/loss": 1.0}
+    values = gpu_commands.last_epoch([point(9, 9, 9), validation, point(3, 2, 20), point(1, 0, 100), validation])
+    assert values["data/wait_pct"] == 50
+    assert values["data/fresh_rows_per_s"] == 5
+    assert values["data/echo"] == 2
+    assert values["gpu0/util_pct"] == 40
+
+
+def test_a_part_that_fails_leaves_the_others_and_causes_go_on_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, *, is_tiny: bool) -> None:
+        raise RuntimeError("train.py: no memory")
+
+    def measure_causes(folder: Path, known: set[str], *, is_tiny: bool) -> Iterator[dict[str, str]]:
+        yield {"planted": f"after {sorted(known)}"}
+        raise KeyboardInterrupt  # as if it were cut off
+
+    monkeypatch.setattr(gpu, "measure_echo", fail)
+    monkeypatch.setattr(gpu, "measure_causes", measure_causes)
+    words = ["gpu.py", "--device", "cpu", "--out", str(tmp_path), "--parts", "echo"]
+    monkeypatch.setattr(sys, "argv", [*words, "copy"])
+    with pytest.raises(SystemExit, match="not measured: echo"):
+        gpu.main()
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", [*words[:-1], "causes"])
+        with pytest.raises(KeyboardInterrupt):
+            gpu.main()
+    (path,) = tmp_path.glob("gpu_*.json")
+    parts = json.loads(path.read_text())["data"]
+    assert parts == {"copy": {}, "causes": [{"planted": "after []"}, {"planted": "after ['after []']"}]}
 
 
 def run_gpu(*options: str) -> subprocess.CompletedProcess[str]:
