@@ -25,7 +25,7 @@ from fastgpu.training import apex
 # beginnings of the names of network file systems
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
 MIN_OPEN_FILES = 1024
-MIN_SHM_BYTES = 1 << 30
+MIN_SHM_BYTES = 512 << 20
 MIN_DISK_BYTES = 2 << 30
 MAX_DATASETS_SHOWN = 2
 
@@ -55,7 +55,7 @@ def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Findin
     findings = [
         Finding("versions", versions),
         _processes(world),
-        _memory(world.local_world_size, uses_workers=data.dataset != "none"),
+        _memory(world),
         _run_folder(run.folder),
         Finding("Apex", why_no_apex or "NVIDIA Apex is installed, with its kernels"),
     ]
@@ -84,15 +84,15 @@ def _processes(world: World) -> Finding:
     return Finding("processes", f"{n_ranks} here, {cpus_per_rank:g} CPUs each, {n_gpus} GPUs visible", advice)
 
 
-def _memory(n_ranks: int, *, uses_workers: bool) -> Finding:
+def _memory(world: World) -> Finding:
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     value = f"{free_host_bytes() / GIB:.1f} GiB of RAM free, {max_files:,} open files"
     advice = ""
     if Path("/dev/shm").exists():
         free_shm = shutil.disk_usage("/dev/shm").free
         value += f", {free_shm / GIB:.1f} GiB of /dev/shm"
-        if uses_workers and free_shm < MIN_SHM_BYTES * n_ranks:
-            advice = "worker processes hand over batches in /dev/shm; enlarge it (docker run --shm-size=16g)"
+        if world.device.type == "cuda" and world.local_world_size > 1 and free_shm < MIN_SHM_BYTES:
+            advice = "NCCL connects GPUs through /dev/shm, in pieces of 10 MB; enlarge it (docker run --shm-size=1g)"
     if max_files < MIN_OPEN_FILES:
         advice = f"shards, workers and sockets need open files; ulimit -n {MIN_OPEN_FILES * 4}"
     return Finding("memory", value, advice)

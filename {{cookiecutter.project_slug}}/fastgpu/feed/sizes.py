@@ -3,9 +3,7 @@
 Every function raises UserError with the key, the value, what is allowed and the cure.
 """
 
-import shutil
 from math import lcm
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -152,22 +150,22 @@ def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: 
     return max(1, min(max_readers, available_cpus() // local_world_size))
 
 
-def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int, shm: str = "/dev/shm") -> int:
+def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int) -> int:
     """Worker processes of a Dataset. auto: the CPUs of this rank.
 
-    Their batches travel through shared memory, which is scarce in a container. Raises UserError if they do not fit.
+    Raises UserError if the host memory cannot hold their batches.
     """
     if loader.num_workers == "auto":
         n_workers = max(1, available_cpus() // local_world_size)
     else:
         n_workers = loader.num_workers
     need = 2 * n_workers * loader.prefetch_factor * batch_bytes * local_world_size  # of training and validation
-    free = shutil.disk_usage(shm).free if Path(shm).exists() else need
+    free = free_host_bytes()
     if need > free:
         raise UserError(
             f"loader.num_workers is {n_workers}, loader.prefetch_factor {loader.prefetch_factor}: their batches take "
-            f"{format_bytes(need)} of {shm}, where {format_bytes(free)} are free; lower one of them or "
-            "data.batch_size, or enlarge it (docker run --shm-size=16g; in Kubernetes an emptyDir with medium: Memory)"
+            f"{format_bytes(need)} of host memory, where {format_bytes(free)} are free; lower one of them or "
+            "data.batch_size"
         )
     return n_workers
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastgpu.rows.contract import BlockRead, PoolPlan
-from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.contract import BlockRead
+from fastgpu.rows.order import BlockSampler, runs
 
 
 class Mixture(NamedTuple):
@@ -69,7 +69,7 @@ class MixedSampler(BlockSampler):
         units = units[np.argsort(mixture.groups[unit_start[units]], kind="stable")]
         if not mixture.by_block:
             return units.astype(dtype)
-        return _runs(self._block_start[units], self._block_rows[units]).astype(dtype)
+        return runs(self._block_start[units], self._block_rows[units]).astype(dtype)
 
     @property
     def identity(self) -> dict[str, int]:
@@ -95,14 +95,6 @@ class MixedSampler(BlockSampler):
         max_uses = np.repeat(-(-self.turns // self._group_rows), self._group_rows)
         return int(np.sort(np.repeat(lengths[self._rows], max_uses))[-self.max_pool_rows :].sum(dtype=np.int64))
 
-    def row_ids(self, plan: PoolPlan) -> np.ndarray:
-        """(rows,) int64: the row of the source at each place of the pool."""
-        starts = self._block_start[[read.block for read in plan.reads]] + [read.first for read in plan.reads]
-        row_ids = np.empty(plan.n_rows, np.int64)
-        counts = np.array([len(read.places) for read in plan.reads])
-        row_ids[np.concatenate([read.places for read in plan.reads])] = _runs(starts, counts)
-        return row_ids
-
     def _line(self, epoch: int) -> np.ndarray:
         """(rows of the epoch,): row ids. The rows of a block that are used at least once lie together, so do those that
         are used at least twice, and so on. The order of these runs is random.
@@ -120,7 +112,7 @@ class MixedSampler(BlockSampler):
         starts = np.flatnonzero(is_first)
         counts = np.diff(starts, append=len(rows))
         order = self._rng(epoch).permutation(len(starts))
-        return rows[_runs(starts[order], counts[order])]
+        return rows[runs(starts[order], counts[order])]
 
     def _reads(self, start: int, places: np.ndarray, line: np.ndarray) -> Iterator[BlockRead]:
         """Cut the rows start, start + 1, ... of the line at the borders of the blocks and where rows are left out."""
@@ -136,9 +128,3 @@ def split_rows(rows: np.ndarray, places: np.ndarray, block_start: np.ndarray) ->
     bounds = [*cuts.tolist(), len(rows)]
     for block, first, cut, end in zip(blocks.tolist(), firsts.tolist(), bounds, bounds[1:], strict=False):
         yield BlockRead(block, first, places[cut:end])
-
-
-def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
-    before = np.cumsum(counts, dtype=np.int64) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))

@@ -9,7 +9,7 @@ So the global batches are the same, rows in the same order, for every world size
 ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,13 +56,25 @@ class _Line:
             sums.append(np.add.reduceat(rows, np.arange(0, len(rows), self.STEP), dtype=np.int64))
         self._marks = np.concatenate([[0], np.cumsum(np.concatenate(sums))])
 
-    def block(self, slot: int) -> int:
-        return slot if self._blocks is None else int(self._blocks[slot])
+    def blocks(self, start: int, stop: int) -> np.ndarray:
+        """(stop - start,): the block at each of these slots."""
+        return np.arange(start, stop) if self._blocks is None else self._blocks[start:stop]
 
     def start(self, slot: int) -> int:
         """The first row of a slot."""
         mark = slot // self.STEP
         return int(self._marks[mark]) + int(self._rows(mark * self.STEP, slot).sum())
+
+    def starts(self, slots: np.ndarray) -> np.ndarray:
+        """(n,) int64: the first row of each of these slots, (n,) in any order."""
+        marks, places = np.divmod(slots, self.STEP)
+        starts = self._marks[marks]
+        by_mark = np.argsort(marks, kind="stable")
+        for part in np.split(by_mark, np.flatnonzero(np.diff(marks[by_mark])) + 1):
+            mark = int(marks[part[0]])
+            rows = self._rows(mark * self.STEP, (mark + 1) * self.STEP)
+            starts[part] += (np.cumsum(rows) - rows)[places[part]]
+        return starts
 
     def slot(self, row: int) -> int:
         """The slot that holds a row."""
@@ -175,10 +187,9 @@ class BlockSampler(DistributedSampler):
 
     def row_ids(self, plan: PoolPlan) -> np.ndarray:
         """(rows,) int64: the row of the source at each place of the pool."""
+        blocks, firsts, places = zip(*plan.reads, strict=True)
         row_ids = np.empty(plan.n_rows, np.int64)
-        for block, first, places in plan.reads:
-            start = self._file.start(block) + first
-            row_ids[places] = np.arange(start, start + len(places))
+        row_ids[np.concatenate(places)] = runs(self._file.starts(np.array(blocks)) + firsts, [*map(len, places)])
         return row_ids
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
@@ -260,13 +271,19 @@ class BlockSampler(DistributedSampler):
 
     def _reads(self, start: int, places: np.ndarray, line: Any) -> Iterator[BlockRead]:
         """Cut the rows start, start + 1, ... of the line at the borders of the blocks."""
+        if not len(places):
+            return
         slot = line.slot(start)
         first = start - line.start(slot)  # only the first block may begin in its middle
-        done = 0
-        while done < len(places):
-            block = line.block(slot)
-            count = min(len(places) - done, int(self._block_rows[block]) - first)
-            yield BlockRead(block, first, places[done : done + count])
-            slot += 1
-            done += count
+        blocks = line.blocks(slot, line.slot(start + len(places) - 1) + 1)
+        begin = 0
+        for block, end in zip(blocks.tolist(), (np.cumsum(self._block_rows[blocks]) - first).tolist(), strict=True):
+            yield BlockRead(block, first, places[begin:end])
+            begin = end
             first = 0
+
+
+def runs(starts: np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(np.sum(counts)))

@@ -11,6 +11,8 @@ layout.py       where the rows of a dataset lie, and how they are read
 file.py         one open file: system calls, page cache, scratch memory
 codecs.py       compression, undone by each thread on its own
 arrays.py       NumPy arrays as a source
-dataset.py      a torch Dataset as a source, read by worker processes
+dataset.py      a torch Dataset as a source
+items.py        its items, as rows of fixed types and shapes
+workers.py      processes that read them, batch by batch
 inspection.py   reports on files: layout, advice, damage
 """

@@ -61,7 +61,8 @@ def test_advice(write, monkeypatch, tmp_path):
     assert look(path, all_gpus)["processes"].advice.startswith("the readers and the loop share a CPU")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (4096, 4096))
-    assert "--shm-size" in look(path, dataset="mine:Rows")["memory"].advice
+    assert "--shm-size" in look(path, all_gpus)["memory"].advice
+    assert not look(path, one_gpu)["memory"].advice
     assert look(path)["runs"].advice.startswith("checkpoints and logs need room")
 
 

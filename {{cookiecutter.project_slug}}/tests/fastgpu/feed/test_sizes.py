@@ -129,15 +129,14 @@ def test_readers_are_the_cpus_of_a_rank_and_at_most_8(memory, num_readers, local
     assert choose_readers(num_readers, local_world_size) == chosen
 
 
-def test_workers_are_the_cpus_of_a_rank_if_their_batches_fit_in_shared_memory(memory, tmp_path):
+def test_workers_are_the_cpus_of_a_rank_if_their_batches_fit_in_memory(memory):
     assert choose_workers(Loader(), 1000, 4) == 8
     assert choose_workers(Loader(), 1000, 64) == 1
     assert choose_workers(Loader(num_workers=3), 1000, 4) == 3
     assert choose_workers(Loader(num_workers=0), 1 << 60, 1) == 0
-    message = r"loader.num_workers is 8, loader.prefetch_factor 2: their batches take .* of .*, where .* free; lower"
+    message = r"loader.num_workers is 8, loader.prefetch_factor 2: their batches take .* of host memory, where .* lower"
     with pytest.raises(UserError, match=message):
-        choose_workers(Loader(), 1 << 50, 4, shm=str(tmp_path))
-    assert choose_workers(Loader(), 1 << 50, 4, shm=str(tmp_path / "nowhere")) == 8  # there is no such limit
+        choose_workers(Loader(), 1 << 50, 4)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ many = settings(max_examples=300, deadline=None)
 @given(cases, seeds, st.booleans(), st.integers(0, 3))
 def test_every_row_once_and_equal_counts_on_all_ranks(case, seed, drop_last, epoch):
     samplers = case.samplers(seed=seed, drop_last=drop_last)
+    block_start = np.cumsum(case.block_rows) - case.block_rows
     real_rows = []
     plans_of_ranks = []
     for sampler in samplers:
@@ -56,6 +57,8 @@ def test_every_row_once_and_equal_counts_on_all_ranks(case, seed, drop_last, epo
         for plan in plans:
             places = np.concatenate([read.places for read in plan.reads])
             assert sorted(places) == list(range(plan.n_rows))  # each place of the pool is filled exactly once
+            rows = [block_start[read.block] + read.first + np.arange(len(read.places)) for read in plan.reads]
+            assert sampler.row_ids(plan)[places].tolist() == np.concatenate(rows).tolist()
             real_rows += sampler.row_ids(plan)[: plan.n_real_rows].tolist()
         assert sum(plan.n_rows for plan in plans) == len(sampler)
     assert all(plans == plans_of_ranks[0] for plans in plans_of_ranks)
@@ -189,7 +192,10 @@ def test_a_line_finds_every_row():
         line = _Line(rows, blocks)
         slots = np.repeat(np.arange(3000), rows if blocks is None else rows[blocks])
         assert [line.slot(row) for row in range(len(slots))] == slots.tolist()
-        assert [line.start(slot) for slot in range(3000)] == np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
+        starts = np.flatnonzero(np.diff(slots, prepend=-1))
+        assert [line.start(slot) for slot in range(3000)] == starts.tolist()
+        some = np.random.default_rng(2).integers(0, 3000, 500)
+        assert line.starts(some).tolist() == starts[some].tolist()
 
 
 def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():

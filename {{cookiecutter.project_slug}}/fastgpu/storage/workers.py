@@ -1,0 +1,292 @@
+"""The worker processes of a DataLoader, which fill shared memory with the items of a Dataset, batch by batch."""
+
+import mmap
+import multiprocessing.process
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import wait
+from multiprocessing.reduction import DupFd
+from pickle import PicklingError
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+from torch.utils.data import DataLoader, Dataset
+
+from fastgpu.process.config import Loader
+from fastgpu.process.launch import RankError, UserError
+from fastgpu.rows.contract import BlockRead, PoolPlan
+from fastgpu.rows.field import Field
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.items import Items
+
+POLL_S = 1
+"""Interval at which dead workers are looked for."""
+GRACE_S = 2.0
+"""How long workers may take to end before they are killed."""
+KILL_S = 3.0
+"""How long to wait for the end of workers that died or were killed. The kernel may hold them for ever."""
+MAX_NAMED = 8
+"""Maximum number of rows that a message names."""
+ALIGNMENT = 64
+"""Each field of a batch begins at a multiple of so many bytes."""
+NO_PICKLE = (PicklingError, AttributeError, TypeError)
+"""What pickle raises for what it cannot send to a process that is no fork, which is the default from Python 3.14 on."""
+
+
+class Batch(NamedTuple):
+    """What a worker process is asked for."""
+
+    epoch: int
+    rows: list[int]
+    slot: int
+    """Where it writes them."""
+
+
+class BatchMemory:
+    """Memory for some batches, which worker processes fill and this process reads.
+
+    It is made once and has no name. torch would make a file in /dev/shm for each tensor of each batch: that takes
+    longer than many an item, and a container has room for 64 MB there.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], batch_size: int, n_slots: int):
+        self._fields = fields
+        self._batch_size = batch_size
+        self._offsets: dict[str, int] = {}
+        self._slot_bytes = 0
+        for name, field in fields.items():
+            self._offsets[name] = self._slot_bytes
+            self._slot_bytes += -(-batch_size * field.row_bytes // ALIGNMENT) * ALIGNMENT
+        file = os.memfd_create("batches")
+        os.ftruncate(file, max(1, n_slots * self._slot_bytes))
+        self._open(file)
+
+    def __getitem__(self, slot: int) -> dict[str, np.ndarray]:
+        """The batch in a slot, as {field: (batch_size, *shape)}."""
+        start = slot * self._slot_bytes
+        return {
+            name: np.ndarray((self._batch_size, *field.shape), field.dtype, self._memory, start + self._offsets[name])
+            for name, field in self._fields.items()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is no fork: it receives the descriptor of the file."""
+        return {**vars(self), "_memory": None, "_file": DupFd(self._file.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open(state["_file"].detach())
+
+    def _open(self, file: int) -> None:
+        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 (it is closed with this object)
+        self._memory = mmap.mmap(file, 0)
+
+
+class _Filler(Dataset):
+    """What a worker process runs: it fills the slot of each batch that it is asked for."""
+
+    def __init__(self, items: Items, memory: BatchMemory, seed: int):
+        self._items = items
+        self._memory = memory
+        self._seed = seed
+
+    def __getitems__(self, batch: Batch) -> int | RankError:
+        """The slot. torch asks for a whole batch by this method, and would wrap an error in a traceback."""
+        try:
+            self._items.fill(self._memory[batch.slot], batch.rows, seed=self._seed, epoch=batch.epoch)
+        except RankError as error:
+            return error
+        return batch.slot
+
+
+class WorkerPool:
+    """Reads the rows of one rank, epoch after epoch, from worker processes. One thread may call `read`."""
+
+    n_threads = 1
+    rows_per_job: int | None = 1
+    """Each batch is a job of its own, so loader.timeout_s is for one batch."""
+
+    def __init__(self, items: Items, order: BlockSampler, loader: Loader, n_workers: int):
+        """n_workers: 0 reads in this process."""
+        self._items = items
+        self._order = order
+        self._loader = loader
+        self._n_workers = n_workers
+        self._next_key: tuple[int, int] | None = None  # (epoch, row of this rank) that `read` takes next
+        self._rows: Iterator[tuple[int, list[int]]] = iter(())  # those of the next batches
+        self._answers: Iterator[int | RankError] = iter(())  # of the workers
+        self._memory: BatchMemory | None = None
+        self._free: deque[int] = deque()  # slots that no worker was asked to fill
+
+    def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
+        """The pools of an epoch. Each read is a batch: the epoch, the first row of this rank, and the places."""
+        row = consumed // self._order.num_replicas
+        for plan in self._order.pools(epoch, consumed):
+            reads = []
+            for start in range(plan.n_skipped_rows, plan.n_rows, self._order.batch_size):
+                stop = min(start + self._order.batch_size, plan.n_rows)
+                reads.append(BlockRead(epoch, row, np.arange(start, stop)))
+                row += stop - start
+            yield plan._replace(reads=reads)
+
+    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+        """Copy the next batches to their places. Raises RankError if a worker died, or rows differ in type or shape."""
+        for epoch, row, places in reads:
+            part = {name: column[places[0] : places[-1] + 1] for name, column in out.items()}
+            self._read_batch(epoch, row, part)
+            next_row = row + len(places)
+            if next_row < len(self._order):
+                self._next_key = (epoch, next_row)
+            elif self._loader.persistent_workers:
+                self._next_key = (epoch + 1, 0)
+            else:
+                self._next_key = None
+
+    def _read_batch(self, epoch: int, row: int, out: Mapping[str, np.ndarray]) -> None:
+        if self._next_key != (epoch, row):
+            self.close()
+            self._next_key = (epoch, row)
+            self._rows = self._rows_from(epoch, row)
+            if self._n_workers:
+                self._start_workers()
+        try:
+            if self._n_workers:
+                self._take_batch(out)
+            else:
+                epoch, rows = next(self._rows)
+                self._items.fill(out, rows, seed=self._order.seed, epoch=epoch)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the workers now: the garbage collector would keep them while anyone holds the traceback of an error.
+
+        Those that hang, or were stopped, are killed. What torch does may hang with them, so a thread does it.
+        """
+        answers, self._answers = self._answers, iter(())
+        self._memory = None
+        self._next_key = None
+        workers = getattr(answers, "_workers", ())  # private, like `_shutdown_workers`, and the only way torch offers
+        if not workers:
+            return
+        ending = threading.Thread(target=answers._shutdown_workers, daemon=True)  # type: ignore[attr-defined]
+        ending.start()
+        ending.join(GRACE_S)
+        for worker in workers:
+            worker.kill()
+        ending.join(KILL_S)
+        multiprocessing.process._children.difference_update(workers)  # type: ignore[attr-defined]  # or exit joins them
+
+    def describe_read(self, _variables: Mapping[str, Any]) -> str:
+        """What a thread reads that waits in a method of this object."""
+        text = self._items.name
+        if self._next_key:
+            _, rows = next(self._rows_from(*self._next_key))
+            names = [str(self._items.row_id(row)) for row in rows]
+            if len(names) > MAX_NAMED:
+                names[MAX_NAMED:] = [f"{len(names) - MAX_NAMED} more"]
+            text += f", rows {', '.join(names)}"
+        pids = [worker.pid for worker in getattr(self._answers, "_workers", ())]
+        with suppress(psutil.Error):
+            states = [f"{pid} {psutil.Process(pid).status()}" for pid in pids]
+            text += f" (worker processes: {', '.join(states) or 'none'})"
+        return text
+
+    def _explain_death(self) -> str:
+        """What a worker died of; empty if nobody knows."""
+        workers = getattr(self._answers, "_workers", None)
+        if workers:
+            ended = wait([worker.sentinel for worker in workers], KILL_S)
+            for worker in workers:
+                if worker.sentinel in ended:
+                    worker.join(KILL_S)  # it has closed its files, and may have no exit code yet
+            for code in filter(None, [worker.exitcode for worker in workers]):
+                return f" ({signal.strsignal(-code) if code < 0 else f'exit code {code}'})"
+        return ""
+
+    def _start_workers(self) -> None:
+        # torch asks for one more batch before it gives one that is ready.
+        n_slots = self._n_workers * self._loader.prefetch_factor + 1
+        self._memory = BatchMemory(self._items.types, self._order.batch_size, n_slots)
+        self._free = deque(range(n_slots))
+        loader = DataLoader(
+            _Filler(self._items, self._memory, self._order.seed),
+            batch_sampler=self._ask(),  # type: ignore[arg-type]  # whatever it gives is passed on to __getitems__
+            collate_fn=_as_it_is,
+            num_workers=self._n_workers,
+            prefetch_factor=self._loader.prefetch_factor,
+            timeout=POLL_S,
+            worker_init_fn=_ignore_sigterm,
+        )
+        # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_ignore_sigterm`).
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._answers = iter(loader)
+        except NO_PICKLE as error:
+            if multiprocessing.get_start_method() == "fork":  # nothing is pickled: this is a fault of another kind
+                raise
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"data.dataset: {self._items.name} cannot be sent to worker processes ({reason}); define its "
+                "functions at the top of a module and open files in __getitem__, or use loader.num_workers=0"
+            ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _rows_from(self, epoch: int, row: int) -> Iterator[tuple[int, list[int]]]:
+        """(epoch, rows) of each batch, from a row of an epoch on; without end if the workers are persistent."""
+        consumed = row * self._order.num_replicas
+        for later in count(epoch) if self._loader.persistent_workers else (epoch,):
+            for plan in self._order.pools(later, consumed if later == epoch else 0):
+                row_ids = self._order.row_ids(plan)[plan.n_skipped_rows :].tolist()
+                for start in range(0, len(row_ids), self._order.batch_size):
+                    yield later, row_ids[start : start + self._order.batch_size]
+
+    def _ask(self) -> Iterator[Batch]:
+        """The batches that torch sends to the workers, each with a slot that is free."""
+        for epoch, rows in self._rows:
+            yield Batch(epoch, rows, self._free.popleft())
+
+    def _take_batch(self, out: Mapping[str, np.ndarray]) -> None:
+        """Copy the next batch from its slot. Raises RankError if a worker died, or rows differ in type or shape."""
+        while True:
+            try:
+                answer = next(self._answers)
+                break
+            except RuntimeError as error:
+                text = str(error)
+                if "in DataLoader worker process" in text:  # an error of the Dataset, with the traceback of the worker
+                    raise
+                if "exited unexpectedly" in text:
+                    raise RankError(
+                        f"one of the loader.num_workers ({self._n_workers}) was killed or crashed while it read "
+                        f"{self._items.name}{self._explain_death()}; if memory ran out use fewer of them; "
+                        "loader.num_workers=0 shows its error"
+                    ) from None
+                if "timed out" not in text:  # the poll is over; the feed knows how long is too long
+                    raise
+        if isinstance(answer, RankError):
+            raise answer
+        assert self._memory is not None
+        batch = self._memory[answer]
+        for name, column in out.items():
+            np.copyto(column, batch[name][: len(column)])
+        self._free.append(answer)
+
+
+def _as_it_is(answer: Any) -> Any:
+    """For torch's `collate_fn`: there is nothing to put together."""
+    return answer
+
+
+def _ignore_sigterm(worker_id: int) -> None:
+    """Let a worker go on when torchrun asks all processes of a rank to stop: the rank has a step to finish."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
