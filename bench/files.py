@@ -7,9 +7,9 @@ import h5py
 import numpy as np
 import project  # noqa: F401
 
+from fastgpu.feed.sources import open_source
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.rows.contract import Source
-from fastgpu.storage.sources import open_source
 
 IMAGES = {"images": "images", "labels": "labels"}
 

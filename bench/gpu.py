@@ -43,12 +43,12 @@ from train import Parts, build, train_step
 
 import workloads
 from fastgpu.feed.tiers import Feed
+from fastgpu.images.gpu_decoding import load_decoder
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.gpu_decoding import load_decoder
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 

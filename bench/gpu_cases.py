@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
+from fastgpu.images.encoded import random_box
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.storage.encoded import random_box
 
 RESNET50 = {"width": 64, "block": "bottleneck", "blocks": [3, 4, 6, 3]}
 N_CLASSES = 10

@@ -27,7 +27,7 @@ from peers import SHARD_BYTES, Batch, Task, convert_once, permutation
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fastgpu.storage.encoded import N_DRAWS, Box, random_box
+from fastgpu.images.encoded import N_DRAWS, Box, random_box
 
 SIZE = (224, 224)
 MIN_SCALE = 0.08
@@ -70,8 +70,8 @@ def read_by_simplejpeg(path: Path) -> torch.Tensor:
 def feed(task: Task, *, n_readers: int | None = None) -> Epochs:
     """This project's feed, with as many rows ahead as a DataLoader has."""
     from fastgpu.feed.tiers import Placement, make_feed
+    from fastgpu.images.decoded import DecodedImages
     from fastgpu.rows.order import BlockSampler
-    from fastgpu.storage.decoded import DecodedImages
     from fastgpu.storage.store import open_store
 
     rows = open_store("FILE", str(task.h5), {"images": "images", "labels": "labels"})

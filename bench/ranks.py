@@ -38,7 +38,7 @@ from fastgpu.process.peers import Peers
 from fastgpu.process.world import World
 from fastgpu.rows.mixture import MixedSampler, Mixture
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.telemetry.checkpoint import Progress
+from fastgpu.run.checkpoint import Progress
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.tags import machine_names
 

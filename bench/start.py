@@ -81,8 +81,8 @@ def start(arguments: list[str]) -> None:
     import torch._dynamo  # noqa: F401 (any optimizer of torch imports it)
 
     torch_s = time.time() - before_torch
+    from fastgpu.run.run import Run
     from fastgpu.telemetry.log import Log
-    from fastgpu.telemetry.run import Run
 
     times = {"import of torch": torch_s}
     count = Run.count

@@ -32,10 +32,11 @@ ONLY_FOR = {
         "fastgpu/convert/synthetic_images.py",
         "fastgpu/convert/tables.py",
         "fastgpu/predict/image_inputs.py",
-        "fastgpu/storage/decoded.py",
-        "fastgpu/storage/encoded.py",
-        "fastgpu/storage/gpu_decoding.py",
-        "fastgpu/storage/images.py",
+        "fastgpu/images/__init__.py",
+        "fastgpu/images/decoded.py",
+        "fastgpu/images/encoded.py",
+        "fastgpu/images/gpu_decoding.py",
+        "fastgpu/images/files.py",
         "fastgpu/training/augment.py",
         "tests/test_images.py",
         "tests/test_segmentation.py",
@@ -49,10 +50,10 @@ ONLY_FOR = {
         "tests/fastgpu/convert/test_synthetic_images.py",
         "tests/fastgpu/convert/test_tables.py",
         "tests/fastgpu/diagnose/test_encoded_facts.py",
-        "tests/fastgpu/storage/test_decoded.py",
-        "tests/fastgpu/storage/test_encoded.py",
-        "tests/fastgpu/storage/test_gpu_decoding.py",
-        "tests/fastgpu/storage/test_image_decoding.py",
+        "tests/fastgpu/images/test_decoded.py",
+        "tests/fastgpu/images/test_encoded.py",
+        "tests/fastgpu/images/test_gpu_decoding.py",
+        "tests/fastgpu/images/test_files.py",
         "tests/fastgpu/predict/test_image_inputs.py",
         "tests/fastgpu/training/test_augment.py",
     ],
@@ -123,6 +124,10 @@ remove(recsys_config)
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)
+for names in ONLY_FOR.values():
+    for folder in {Path(name).parent for name in names}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 # `cruft update` and `cruft diff` bake old and new projects in temporary folders, where nothing is to be done next.
 # Only cruft sets _commit; `cruft create` bakes in a folder of the user's choice.

@@ -209,4 +209,4 @@ def test_a_leaf_room_can_be_deleted(own_copy, room, workload):
     assert (project / "runs/first/report.html").exists()
     run_pytest(project, "--collect-only")
     own_tests = [path.relative_to(project).as_posix() for path in project.glob("tests/test_*.py")]
-    run_pytest(project, "tests/fastgpu/telemetry", "tests/fastgpu/feed", *own_tests)
+    run_pytest(project, "tests/fastgpu/telemetry", "tests/fastgpu/run", "tests/fastgpu/feed", *own_tests)

@@ -54,8 +54,9 @@ def removed_files(answer: str) -> set[str]:
 
 def condition_of(path: str) -> str:
     """The Jinja expression under which a project has a file or folder; empty if every project has it."""
+    members = {name for name in project_files() if name == path or (path.endswith("/") and name.startswith(path))}
     for workload, names in ONLY_FOR.items():
-        if path in names:
+        if members and members <= {*names}:
             return f'cookiecutter.workload in ("{workload}", "both")'
     question = hook_constant("OPTIONAL_FOLDERS").get(path.rstrip("/"))
     if question:

@@ -66,8 +66,8 @@ from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load
 from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
+from fastgpu.run.model_files import DescribedSource
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.telemetry.model_files import DescribedSource
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
 

@@ -12,7 +12,7 @@ import workloads
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import exit_with_message, read_launch
 from fastgpu.process.signals import end_with_launcher
-from fastgpu.telemetry.folder import refuse_taken
+from fastgpu.run.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
     launch = read_launch()
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fastgpu.check import check
 from fastgpu.feed.echo import free_echo, remaining_batches
 from fastgpu.feed.sizes import Sizes, choose_sizes
+from fastgpu.feed.sources import open_sources
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
 from fastgpu.process.identity import identify_code, identify_job
@@ -38,12 +39,11 @@ from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.sources import open_sources
-from fastgpu.telemetry.checkpoint import Stateful
-from fastgpu.telemetry.damaged import DamagedRows
-from fastgpu.telemetry.describe import describe_feed, describe_validation
-from fastgpu.telemetry.model_files import describe_model
-from fastgpu.telemetry.run import Run
+from fastgpu.run.checkpoint import Stateful
+from fastgpu.run.damaged import DamagedRows
+from fastgpu.run.describe import describe_feed, describe_validation
+from fastgpu.run.model_files import describe_model
+from fastgpu.run.run import Run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate, leave_out

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 TESTS = PROJECT / "tests" / "fastgpu"
-sys.path[:0] = [str(path) for path in (PROJECT, TESTS, TESTS / "convert", TESTS / "telemetry", ROOT / "bench")]
+sys.path[:0] = [str(path) for path in (PROJECT, TESTS, TESTS / "convert", ROOT / "bench")]
 
 import convert
 import h5py
@@ -56,6 +56,7 @@ from torch import nn
 
 import workloads
 from fastgpu.convert.writer import WriteOptions, Writer
+from fastgpu.feed.sources import open_sources
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model, rehearse
 from fastgpu.process.config import Data, Hdf5, Loader
@@ -64,11 +65,10 @@ from fastgpu.process.launch import Launch, exit_with_message
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.run import checkpoint
+from fastgpu.run.model_files import ModelToUse, describe_model
 from fastgpu.storage import hdf5 as hdf5_module
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.sources import open_sources
-from fastgpu.telemetry import checkpoint
-from fastgpu.telemetry.model_files import ModelToUse, describe_model
 
 CPU_S = 8
 WALL_S = 60

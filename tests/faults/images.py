@@ -43,9 +43,9 @@ from mutations import flip
 from PIL import Image
 
 from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.images.decoded import DecodedImages
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.decoded import DecodedImages
 from fastgpu.storage.store import open_store
 
 N_DISTINCT = 2000

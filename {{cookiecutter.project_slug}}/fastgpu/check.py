@@ -15,6 +15,7 @@ from torch import nn
 
 import workloads
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_rank_batch, choose_sizes
+from fastgpu.feed.sources import open_sources
 from fastgpu.feed.tiers import make_order, pool_capacity
 from fastgpu.process.config import Config, Data, Optim, Run
 from fastgpu.process.config_loader import read_options
@@ -22,11 +23,10 @@ from fastgpu.process.launch import Launch, UserError, planned_world_sizes
 from fastgpu.process.machine import format_bytes
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Source
-from fastgpu.storage.sources import open_sources
-from fastgpu.telemetry.checkpoint import KEEP_LAST
-from fastgpu.telemetry.describe import describe_feed
-from fastgpu.telemetry.folder import create_folder, find_changes, find_folder, refuse_another
-from fastgpu.telemetry.starts import refuse_without_progress
+from fastgpu.run.checkpoint import KEEP_LAST
+from fastgpu.run.describe import describe_feed
+from fastgpu.run.folder import create_folder, find_changes, find_folder, refuse_another
+from fastgpu.run.starts import refuse_without_progress
 from workloads import Workload
 
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}

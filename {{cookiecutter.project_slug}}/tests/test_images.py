@@ -29,10 +29,10 @@ from harness import (
 from PIL import Image
 
 import train as script
+from fastgpu.images.encoded import to_jpeg
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.encoded import to_jpeg
 from fastgpu.storage.store import Store, open_store
 from workloads.images import Bottleneck, Normalize, ResNet, Workload
 

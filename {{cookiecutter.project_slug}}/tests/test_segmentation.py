@@ -11,11 +11,11 @@ import yaml
 from harness import ALONE, check_workload, metrics_of
 
 import train as script
+from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.images import IGNORED_CLASS
 from fastgpu.storage.store import Store, open_store
 from workloads.segmentation import UNet, Workload
 

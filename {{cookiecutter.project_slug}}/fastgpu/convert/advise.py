@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fastgpu.convert.image_files import RecodedRows
+from fastgpu.images.encoded import Kept, keep, measure
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Source
-from fastgpu.storage.encoded import Kept, keep, measure
 from fastgpu.storage.layout import BLOCK_BYTES
 
 MARGIN = 1.15

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from fastgpu.convert.array_files import Columns, LazyColumn
+from fastgpu.images.files import is_one_hot, looks_like_nhwc
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.images import is_one_hot, looks_like_nhwc
 
 
 def prepare_images(

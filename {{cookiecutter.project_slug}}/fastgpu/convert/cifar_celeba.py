@@ -18,9 +18,9 @@ import numpy as np
 from fastgpu.convert.image_files import Listing, OpenFile
 from fastgpu.convert.reading import MAX_ERROR_CHARS, explain_errors
 from fastgpu.convert.splits import SPLITS
+from fastgpu.images.files import open_file
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.images import open_file
 
 MAX_MEMBER_BYTES = 256 << 20
 """No file of either data set is larger, nor is CIFAR-10 as a whole. A larger one is none, or a decompression bomb."""

@@ -56,8 +56,8 @@ def arrays(args: Namespace) -> None:
 
 def repack(args: Namespace) -> None:
     """Write the rows of HDF5 files, or of a torch Dataset, anew."""
+    from fastgpu.dataset.source import open_dataset
     from fastgpu.process.config import Loader
-    from fastgpu.storage.dataset import open_dataset
 
     for pair in args.fields:
         if "=" not in pair:

@@ -83,7 +83,7 @@ def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
     from fastgpu.convert.image_files import add_ending, list_csv, list_folder, list_pairs
-    from fastgpu.storage.images import open_file
+    from fastgpu.images.files import open_file
 
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
@@ -167,8 +167,8 @@ def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
 def recode(source: "Source", args: Namespace) -> "Source":
     """What the command `repack` does with images: as they are, from bytes to pixels, or from pixels to bytes."""
     from fastgpu.convert.image_files import RecodedRows
-    from fastgpu.storage.encoded import Kept
-    from fastgpu.storage.sources import decode_images
+    from fastgpu.feed.sources import decode_images
+    from fastgpu.images.encoded import Kept
 
     report_nhwc(source)
     if args.on_error == "skip" and not args.quality:
@@ -192,7 +192,7 @@ def recode(source: "Source", args: Namespace) -> "Source":
 
 def report_nhwc(source: "Source") -> None:
     """Print which fields look like images whose channels are last. The command `repack` writes rows as they are."""
-    from fastgpu.storage.images import looks_like_nhwc
+    from fastgpu.images.files import looks_like_nhwc
 
     for name, field in source.fields.items():
         if looks_like_nhwc(field.shape) and source.attributes.get("layout") != "nchw":
@@ -243,8 +243,8 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
 def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
     """Write the image files of each split, as the flags of `_add_decoding_flags` say."""
     from fastgpu.convert.image_files import open_images
-    from fastgpu.storage.encoded import Kept
-    from fastgpu.storage.images import Preprocessing
+    from fastgpu.images.encoded import Kept
+    from fastgpu.images.files import Preprocessing
 
     preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize, args.crop)
     if args.keep_encoded:

@@ -17,13 +17,9 @@ from PIL import UnidentifiedImageError
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
 from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
 from fastgpu.convert.tables import parse_labels, read_table
-from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.decoded import read_block
-from fastgpu.storage.encoded import Kept, keep, to_jpeg
-from fastgpu.storage.images import (
+from fastgpu.images.decoded import read_block
+from fastgpu.images.encoded import Kept, keep, to_jpeg
+from fastgpu.images.files import (
     IGNORED_CLASS,
     SIXTEEN_BITS,
     Preprocessing,
@@ -36,6 +32,10 @@ from fastgpu.storage.images import (
     open_file,
     read_mask,
 )
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
+from fastgpu.rows.rows import RaggedArray
 
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""

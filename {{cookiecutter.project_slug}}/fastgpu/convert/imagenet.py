@@ -23,8 +23,8 @@ from fastgpu.convert.cifar_celeba import LimitedGzip
 from fastgpu.convert.image_files import Listing, list_images
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.tables import read_table
+from fastgpu.images.files import is_image, open_file
 from fastgpu.process.launch import UserError
-from fastgpu.storage.images import is_image, open_file
 
 KAGGLE_FOLDER = "ILSVRC/Data/CLS-LOC"
 KAGGLE_LIST = "LOC_val_solution.csv"

@@ -17,6 +17,7 @@ from fastgpu.diagnose.result import save
 from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, Setting, as_words
 from fastgpu.feed.echo import max_echo
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
+from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Placement, make_order
 from fastgpu.process.config import Config, Tier, nested
 from fastgpu.process.config_loader import read_options
@@ -25,7 +26,6 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.sources import open_source
 from fastgpu.training.parallel import reseed
 
 POOL_S = 0.1

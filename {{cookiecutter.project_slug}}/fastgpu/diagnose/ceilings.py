@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import torch
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.diagnose.verdict import Measured, Rounds
 from fastgpu.feed.echo import echo
 from fastgpu.feed.tiers import Feed, Placement, StreamedFeed, make_feed
@@ -27,7 +28,6 @@ from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.dataset import DatasetSource
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for

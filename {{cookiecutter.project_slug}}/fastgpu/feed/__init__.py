@@ -1,5 +1,6 @@
 """From a source of rows to pools on the device, ahead of the training loop.
 
+sources.py   opens the source that the config names
 sizes.py     a number for every `auto` that says how rows move
 tiers.py     rows that are kept on the device, in host memory or on disk, with the same batches
 prefetch.py  reader threads, staging memory and the copy stream

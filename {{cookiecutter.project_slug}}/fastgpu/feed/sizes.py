@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.process.config import Auto, Data, Loader, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import MAX_VALUES
-from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.inspection import class_order_warning
 
 POOL_BYTES = 256 << 20

@@ -8,11 +8,8 @@ from threading import Lock
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from fastgpu.process.launch import RankError, UserError, warn
-from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
-from fastgpu.storage.encoded import decode_centre
-from fastgpu.storage.images import (
+from fastgpu.images.encoded import decode_centre
+from fastgpu.images.files import (
     SIXTEEN_BITS,
     Preprocessing,
     decode,
@@ -21,6 +18,9 @@ from fastgpu.storage.images import (
     format_size,
     open_file,
 )
+from fastgpu.process.launch import RankError, UserError, warn
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.field import Field
 
 REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",

@@ -12,6 +12,7 @@ import numpy as np
 
 from fastgpu.feed.prefetch import Prefetcher
 from fastgpu.feed.sizes import choose_readers
+from fastgpu.feed.sources import decode_images
 from fastgpu.feed.tiers import pool_capacity
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
@@ -19,13 +20,12 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.run.model_files import DESCRIPTION
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
 from fastgpu.storage.hdf5 import list_contents, open_file, open_group
-from fastgpu.storage.sources import decode_images
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.unconverted import refuse_unconverted
-from fastgpu.telemetry.model_files import DESCRIPTION
 
 OnError = Literal["stop", "skip"]
 """What is done with a broken image: stop, or write the reason in place of the prediction."""

@@ -18,8 +18,8 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.telemetry.checkpoint import best_first, newest_first
-from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description, warn_of_changed_code
+from fastgpu.run.checkpoint import best_first, newest_first
+from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description, warn_of_changed_code
 from workloads import Workload
 
 

@@ -1,6 +1,5 @@
 """Rows on a disk or in memory, read as blocks: each source here keeps the contract `Source` of rows/contract.py.
 
-sources.py      opens the source that the config names
 unconverted.py  recognises files that convert.py should read first
 subset.py       some rows of a source: a share for validation
 store.py        HDF5 files as one source
@@ -11,8 +10,5 @@ layout.py       where the rows of a dataset lie, and how they are read
 file.py         one open file: system calls, page cache, scratch memory
 codecs.py       compression, undone by each thread on its own
 arrays.py       NumPy arrays as a source
-dataset.py      a torch Dataset as a source
-items.py        its items, as rows of fixed types and shapes
-workers.py      processes that read them, batch by batch
 inspection.py   reports on files: layout, advice, damage
 """

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, DerivedSource, Source
 from fastgpu.rows.mixture import split_rows
-from fastgpu.storage.dataset import DatasetSource
 
 SEED = 0
 """Seed of the validation rows. It is not run.seed: runs with other seeds are validated on the same rows, and none of

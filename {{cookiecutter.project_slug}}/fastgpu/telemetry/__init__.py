@@ -1,8 +1,5 @@
-"""Everything that a run measures, reports and leaves behind.
+"""What a run measures, and how it is shown.
 
-run         one run as the training loop sees it: its position, checkpoints and log
-folder      the folder of a run, and whether it belongs to the run that is asked for
-checkpoint  saving and resuming: complete or absent, verified when read
 clock       rows per second, and the time that the device waits for rows
 monitor     GPUs, CPUs, memory and disks during the run, read by a thread
 tags        the table of all scalars: name, unit, title, chart
@@ -11,5 +8,4 @@ sinks       TensorBoard, Weights & Biases, MLflow
 report      what a run did: values, verdict, and how runs differ
 page        report.html and the page that compares runs
 ceiling     the speed that diagnose.py measured, for data/feed_ratio
-describe    the lines that are printed when a run starts
 """

@@ -25,7 +25,7 @@ from fastgpu.process.launch import Launch
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
-from fastgpu.telemetry.checkpoint import digest_of
+from fastgpu.run.checkpoint import digest_of
 from workloads import Workload
 
 ROOT = Path(__file__).parents[2]

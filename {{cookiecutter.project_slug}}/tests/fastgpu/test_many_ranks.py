@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train as script
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
-from fastgpu.telemetry.run import Run
+from fastgpu.run.run import Run
 
 WORLD = World(0, 32, 8, CPU)
 """Rank 0 of four machines."""

@@ -10,8 +10,8 @@ from harness import read_rows
 from PIL import Image
 from test_cifar_celeba import celeba_in
 
-from fastgpu.storage.decoded import DecodedImages
-from fastgpu.storage.encoded import Box, EncodedImage, decode_centre
+from fastgpu.images.decoded import DecodedImages
+from fastgpu.images.encoded import Box, EncodedImage, decode_centre
 from fastgpu.storage.store import open_store
 
 FIELDS = {"images": "images", "labels": "labels"}

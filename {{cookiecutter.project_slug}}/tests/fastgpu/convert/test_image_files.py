@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from fastgpu.convert.image_files import list_csv, list_folder
+from fastgpu.images.files import Preprocessing, Resize
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
-from fastgpu.storage.images import Preprocessing, Resize
 
 RNG = np.random.default_rng(0)
 

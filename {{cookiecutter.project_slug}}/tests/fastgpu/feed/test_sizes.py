@@ -8,6 +8,7 @@ import torch
 from harness import ALONE, CPU, numbered
 from torch.utils.data import Dataset
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.feed import sizes
 from fastgpu.feed.sizes import (
     Room,
@@ -26,7 +27,6 @@ from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.inspection import class_order_warning
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import predict as script
 import train
+from fastgpu.images.decoded import DecodedImages
+from fastgpu.images.files import Preprocessing
 from fastgpu.predict.image_inputs import open_images
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import Trained, check_labelled, load_model
@@ -20,8 +22,6 @@ from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.decoded import DecodedImages
-from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.store import open_store
 from workloads.images import Workload
 

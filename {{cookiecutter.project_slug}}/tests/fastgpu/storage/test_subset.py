@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from scattered import read_scattered
 from torch.utils.data import Dataset
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.store import open_store
 from fastgpu.storage.subset import hold_out
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from harness import ALONE
 
+from fastgpu.feed.sources import open_sources
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.storage import trial
-from fastgpu.storage.sources import open_sources
 
 FIELDS = {"images": "images", "labels": "labels"}
 

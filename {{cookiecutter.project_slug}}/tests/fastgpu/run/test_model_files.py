@@ -11,9 +11,8 @@ from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError
-from fastgpu.storage.arrays import Arrays
-from fastgpu.telemetry import checkpoint, model_files
-from fastgpu.telemetry.model_files import (
+from fastgpu.run import checkpoint, model_files
+from fastgpu.run.model_files import (
     DescribedSource,
     ModelToUse,
     compare_with,
@@ -22,6 +21,7 @@ from fastgpu.telemetry.model_files import (
     warn_of_changed_code,
     write_model,
 )
+from fastgpu.storage.arrays import Arrays
 
 
 def make_source(**attributes):

@@ -18,12 +18,12 @@ import numpy as np
 import psutil
 from torch.utils.data import DataLoader, Dataset
 
+from fastgpu.dataset.items import Items
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.contract import BlockRead, PoolPlan
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.items import Items
 
 POLL_S = 1
 """Interval at which dead workers are looked for."""

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from fastgpu.images.files import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
 from fastgpu.rows.field import CODECS
 from fastgpu.storage.file import scratch
-from fastgpu.storage.images import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
 
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 JPEG_COLORS = ("YCbCr", "Gray", "RGB")

@@ -4,13 +4,13 @@ from contextlib import closing, suppress
 
 import torch
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.subset import Subset
 
 

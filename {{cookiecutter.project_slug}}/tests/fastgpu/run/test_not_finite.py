@@ -4,13 +4,13 @@ import torch
 from harness import ALONE
 from torch.utils.data import Dataset
 
+from fastgpu.dataset.source import DatasetSource
 from fastgpu.process.config import Loader
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
+from fastgpu.run.not_finite import explain_not_finite
 from fastgpu.storage.arrays import Arrays
-from fastgpu.storage.dataset import DatasetSource
 from fastgpu.storage.subset import hold_out
-from fastgpu.telemetry.not_finite import explain_not_finite
 
 N_ROWS = 96
 BATCH_SIZE = 4

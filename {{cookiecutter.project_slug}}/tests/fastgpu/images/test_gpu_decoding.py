@@ -17,17 +17,17 @@ from harness import CPU
 from PIL import Image
 from torch import Tensor
 
+from fastgpu.feed.sources import open_source, open_sources
 from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.images import gpu_decoding
+from fastgpu.images.decoded import DecodedImages
+from fastgpu.images.encoded import Box, EncodedImage
+from fastgpu.images.gpu_decoding import GpuDecoder, _chunks, _Part, cut_and_resize, load_decoder
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.storage import gpu_decoding
-from fastgpu.storage.decoded import DecodedImages
-from fastgpu.storage.encoded import Box, EncodedImage
-from fastgpu.storage.gpu_decoding import GpuDecoder, _chunks, _Part, cut_and_resize, load_decoder
-from fastgpu.storage.sources import open_source, open_sources
 from fastgpu.storage.store import open_store
 
 N_ROWS = 64

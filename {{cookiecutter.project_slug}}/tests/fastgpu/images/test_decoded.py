@@ -11,16 +11,16 @@ from harness import ALONE, CPU, read_rows
 from PIL import Image
 
 from fastgpu.feed.sizes import Sizes, choose_sizes
+from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
+from fastgpu.images.encoded import Box, EncodedImage, Kept, decode_centre, decode_random, draw, keep
+from fastgpu.images.files import Preprocessing
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.storage.decoded import CENTRE_SHARE, DecodedImages
-from fastgpu.storage.encoded import Box, EncodedImage, Kept, decode_centre, decode_random, draw, keep
-from fastgpu.storage.images import Preprocessing
-from fastgpu.storage.sources import open_source
 from fastgpu.storage.store import open_store
 from fastgpu.storage.subset import Subset
 
@@ -219,7 +219,7 @@ def test_a_field_may_have_any_name(store, tmp_path):
 
 def test_a_row_that_hangs_is_named(store, monkeypatch):
     source = DecodedImages(store, SIZE, 0.5)
-    monkeypatch.setattr("fastgpu.storage.decoded.EncodedImage.decode", lambda *arguments: time.sleep(3))
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", lambda *arguments: time.sleep(3))
     order = BlockSampler(source.block_rows, 8, seed=5)
     feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
     with pytest.raises(HangError, match=r"no rows have come from row \d+ of \S+encoded\.h5: it hangs"):
@@ -294,7 +294,7 @@ def test_want_of_memory_is_no_damage(damaged_path, monkeypatch, error):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("fastgpu.storage.decoded.EncodedImage.decode", fail)
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", fail)
     with pytest.raises(RankError, match=str(error)):
         read_rows(skipping(damaged_path, 1.0))
 
@@ -303,7 +303,7 @@ def test_the_reason_is_one_line(store, monkeypatch):
     def complain(*arguments: object) -> None:
         raise ValueError("two\n  lines")
 
-    monkeypatch.setattr("fastgpu.storage.decoded.EncodedImage.decode", complain)
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
         read_rows(DecodedImages(store, SIZE))
 

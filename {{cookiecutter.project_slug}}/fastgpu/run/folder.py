@@ -9,6 +9,7 @@ from typing import Any
 from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
+from fastgpu.process.lock import FolderLock
 from fastgpu.telemetry.report import read_config
 
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
@@ -93,6 +94,16 @@ def create_folder(folder: Path) -> None:
         raise UserError(
             f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
             "writable, or free disk space"
+        ) from None
+
+
+def lock(folder: Path) -> FolderLock:
+    """The lock of the folder. Raises UserError if another process has it, or the folder cannot be written."""
+    try:
+        return FolderLock(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot lock {folder} ({error.strerror}); make it writable, or use another run.folder"
         ) from None
 
 

@@ -12,8 +12,8 @@ from harness import write_state
 from torch import nn
 
 from fastgpu.process.launch import UserError
-from fastgpu.telemetry import checkpoint
-from fastgpu.telemetry.checkpoint import KEEP_LAST, Progress, best_first, is_among_best, prune, resume
+from fastgpu.run import checkpoint
+from fastgpu.run.checkpoint import KEEP_LAST, Progress, best_first, is_among_best, prune, resume
 
 CPU = torch.device("cpu")
 ORDER = {"rows": 10, "seed": 0}

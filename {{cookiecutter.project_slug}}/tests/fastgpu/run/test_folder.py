@@ -10,8 +10,8 @@ import yaml
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.process.lock import FolderLock
-from fastgpu.telemetry import folder as folder_module
-from fastgpu.telemetry.folder import (
+from fastgpu.run import folder as folder_module
+from fastgpu.run.folder import (
     create_folder,
     describe_changes,
     describe_choice,

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError, warn
-from fastgpu.telemetry.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, sha256_of, write_model
+from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, sha256_of, write_model
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]

@@ -6,8 +6,8 @@ from harness import ALONE, in_world
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
+from fastgpu.run.damaged import LIST, DamagedRows
 from fastgpu.storage.arrays import Arrays
-from fastgpu.telemetry.damaged import LIST, DamagedRows
 
 
 def source(*damaged: int, n_rows: int = 1000) -> Arrays:

@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
+from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.mixture import Mixture
-from fastgpu.storage.dataset import open_dataset
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.subset import hold_out
@@ -149,10 +149,9 @@ def decode_images(
 
     Raises UserError if the project has no module that decodes them.
     """
-    name = "fastgpu.storage.decoded"
-    if not find_spec(name):
+    if not find_spec("fastgpu.images"):
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module(name).DecodedImages(source, size, **options)
+    return import_module("fastgpu.images.decoded").DecodedImages(source, size, **options)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:

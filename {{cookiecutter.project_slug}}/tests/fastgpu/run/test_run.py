@@ -15,10 +15,10 @@ from torch import nn
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.telemetry import checkpoint
-from fastgpu.telemetry import run as run_module
-from fastgpu.telemetry.checkpoint import best_first
-from fastgpu.telemetry.folder import save_times
+from fastgpu.run import checkpoint, record, saver
+from fastgpu.run import folder as folder_module
+from fastgpu.run.checkpoint import best_first
+from fastgpu.run.folder import save_times
 from fastgpu.telemetry.report import read_metrics
 
 
@@ -69,7 +69,7 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, mod
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_module, "write_own", refuse)
+    monkeypatch.setattr(record, "write_own", refuse)
     with started_run(tmp_path, model) as run:
         run.count(torch.tensor(0.5), 8, 8)
         run.report(8, lr=0.1)
@@ -113,7 +113,7 @@ def test_no_run_saves_earlier_than_one_before_whatever_the_clock_shows(tmp_path,
     """So run.name=auto resumes the run that saved last, although its clock was an hour slow."""
     for name, clock_s in (("first", 10_000.0), ("second", 6_400.0)):
         with monkeypatch.context() as patch, started_run(tmp_path, model, name=name) as run:
-            patch.setattr(run_module.time, "time", lambda clock_s=clock_s: clock_s)
+            patch.setattr(saver.time, "time", lambda clock_s=clock_s: clock_s)
             train_epoch(run, model)
     assert [path.name for path in save_times(tmp_path)] == ["second", "first"]
 
@@ -139,7 +139,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_saved_in_the_background_is_the_state_of_that_moment(tmp_path, model, held_writer, monkeypatch):
     """Best and last, byte by byte, although the loop changes the weights in place meanwhile."""
-    monkeypatch.setattr(run_module.time, "time", lambda: 1.0)
+    monkeypatch.setattr(saver.time, "time", lambda: 1.0)
     weights = model.weight.detach().clone()
     with started_run(tmp_path / "background", model, save_in_background=True) as run:
         train_epoch(run, model)
@@ -149,7 +149,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_that_moment(tmp_path, m
         assert not (tmp_path / "background/a/checkpoints").exists()
         held_writer.set()
     monkeypatch.undo()
-    monkeypatch.setattr(run_module.time, "time", lambda: 1.0)
+    monkeypatch.setattr(saver.time, "time", lambda: 1.0)
     model.load_state_dict({"weight": weights, "bias": model.bias})
     with started_run(tmp_path, model) as run:
         train_epoch(run, model)
@@ -325,13 +325,13 @@ def test_the_loss_of_an_epoch_that_was_resumed_inside_says_so(tmp_path, model, c
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch, resume):
-    lock = run_module.lock
+    lock = folder_module.lock
 
     def wait_for_the_other(path: Path):
         (path / "checkpoints/last-000000001").mkdir(parents=True)
         return lock(path)
 
-    monkeypatch.setattr(run_module, "lock", wait_for_the_other)
+    monkeypatch.setattr(folder_module, "lock", wait_for_the_other)
     message = "another process has begun a run in .*/a meanwhile; use another run.name"
     with pytest.raises(UserError, match=message), started_run(tmp_path, model, resume=resume):
         pass

@@ -13,10 +13,10 @@ from fastgpu.process.config import Config
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
+from fastgpu.run.checkpoint import Direction
+from fastgpu.run.model_files import describe_model
+from fastgpu.run.run import Run
 from fastgpu.storage.arrays import Arrays
-from fastgpu.telemetry.checkpoint import Direction
-from fastgpu.telemetry.model_files import describe_model
-from fastgpu.telemetry.run import Run
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4

@@ -17,6 +17,8 @@ import yaml
 from harness import TIMEOUT_S, numbered, numbers_of, run_ranks, run_train
 from torch.utils.data import Dataset, IterableDataset
 
+from fastgpu.dataset import workers
+from fastgpu.dataset.source import DatasetSource, open_dataset
 from fastgpu.feed import prefetch
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
@@ -24,8 +26,6 @@ from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.mixture import MixedSampler, Mixture
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.storage import workers
-from fastgpu.storage.dataset import DatasetSource, open_dataset
 from fastgpu.storage.subset import hold_out
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from fastgpu.storage.images import IGNORED_CLASS, Preprocessing, decode, decode_pair, looks_like_nhwc
+from fastgpu.images.files import IGNORED_CLASS, Preprocessing, decode, decode_pair, looks_like_nhwc
 
 
 def pixels(height: int = 30, width: int = 40) -> np.ndarray:

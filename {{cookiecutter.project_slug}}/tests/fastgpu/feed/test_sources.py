@@ -7,10 +7,10 @@ import pytest
 from harness import ALONE, numbered, numbers_of
 from scattered import read_scattered
 
+from fastgpu.feed.sources import open_sources
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
-from fastgpu.storage.sources import open_sources
 
 FIELDS = {"images": "images", "labels": "labels"}
 

@@ -4,11 +4,11 @@ import math
 import numpy as np
 import pytest
 from PIL import Image
-from test_image_decoding import encoded, pixels
+from test_files import encoded, pixels
 
-from fastgpu.storage import encoded as module
-from fastgpu.storage.encoded import N_DRAWS, Box, EncodedImage, Kept, centre_box, draw, keep, random_box
-from fastgpu.storage.images import Preprocessing, decode
+from fastgpu.images import encoded as module
+from fastgpu.images.encoded import N_DRAWS, Box, EncodedImage, Kept, centre_box, draw, keep, random_box
+from fastgpu.images.files import Preprocessing, decode
 
 KINDS = {
     "baseline": ("RGB", "JPEG", {"quality": 95}),

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpu.images.encoded import Box, EncodedImage, to_jpeg
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockReader, PoolPlan, PoolReader
 from fastgpu.rows.rows import Ragged, Rows, beginnings, to_device
-from fastgpu.storage.encoded import Box, EncodedImage, to_jpeg
 
 if TYPE_CHECKING:
+    from fastgpu.images.decoded import DecodedImages
     from fastgpu.rows.order import BlockSampler
-    from fastgpu.storage.decoded import DecodedImages
 
 CHUNK_PIXELS = 16 << 20
 """Images that are decoded at a time have at most so many pixels together, and so have their parts, padded to one size:

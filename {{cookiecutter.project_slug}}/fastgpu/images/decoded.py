@@ -10,6 +10,19 @@ import numpy as np
 import torch
 from PIL import UnidentifiedImageError
 
+from fastgpu.images.encoded import (
+    Box,
+    EncodedImage,
+    Kept,
+    centre_box,
+    draw,
+    keep,
+    measure,
+    random_box,
+    simplejpeg,
+)
+from fastgpu.images.files import Preprocessing
+from fastgpu.images.gpu_decoding import GpuDecoder
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import (
     BlockRead,
@@ -24,20 +37,7 @@ from fastgpu.rows.contract import (
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import RaggedArray, Rows, beginnings
-from fastgpu.storage.encoded import (
-    Box,
-    EncodedImage,
-    Kept,
-    centre_box,
-    draw,
-    keep,
-    measure,
-    random_box,
-    simplejpeg,
-)
 from fastgpu.storage.file import RESTORE, scratch
-from fastgpu.storage.gpu_decoding import GpuDecoder
-from fastgpu.storage.images import Preprocessing
 from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
 

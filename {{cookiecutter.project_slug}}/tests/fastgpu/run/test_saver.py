@@ -5,7 +5,7 @@ import io
 import torch
 from torch import nn
 
-from fastgpu.telemetry.snapshot import copy_to_host
+from fastgpu.run.saver import copy_to_host
 
 
 def saved(state: dict) -> bytes:

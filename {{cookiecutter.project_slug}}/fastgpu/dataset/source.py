@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
+from fastgpu.dataset.items import NO_ARRAY, Items, to_array, type_of
+from fastgpu.dataset.workers import WorkerPool
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, PoolReader, Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.storage.items import NO_ARRAY, Items, to_array, type_of
-from fastgpu.storage.workers import WorkerPool
 
 
 class DatasetSource(Source):

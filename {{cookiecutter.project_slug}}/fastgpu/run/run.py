@@ -1,55 +1,42 @@
 """One training run: its folder, its position, its checkpoints and its log."""
 
 import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run as RunSettings
-from fastgpu.process.config import nested
-from fastgpu.process.launch import UserError, read_environment, warn
+from fastgpu.process.launch import UserError, warn
 from fastgpu.process.lock import FolderLock
-from fastgpu.process.signals import Requests
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.telemetry import checkpoint, folder
+from fastgpu.run import checkpoint, folder
+from fastgpu.run.agreement import Agreement
+from fastgpu.run.damaged import DamagedRows
+from fastgpu.run.describe import describe_metrics
+from fastgpu.run.losses import Losses
+from fastgpu.run.model_files import ModelToUse
+from fastgpu.run.not_finite import explain_not_finite
+from fastgpu.run.record import Record, write_or_warn
+from fastgpu.run.saver import Saver
+from fastgpu.run.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
-from fastgpu.telemetry.damaged import DamagedRows
-from fastgpu.telemetry.describe import describe_metrics
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.model_files import WEIGHTS, ModelToUse
 from fastgpu.telemetry.monitor import Monitor, machine_counters
-from fastgpu.telemetry.not_finite import explain_not_finite
-from fastgpu.telemetry.snapshot import copy_to_host
-from fastgpu.telemetry.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.telemetry.tags import machine_names
 from fastgpu.training.parallel import average_buffers
 
 STOPPED = "stopped.json"
 """File in the folder of a run that was asked to stop and has not been resumed: a job script may look for it."""
-AGREE_S = 1.0
-"""About how often the ranks ask each other whether a signal came."""
-FIRST_AGREEMENTS = 10
-"""Steps between these questions until the first report tells how long a step takes."""
 MAX_REWINDS = 3
 """Rewinds without a checkpoint of trained weights in between, after which the run ends."""
 MAX_SKIPPED = 20
@@ -91,13 +78,13 @@ class Run:
         self._direction = directions[metric]
         is_resumed = settings.resume == "auto"
         self._lock: FolderLock | None = None
-        self._requests = Requests()
+        self._agreement = Agreement(world)
         found = None
         with world.raise_on_every_rank():
             if world.is_main:
                 path = folder.find_folder(settings)
                 if is_resumed and self._epochs and path.exists():
-                    self._lock = lock(path)  # before its checkpoints are read
+                    self._lock = folder.lock(path)  # before its checkpoints are read
                     refuse_without_progress(path)
                 changes = folder.find_changes(path, config) if is_resumed else {}
                 folder.refuse_another(path, settings, changes)
@@ -125,23 +112,17 @@ class Run:
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
-        self._losses: list[Tensor] = []
-        self._epoch_losses = (0.0, 0)  # their mean, and the number of steps that were not skipped
+        self._losses = Losses(may_skip=self._on_nan == "skip_step")
         is_inside_epoch = self.progress.consumed or self.progress.pool_steps
         self._epoch_loss_name = "train/loss since the resume" if is_inside_epoch else "train/loss"
         self._metrics: dict[str, float] = {}
-        self._is_saved = True
+        self._saver = Saver(self.folder, settings, order.identity)
         self._saved_step = self.progress.step
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[bool] | None = None
         self._reported_skips = self.progress.skipped_steps
         self._reported_consumed = self.progress.consumed
         self._skipped_in_a_row = 0
         self._rewound_step = 0
         self._rewinds_in_a_row = 0
-        self._next_agreement = 0
-        self._steps_between_agreements = FIRST_AGREEMENTS
-        self._stop_signal = 0
 
     def start(self, sources: tuple[Source, Source], card: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
@@ -156,18 +137,16 @@ class Run:
             if self._world.is_main:
                 folder.create_folder(self.folder)
                 if self._lock is None:
-                    self._lock = lock(self.folder)
+                    self._lock = folder.lock(self.folder)
                     folder.refuse_begun(self.folder)
                 (self.folder / STOPPED).unlink(missing_ok=True)
                 note_start(self.folder)
                 self.progress.saved_at = max(folder.save_times(self.folder.parent).values(), default=0.0)
-        self._requests.listen()
+        self._agreement.listen()
         if self._world.is_main:
-            number = 1 + len([*self.folder.glob("run*.json")])  # a resumed run adds run-2.json and config-2.yaml
-            suffix = f"-{number}" if number > 1 else ""
-            self._config_path = self.folder / f"config{suffix}.yaml"
-            _write(self.folder / f"run{suffix}.json", _describe(card, self._description["directions"]))
-            _write_config(self._config_path, self._config)
+            self._record = Record(self.folder)
+            self._record.write_description(card, self._description["directions"])
+            self._record.write_config(self._config)
         gpus = self._world.gpus
         counters = machine_counters(gpus) if gpus is not None else None
         names = machine_names(int(self._world.all_reduce_max(self._world.local_world_size)))
@@ -186,7 +165,7 @@ class Run:
 
     def count(self, loss: Tensor, fresh_rows: float, trained_rows: int) -> None:
         """Count one optimizer step. loss: a scalar on the device, not read here. NaN stands for a skipped step."""
-        self._losses.append(loss)
+        self._losses.add(loss)
         self.progress.step += 1
         self.progress.pool_steps += 1
         self.clock.count(fresh_rows, trained_rows)
@@ -205,12 +184,10 @@ class Run:
         n_skipped = self._count_skipped()
         self._reported_skips = self.progress.skipped_steps
         self._damaged.tell(self.folder)
-        losses = torch.stack(self._losses)
-        mean = losses.nanmean() if n_skipped else losses.mean()
-        loss = self._world.all_reduce_sum(mean).item() / self._world.world_size
-        self._losses.clear()
+        n_made = len(self._losses) - n_skipped
+        loss = self._losses.take(self._world, n_skipped)
         step = self.progress.step
-        is_skipped = n_skipped == len(losses)
+        is_skipped = not n_made
         self._skipped_in_a_row = self._skipped_in_a_row + n_skipped if is_skipped else 0
         cure = f"lower optim.lr ({self._config['optim.lr']}) or optim.clip_grad_norm"
         if self._skipped_in_a_row >= MAX_SKIPPED:
@@ -222,7 +199,7 @@ class Run:
         throughput = self.clock.take(self._world.all_reduce_max)
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
-        self._steps_between_agreements = max(1, int(AGREE_S * throughput.steps / seconds))
+        self._agreement.set_pace(throughput.steps / seconds)
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
         scalars = {"train/lr": lr} | throughput.scalars() | counters
@@ -230,9 +207,7 @@ class Run:
         text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: {shown_loss}, {throughput}"
         if not is_skipped:
             scalars["train/loss"] = loss
-            mean_loss, n_steps = self._epoch_losses
-            n_made = len(losses) - n_skipped
-            self._epoch_losses = (mean_loss + (loss - mean_loss) * n_made / (n_steps + n_made), n_steps + n_made)
+            self._losses.add_to_epoch(loss, n_made)
         if self._on_nan == "skip_step":
             scalars["train/skipped_steps"] = self.progress.skipped_steps
             text += f", {self.progress.skipped_steps} steps skipped"
@@ -255,25 +230,17 @@ class Run:
     def is_asked_to_stop(self, model: nn.Module) -> bool:
         """Do what a signal to any rank asked for: save, at the same step on every rank. Returns whether to stop.
 
-        The ranks ask each other about once a second, not after each step. model: the model to use.
+        model: the model to use.
         """
-        if self.progress.step < self._next_agreement and self._world.world_size > 1:
-            return False
-        self._next_agreement = self.progress.step + self._steps_between_agreements
-        own_request = 2 * self._requests.stop_signal + self._requests.save
-        self._requests.save = False
-        request = int(self._world.all_reduce_max(own_request))
-        self._stop_signal = request // 2
-        if request:
+        if self._agreement.is_asked_to_save(self.progress.step):
             self._save(model)
-        return self._stop_signal > 0
+        return self._agreement.stop_signal > 0
 
     def until_asked_to_stop(self, pools: Iterable[Pool]) -> Iterator[Pool]:
         """The pools, up to the one after which a signal to any rank has asked for a stop."""
         for pool in pools:
             yield pool
-            if self._world.all_reduce_max(float(self._requests.stop_signal > 0)):
-                self._next_agreement = 0
+            if self._agreement.is_asked_to_stop_now():
                 return
 
     def stop(self) -> int:
@@ -283,19 +250,20 @@ class Run:
         them. On several machines it should: where one of them leaves, the others go on as soon as another one joins, or
         without it (--nnodes=1:2). A machine that leaves starts nothing again, whatever its ranks end with.
         """
-        self._requests.outlive_run()
+        self._agreement.outlive_run()
         self._log.finish(self._metrics)
         self.close()
         if self._world.is_main:
-            _write(self.folder / STOPPED, json.dumps({"step": self.progress.step, "time": time.time()}))
+            write_or_warn(self.folder / STOPPED, json.dumps({"step": self.progress.step, "time": time.time()}))
         self._world.check_everywhere(
-            self._is_saved, f"asked to stop at step {self.progress.step}, which could not be saved in {self.folder}"
+            self._saver.is_saved,
+            f"asked to stop at step {self.progress.step}, which could not be saved in {self.folder}",
         )
         self._world.print_once(
             f"asked to stop at step {self.progress.step}, which is saved; run.resume=auto continues from there"
         )
         is_one_machine = self._world.world_size == self._world.local_world_size
-        return 0 if self._world.is_launched and is_one_machine else 128 + self._stop_signal
+        return 0 if self._world.is_launched and is_one_machine else 128 + self._agreement.stop_signal
 
     def end_epoch(self, model: nn.Module, metrics: dict[str, float]) -> None:
         """Advance to the next epoch, save, and log the validation metrics.
@@ -308,8 +276,8 @@ class Run:
         self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
         fresh_rows = self.progress.epoch * self._order.total_size
-        mean_loss, n_steps = self._epoch_losses
-        shown = {self._epoch_loss_name: mean_loss, **metrics} if n_steps else metrics
+        mean_loss = self._losses.epoch_mean
+        shown = metrics if mean_loss is None else {self._epoch_loss_name: mean_loss, **metrics}
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         at = self.progress
         if at.score is not None and at.score == at.best and at.epochs_without_gain:
@@ -319,7 +287,7 @@ class Run:
         self._log.progress(fresh_rows, text, important=True)
         self._reported_consumed = 0
         self.epoch_throughput = Throughput()
-        self._epoch_losses = (0.0, 0)
+        self._losses.begin_epoch()
         self._epoch_loss_name = "train/loss"
         self.clock.restart()
 
@@ -328,11 +296,11 @@ class Run:
         self.progress.echo = factor
         self._config["data.echo"] = factor
         if self._world.is_main:
-            _write_config(self._config_path, self._config)
+            self._record.write_config(self._config)
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
-        self._requests.outlive_run()
+        self._agreement.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
         self._world.print_once(self._damaged.summary)
         if self._world.is_main:
@@ -345,7 +313,7 @@ class Run:
                 f"(best {progress.best:.4g}); raise train.stop_after_epochs_without_gain to train on"
             )
         self._world.check_everywhere(
-            self._is_saved,
+            self._saver.is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
         is_charted = "tensorboard" in self._config["log.to"]
@@ -356,13 +324,13 @@ class Run:
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, end the threads, and unlock the folder."""
-        self._writer.shutdown()
+        self._saver.close()
         self._monitor.close()
-        self._requests.close()
+        self._agreement.close()
         if self._lock:
             self._lock.close()
             self._lock = None
-        self._wait_for_writer()
+        self._saver.wait()
 
     def _tell_missing(self) -> None:
         missing = self._monitor.take_missing()
@@ -371,9 +339,7 @@ class Run:
 
     def _count_skipped(self) -> int:
         """Number of steps that were skipped since the last report. The host waits for the device."""
-        n_skipped = 0
-        if self._on_nan == "skip_step" and self._losses:
-            n_skipped = int(torch.stack(self._losses).isnan().sum())
+        n_skipped = self._losses.count_skipped()
         self.progress.skipped_steps = self._reported_skips + n_skipped
         return n_skipped
 
@@ -389,7 +355,7 @@ class Run:
             raise UserError(f"{what}; {cure}")
         if self._rewinds_in_a_row == MAX_REWINDS:
             raise UserError(f"{what}, after {MAX_REWINDS} rewinds without a new checkpoint; {cure}")
-        self._wait_for_writer()
+        self._saver.wait()
         self._world.check_everywhere(True, "")  # no rank reads before rank 0 has written
         with self._world.raise_on_every_rank():
             saved = checkpoint.resume(self.folder, self._state, self._order.identity, self._world.device)
@@ -406,11 +372,11 @@ class Run:
         self._rewinds_in_a_row += 1
         self._rewound_step = progress.step
         self._reported_consumed = progress.consumed
-        self._losses.clear()
+        self._losses.forget()
         self.clock.restart()
 
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
-        """Save the state, on rank 0: in a thread if run.save_in_background. model: the model to use.
+        """Save the state, on rank 0. model: the model to use.
 
         The buffers of all ranks are made equal before. If train.on_nan is rewind, the state may be that of the last
         checkpoint afterwards. Raises UserError on every rank if there is nothing worth saving.
@@ -431,63 +397,11 @@ class Run:
         self._saved_step = self.progress.step
         if not self._world.is_main:
             return
-        self._wait_for_writer()
         at = self.progress
-        at.saved_at = max(time.time(), at.saved_at + 0.001)
-        kinds: dict[checkpoint.Kind, int] = {}
-        if may_be_best and checkpoint.is_among_best(self.folder, at, self._settings.keep_best):
-            kinds["best"] = self._settings.keep_best
-        kinds["last"] = checkpoint.KEEP_LAST  # a run that is killed before it repeats the epoch: no best one is missed
-        metrics = (
-            {}
-            if at.consumed or at.pool_steps
-            else {name.removeprefix("val/"): value for name, value in self._metrics.items()}
-        )
+        is_epoch_over = not (at.consumed or at.pool_steps)
+        metrics = {name.removeprefix("val/"): value for name, value in self._metrics.items()} if is_epoch_over else {}
         to_use = ModelToUse(model, {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics})
-        if not self._settings.save_in_background:
-            self._is_saved = self._write(kinds, at, self._state, to_use)
-            return
-        try:
-            copies = copy_to_host({**self._state, WEIGHTS: model})
-        except RuntimeError as error:
-            warn(f"step {at.step} was not saved: {error}. Training goes on")
-            self._is_saved = False
-            return
-        to_use = to_use._replace(model=copies.pop(WEIGHTS))
-        self._writing = self._writer.submit(self._write, kinds, replace(at), copies, to_use)
-
-    def _write(
-        self,
-        kinds: Mapping[checkpoint.Kind, int],
-        progress: checkpoint.Progress,
-        state: Mapping[str, checkpoint.HasState],
-        to_use: ModelToUse,
-    ) -> bool:
-        """Write a checkpoint of each kind, and remove older or worse ones. kinds: {kind: how many to keep}.
-
-        Returns whether the last one is on disk.
-        """
-        is_saved = False
-        for kind, keep in kinds.items():
-            is_saved = checkpoint.save(self.folder, kind, progress, state, order=self._order.identity, to_use=to_use)
-            if is_saved:
-                checkpoint.prune(self.folder, kind, keep)
-                forget_starts(self.folder)
-        return is_saved
-
-    def _wait_for_writer(self) -> None:
-        """Wait until no checkpoint is being written."""
-        if self._writing:
-            writing, self._writing = self._writing, None
-            self._is_saved = writing.result()
-
-
-def lock(path: Path) -> FolderLock:
-    """The lock of the folder. Raises UserError if another process has it, or the folder cannot be written."""
-    try:
-        return FolderLock(path)
-    except OSError as error:
-        raise UserError(f"cannot lock {path} ({error.strerror}); make it writable, or use another run.folder") from None
+        self._saver.save(at, self._state, to_use, may_be_best=may_be_best)
 
 
 def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
@@ -501,48 +415,3 @@ def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
             extremes = torch.stack(value.aminmax())  # NaN if one is; many times faster than isfinite of every value
             finite.setdefault(value.device, []).append(extremes.isfinite().all())
     return all(bool(torch.stack(flags).all()) for flags in finite.values())
-
-
-# ---------------------------------------------------------------------------------------------- what it ran with
-
-
-def _describe(model: Mapping[str, Any], directions: Mapping[str, str]) -> str:
-    """run.json: command, versions, environment, GPU, commit, model and metrics."""
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "h5py", "numpy", "pydantic", "tensorboard"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    description = {
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "template_version": TEMPLATE_VERSION,
-        "versions": versions,
-        "environment": read_environment(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "machine": platform.platform(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
-        "model": dict(model),
-        "metrics": dict(directions),
-    }
-    return json.dumps(description, indent=2)
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write a valid --config file. config: {dotted key: value}."""
-    _write(path, yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_own(path, text)
-    except OSError as error:
-        warn(f"cannot write {path} ({error}); training goes on")

@@ -1,0 +1,15 @@
+"""One training run, from its folder to its last checkpoint.
+
+run          a run as the training loop uses it: its position, checkpoints and log
+folder       the folder of a run, and whether it belongs to the run that is asked for
+starts       how often a run was started without saving a checkpoint
+record       run.json and config.yaml: what it was trained with
+agreement    signals to any rank, on which all ranks act at the same step
+losses       the losses of the steps, which stay on the device until there is a report
+saver        when checkpoints are written: at once, or beside the loop
+checkpoint   saving and resuming: complete or absent, verified when read
+model_files  the model to use, without the training data
+damaged      rows that could not be decoded
+not_finite   which values of the rows explain a loss that is no number
+describe     the lines that are printed when a run starts
+"""
