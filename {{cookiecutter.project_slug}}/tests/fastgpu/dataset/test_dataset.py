@@ -162,6 +162,7 @@ class Slow(Numbered):
         return super().__getitem__(row)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("n_workers", "prefetch_factor"), [(1, 1), (4, 1), (3, 2)])
 def test_no_batch_is_overwritten_before_it_is_read(n_workers, prefetch_factor):
     source = DatasetSource("Slow", Slow(), FIELDS, Loader(prefetch_factor=prefetch_factor))
@@ -356,6 +357,7 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(workers, "GRACE_S", 0.2)
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_a_dataset_that_cannot_be_sent_to_a_process_is_one_line():
     source = source_of()
     source.items.dataset.transform = lambda image: image
