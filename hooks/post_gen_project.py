@@ -126,7 +126,7 @@ for pattern in LEFTOVERS:
         remove(path)
 for names in ONLY_FOR.values():
     for folder in {Path(name).parent for name in names}:
-        if folder.is_dir() and not any(folder.iterdir()):
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
             folder.rmdir()
 
 # `cruft update` and `cruft diff` bake old and new projects in temporary folders, where nothing is to be done next.

@@ -94,7 +94,7 @@ def to_array(value: object) -> np.ndarray | np.generic:
         return value
     if type(value) is int:  # most labels; torch takes 5 us for one
         return np.int64(value)
-    return torch.as_tensor(value).numpy()
+    return torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
 
 
 def type_of(value: object) -> Field | str:
@@ -102,7 +102,7 @@ def type_of(value: object) -> Field | str:
     try:
         if isinstance(value, np.ndarray):
             value = value.copy()  # torch takes no view that goes backwards, such as a mirrored image
-        array = torch.as_tensor(value).numpy()
+        array = torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
     except NO_ARRAY:
         return type(value).__name__
     return Field(array.dtype, array.shape)

@@ -1,5 +1,6 @@
 """The worker processes of a DataLoader, which fill shared memory with the items of a Dataset, batch by batch."""
 
+import ctypes
 import mmap
 import multiprocessing.process
 import os
@@ -33,6 +34,8 @@ KILL_S = 3.0
 """How long to wait for the end of workers that died or were killed. The kernel may hold them for ever."""
 MAX_NAMED = 8
 """Maximum number of rows that a message names."""
+CLOSE_AT_EXEC = 1
+"""MFD_CLOEXEC of memfd_create(2)."""
 ALIGNMENT = 64
 """Each field of a batch begins at a multiple of so many bytes."""
 NO_PICKLE = (PicklingError, AttributeError, TypeError)
@@ -48,6 +51,10 @@ class Batch(NamedTuple):
     """Where it writes them."""
 
 
+Answer = tuple[int, int] | RankError
+"""What a worker process answers: the slot and the number of rows in it, or what is wrong with one of them."""
+
+
 class BatchMemory:
     """Memory for some batches, which worker processes fill and this process reads.
 
@@ -60,15 +67,17 @@ class BatchMemory:
         self._batch_size = batch_size
         self._offsets: dict[str, int] = {}
         self._slot_bytes = 0
+        self._memory: mmap.mmap | None = None
         for name, field in fields.items():
             self._offsets[name] = self._slot_bytes
             self._slot_bytes += -(-batch_size * field.row_bytes // ALIGNMENT) * ALIGNMENT
-        file = os.memfd_create("batches")
+        file = _file_in_memory()
         os.ftruncate(file, max(1, n_slots * self._slot_bytes))
         self._open(file)
 
     def __getitem__(self, slot: int) -> dict[str, np.ndarray]:
         """The batch in a slot, as {field: (batch_size, *shape)}."""
+        assert self._memory is not None, "closed"
         start = slot * self._slot_bytes
         return {
             name: np.ndarray((self._batch_size, *field.shape), field.dtype, self._memory, start + self._offsets[name])
@@ -83,9 +92,25 @@ class BatchMemory:
         vars(self).update(state)
         self._open(state["_file"].detach())
 
+    def close(self) -> None:
+        """Free the memory when no array of a batch is left, even while somebody holds this object."""
+        self._file.close()
+        self._memory = None
+
     def _open(self, file: int) -> None:
-        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 (it is closed with this object)
+        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 (see `close`)
         self._memory = mmap.mmap(file, 0)
+
+
+def _file_in_memory() -> int:
+    """The descriptor of a new file that has no name. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("batches")
+    library = ctypes.CDLL(None, use_errno=True)  # many a Python was built for an older C library than it runs with
+    file = library.memfd_create(b"batches", CLOSE_AT_EXEC)
+    if file < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return file
 
 
 class _Filler(Dataset):
@@ -96,13 +121,13 @@ class _Filler(Dataset):
         self._memory = memory
         self._seed = seed
 
-    def __getitems__(self, batch: Batch) -> int | RankError:
-        """The slot. torch asks for a whole batch by this method, and would wrap an error in a traceback."""
+    def __getitems__(self, batch: Batch) -> "Answer":
+        """torch asks for a whole batch by this method, and would wrap an error in a traceback."""
         try:
             self._items.fill(self._memory[batch.slot], batch.rows, seed=self._seed, epoch=batch.epoch)
         except RankError as error:
             return error
-        return batch.slot
+        return batch.slot, len(batch.rows)
 
 
 class WorkerPool:
@@ -120,7 +145,7 @@ class WorkerPool:
         self._n_workers = n_workers
         self._next_key: tuple[int, int] | None = None  # (epoch, row of this rank) that `read` takes next
         self._rows: Iterator[tuple[int, list[int]]] = iter(())  # those of the next batches
-        self._answers: Iterator[int | RankError] = iter(())  # of the workers
+        self._answers: Iterator[Answer] = iter(())  # of the workers
         self._memory: BatchMemory | None = None
         self._free: deque[int] = deque()  # slots that no worker was asked to fill
 
@@ -151,11 +176,12 @@ class WorkerPool:
     def _read_batch(self, epoch: int, row: int, out: Mapping[str, np.ndarray]) -> None:
         if self._next_key != (epoch, row):
             self.close()
-            self._next_key = (epoch, row)
-            self._rows = self._rows_from(epoch, row)
-            if self._n_workers:
-                self._start_workers()
         try:
+            if self._next_key is None:
+                self._next_key = (epoch, row)
+                self._rows = self._rows_from(epoch, row)
+                if self._n_workers:
+                    self._start_workers()
             if self._n_workers:
                 self._take_batch(out)
             else:
@@ -171,7 +197,9 @@ class WorkerPool:
         Those that hang, or were stopped, are killed. What torch does may hang with them, so a thread does it.
         """
         answers, self._answers = self._answers, iter(())
-        self._memory = None
+        if self._memory:
+            self._memory.close()
+            self._memory = None
         self._next_key = None
         workers = getattr(answers, "_workers", ())  # private, like `_shutdown_workers`, and the only way torch offers
         if not workers:
@@ -187,8 +215,9 @@ class WorkerPool:
     def describe_read(self, _variables: Mapping[str, Any]) -> str:
         """What a thread reads that waits in a method of this object."""
         text = self._items.name
-        if self._next_key:
-            _, rows = next(self._rows_from(*self._next_key))
+        key = self._next_key  # another thread may change it
+        if key:
+            _, rows = next(self._rows_from(*key))
             names = [str(self._items.row_id(row)) for row in rows]
             if len(names) > MAX_NAMED:
                 names[MAX_NAMED:] = [f"{len(names) - MAX_NAMED} more"]
@@ -275,10 +304,11 @@ class WorkerPool:
         if isinstance(answer, RankError):
             raise answer
         assert self._memory is not None
-        batch = self._memory[answer]
+        slot, n_rows = answer
+        batch = self._memory[slot]
         for name, column in out.items():
-            np.copyto(column, batch[name][: len(column)])
-        self._free.append(answer)
+            np.copyto(column, batch[name][:n_rows])  # raises ValueError if these are not the rows of this batch
+        self._free.append(slot)
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -159,7 +159,8 @@ def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int) -> i
         n_workers = max(1, available_cpus() // local_world_size)
     else:
         n_workers = loader.num_workers
-    need = 2 * n_workers * loader.prefetch_factor * batch_bytes * local_world_size  # of training and validation
+    n_batches = n_workers * loader.prefetch_factor + 1 if n_workers else 0
+    need = 2 * n_batches * batch_bytes * local_world_size  # of training and validation
     free = free_host_bytes()
     if need > free:
         raise UserError(

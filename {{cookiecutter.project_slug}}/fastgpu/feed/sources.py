@@ -149,7 +149,8 @@ def decode_images(
 
     Raises UserError if the project has no module that decodes them.
     """
-    if not find_spec("fastgpu.images"):
+    room = find_spec("fastgpu.images")
+    if not (room and room.origin):  # Python takes a folder without modules for a package, too, which has no origin
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
     return import_module("fastgpu.images.decoded").DecodedImages(source, size, **options)
 

@@ -65,7 +65,7 @@ class Saver:
             self.is_saved = writing.result()
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, and end the thread."""
+        """End the thread when it has written its checkpoint. `wait` then tells whether that is on disk."""
         self._thread.shutdown()
 
     def _write(

@@ -2,6 +2,7 @@
 
 unconverted.py  recognises files that convert.py should read first
 subset.py       some rows of a source: a share for validation
+meaning.py      what numbers mean: names, ranges, order; and whether sources agree on it
 store.py        HDF5 files as one source
 csr.py          which datasets of a file belong to a field, plain or ragged
 hdf5.py         opens files, groups and datasets, and says what is wrong with them

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -184,6 +185,46 @@ def test_workers_that_are_no_forks_read_the_same(method):
             assert epoch_of(feed, 0) == expected_of(order, 0)
     finally:
         multiprocessing.set_start_method(before, force=True)
+
+
+def test_a_python_without_memfd_create_asks_the_c_library(monkeypatch):
+    """Those of conda and uv were built for an older C library."""
+    monkeypatch.delattr(os, "memfd_create")
+    source = source_of()
+    order = order_of(source)
+    with closing(feed_of(source, order, 1)) as feed:
+        assert epoch_of(feed, 0) == expected_of(order, 0)
+
+
+@pytest.mark.parametrize("kind", ["raise", "die"])
+def test_an_error_keeps_no_memory_while_its_traceback_lives(kind):
+    before = shared_memory()
+    source = source_of(kind)
+    feed = feed_of(source, order_of(source), 2)
+    with pytest.raises(RuntimeError if kind == "raise" else RankError) as raised:
+        epoch_of(feed, 0)
+    feed.close()
+    wait_for_threads()
+    assert raised.tb
+    assert shared_memory() <= before
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_workers_that_cannot_be_started_are_the_same_error_again():
+    source = source_of()
+    source.items.dataset.transform = lambda image: image
+    reader = source.open_reader(order_of(source), 1)
+    reads = next(reader.pools(0)).reads
+    out = {"images": np.zeros((24, 1, 8, 8), np.uint8), "labels": np.zeros(24, int)}
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        with ThreadPoolExecutor(1) as threads:  # torch leaves a handler of signals in the main thread
+            for _ in range(2):
+                with pytest.raises(UserError, match="cannot be sent to worker processes"):
+                    threads.submit(reader.read, reads, out).result()
+    finally:
+        multiprocessing.set_start_method(method, force=True)
 
 
 class Mirrored(Numbered):
