@@ -266,6 +266,11 @@ class WorkerPool:
                 f"data.dataset: {self._items.name} cannot be sent to worker processes ({reason}); define its "
                 "functions at the top of a module and open files in __getitem__, or use loader.num_workers=0"
             ) from None
+        except OSError as error:
+            raise RankError(
+                f"the loader.num_workers ({self._n_workers}) cannot be started: {error.strerror}; use fewer of them, or "
+                "make room: they need memory, open files, processes, and a few kB of /dev/shm for their locks"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

@@ -1,3 +1,4 @@
+import errno
 import gc
 import json
 import multiprocessing
@@ -207,6 +208,19 @@ def test_an_error_keeps_no_memory_while_its_traceback_lives(kind):
     wait_for_threads()
     assert raised.tb
     assert shared_memory() <= before
+
+
+def test_a_machine_that_refuses_workers_is_one_line(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(workers.DataLoader, "_get_iterator", refuse)
+    source = source_of()
+    message = (
+        r"the loader.num_workers \(2\) cannot be started: No space left on device; use fewer of them, or make room"
+    )
+    with closing(feed_of(source, order_of(source), 2)) as feed, pytest.raises(RankError, match=message):
+        next(feed.pools(0))
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
