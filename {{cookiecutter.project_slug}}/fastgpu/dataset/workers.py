@@ -268,8 +268,8 @@ class WorkerPool:
             ) from None
         except OSError as error:
             raise RankError(
-                f"the loader.num_workers ({self._n_workers}) cannot be started: {error.strerror}; use fewer of them, or "
-                "make room: they need memory, open files, processes, and a few kB of /dev/shm for their locks"
+                f"the loader.num_workers ({self._n_workers}) cannot be started: {error.strerror}; use fewer of them, "
+                "or make room: they need memory, open files, processes, and a few kB of /dev/shm for their locks"
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
