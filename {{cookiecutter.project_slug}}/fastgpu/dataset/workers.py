@@ -58,8 +58,8 @@ Answer = tuple[int, int] | RankError
 class BatchMemory:
     """Memory for some batches, which worker processes fill and this process reads.
 
-    It is made once and has no name. torch would make a file in /dev/shm for each tensor of each batch: that takes
-    longer than many an item, and a container has room for 64 MB there.
+    It is made once and has no name. torch would make a file in /dev/shm for each tensor of each batch. That takes longer
+    than to read small items, and a container often has only 64 MB there.
     """
 
     def __init__(self, fields: Mapping[str, Field], batch_size: int, n_slots: int):
@@ -106,7 +106,7 @@ def _file_in_memory() -> int:
     """The descriptor of a new file that has no name. Raises OSError."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("batches")
-    library = ctypes.CDLL(None, use_errno=True)  # many a Python was built for an older C library than it runs with
+    library = ctypes.CDLL(None, use_errno=True)  # Pythons built for an old C library lack the function
     file = library.memfd_create(b"batches", CLOSE_AT_EXEC)
     if file < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
