@@ -58,8 +58,8 @@ Answer = tuple[int, int] | RankError
 class BatchMemory:
     """Memory for some batches, which worker processes fill and this process reads.
 
-    It is made once and has no name. torch would make a file in /dev/shm for each tensor of each batch. That takes longer
-    than to read small items, and a container often has only 64 MB there.
+    It is made once and has no name. torch would make a file in /dev/shm for each tensor of each batch. That takes
+    longer than reading small items, and a container often has only 64 MB there.
     """
 
     def __init__(self, fields: Mapping[str, Field], batch_size: int, n_slots: int):
