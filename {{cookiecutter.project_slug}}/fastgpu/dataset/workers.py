@@ -58,8 +58,8 @@ Answer = tuple[int, int] | RankError
 class BatchMemory:
     """Memory for some batches, which worker processes fill and this process reads.
 
-    It is made once and has no name. torch would make a file in /dev/shm for each tensor of each batch. That takes
-    longer than reading small items, and a container often has only 64 MB there.
+    It is made once, when they start, and has no name. torch would make a file in /dev/shm for each tensor of each
+    batch. That takes longer than reading small items, and a container often has only 64 MB there.
     """
 
     def __init__(self, fields: Mapping[str, Field], batch_size: int, n_slots: int):
@@ -243,20 +243,20 @@ class WorkerPool:
     def _start_workers(self) -> None:
         # torch asks for one more batch before it gives one that is ready.
         n_slots = self._n_workers * self._loader.prefetch_factor + 1
-        self._memory = BatchMemory(self._items.types, self._order.batch_size, n_slots)
         self._free = deque(range(n_slots))
-        loader = DataLoader(
-            _Filler(self._items, self._memory, self._order.seed),
-            batch_sampler=self._ask(),  # type: ignore[arg-type]  # whatever it gives is passed on to __getitems__
-            collate_fn=_as_it_is,
-            num_workers=self._n_workers,
-            prefetch_factor=self._loader.prefetch_factor,
-            timeout=POLL_S,
-            worker_init_fn=_ignore_sigterm,
-        )
-        # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_ignore_sigterm`).
+        # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_begin_worker`).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
+            self._memory = BatchMemory(self._items.types, self._order.batch_size, n_slots)
+            loader = DataLoader(
+                _Filler(self._items, self._memory, self._order.seed),
+                batch_sampler=self._ask(),  # type: ignore[arg-type]  # whatever it gives is passed on to __getitems__
+                collate_fn=_as_it_is,
+                num_workers=self._n_workers,
+                prefetch_factor=self._loader.prefetch_factor,
+                timeout=POLL_S,
+                worker_init_fn=_begin_worker,
+            )
             self._answers = iter(loader)
         except NO_PICKLE as error:
             if multiprocessing.get_start_method() == "fork":  # nothing is pickled: this is a fault of another kind
@@ -321,7 +321,19 @@ def _as_it_is(answer: Any) -> Any:
     return answer
 
 
-def _ignore_sigterm(worker_id: int) -> None:
-    """Let a worker go on when torchrun asks all processes of a rank to stop: the rank has a step to finish."""
+def _begin_worker(worker_id: int) -> None:
+    """Let a worker go on when torchrun asks all processes of a rank to stop: the rank has a step to finish.
+
+    It ends with the rank. torch sees that the parent of a fork has changed, but that of others is a server, which
+    lives on.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_rank, daemon=True).start()
+
+
+def _end_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    if rank:
+        rank.join()
+        os._exit(1)

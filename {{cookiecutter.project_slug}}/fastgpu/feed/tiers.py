@@ -22,6 +22,8 @@ from fastgpu.storage.arrays import Arrays
 
 LOAD_BYTES = 64 << 20
 """Bytes of one step of filling the device or host tier."""
+LOAD_BATCHES = 16
+"""A step is so many batches: the worker processes of a Dataset make a batch each."""
 
 
 class Placement(NamedTuple):
@@ -165,7 +167,8 @@ def pool_capacity(source: Source, order: BlockSampler) -> Capacity:
 
 
 def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
-    """Every row in the order of the file, through the same readers and copy stream: at most 128 MiB of host memory."""
+    """Every row in the order of the file, through the same readers and copy stream: at most 128 MiB of host memory, and
+    8 MiB more for each worker process of a Dataset (4 times `loader.prefetch_factor`)."""
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
     most = max(n_values.values(), default=0)
     if most > MAX_VALUES:
@@ -173,8 +176,8 @@ def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
             f"{source.name} has {most:,} values, and at most {MAX_VALUES:,} fit the device or host tier; use "
             "data.tier=disk"
         )
-    batch_size = min(len(source), max(1, LOAD_BYTES // source.pool_row_bytes))
-    order = BlockSampler(source.block_rows, batch_size, seed=None, drop_last=False)
+    batch_size = min(len(source), max(1, LOAD_BYTES // LOAD_BATCHES // source.pool_row_bytes))
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
     rows = Rows.empty(source.fields, len(source), placement.device, n_values=n_values)
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])

@@ -95,6 +95,10 @@ class MixedSampler(BlockSampler):
         max_uses = np.repeat(-(-self.turns // self._group_rows), self._group_rows)
         return int(np.sort(np.repeat(lengths[self._rows], max_uses))[-self.max_pool_rows :].sum(dtype=np.int64))
 
+    def _starts(self, blocks: np.ndarray) -> np.ndarray:
+        """(n,) int64: the first row of each of these blocks."""
+        return self._block_start[blocks]
+
     def _line(self, epoch: int) -> np.ndarray:
         """(rows of the epoch,): row ids. The rows of a block that are used at least once lie together, so do those that
         are used at least twice, and so on. The order of these runs is random.

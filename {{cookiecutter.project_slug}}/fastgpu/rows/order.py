@@ -9,7 +9,7 @@ So the global batches are the same, rows in the same order, for every world size
 ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,8 @@ class _Line:
         """blocks: the block at each slot of the line. None: the order of the file."""
         self._block_rows = block_rows
         self._blocks = blocks
+        is_even = blocks is None and len(block_rows) > 0 and bool((block_rows[:-1] == block_rows[0]).all())
+        self._rows_each = int(block_rows[0]) if is_even else None  # of all slots but the last, if they are equal
         part = self.STEP * self.STEP  # summed in parts, so that no array is as long as the line
         sums = []
         for start in range(0, len(block_rows), part):
@@ -67,6 +69,8 @@ class _Line:
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
         """(n,) int64: the first row of each of these slots, (n,) in any order."""
+        if self._rows_each is not None:
+            return slots.astype(np.int64) * self._rows_each
         marks, places = np.divmod(slots, self.STEP)
         starts = self._marks[marks]
         by_mark = np.argsort(marks, kind="stable")
@@ -189,8 +193,13 @@ class BlockSampler(DistributedSampler):
         """(rows,) int64: the row of the source at each place of the pool."""
         blocks, firsts, places = zip(*plan.reads, strict=True)
         row_ids = np.empty(plan.n_rows, np.int64)
-        row_ids[np.concatenate(places)] = runs(self._file.starts(np.array(blocks)) + firsts, [*map(len, places)])
+        starts = self._starts(np.array(blocks)) + np.array(firsts)
+        row_ids[np.concatenate(places)] = runs(starts, np.array([*map(len, places)]))
         return row_ids
+
+    def _starts(self, blocks: np.ndarray) -> np.ndarray:
+        """(n,) int64: the first row of each of these blocks."""
+        return self._file.starts(blocks)
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with the one that `consumed` rows (of all ranks together) lead to."""
@@ -283,7 +292,7 @@ class BlockSampler(DistributedSampler):
             first = 0
 
 
-def runs(starts: np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
     before = np.cumsum(counts, dtype=np.int64) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(np.sum(counts)))
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -237,6 +240,42 @@ def test_workers_that_cannot_be_started_are_the_same_error_again():
                     threads.submit(reader.read, reads, out).result()
     finally:
         multiprocessing.set_start_method(method, force=True)
+
+
+KILLED = """
+import multiprocessing, os, signal
+if __name__ == "__main__":
+    multiprocessing.set_start_method({method!r})
+    from test_dataset import feed_of, order_of, source_of
+    source = source_of()
+    feed = feed_of(source, order_of(source), 2)
+    next(feed.pools(0))
+    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_rank_that_is_killed(tmp_path, method):
+    (tmp_path / "killed.py").write_text(KILLED.format(method=method))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "killed.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout
+        pids = [int(word) for word in rank.stdout.readline().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, which is not one that only waits to be reaped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Mirrored(Numbered):
