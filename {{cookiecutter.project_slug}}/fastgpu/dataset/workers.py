@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
 from pickle import PicklingError
@@ -244,6 +245,8 @@ class WorkerPool:
         # torch asks for one more batch before it gives one that is ready.
         n_slots = self._n_workers * self._loader.prefetch_factor + 1
         self._free = deque(range(n_slots))
+        if multiprocessing.get_start_method() == "forkserver":
+            forkserver.ensure_running()  # before the signal is blocked: what else it starts would never be terminated
         # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_begin_worker`).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:

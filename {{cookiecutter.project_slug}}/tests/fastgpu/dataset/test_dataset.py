@@ -187,8 +187,14 @@ def test_workers_that_are_no_forks_read_the_same(method):
     try:
         with closing(feed_of(source, order, 2)) as feed:
             assert epoch_of(feed, 0) == expected_of(order, 0)
+        with multiprocessing.Pool(1) as pool:  # what other code starts can be terminated
+            assert pool.map(signal_mask, [0]) == [set()]
     finally:
         multiprocessing.set_start_method(before, force=True)
+
+
+def signal_mask(_: int) -> set[int]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_python_without_memfd_create_asks_the_c_library(monkeypatch):
