@@ -247,6 +247,7 @@ class WorkerPool:
         self._free = deque(range(n_slots))
         if multiprocessing.get_start_method() == "forkserver":
             forkserver.ensure_running()  # before the signal is blocked: what else it starts would never be terminated
+        before = {*multiprocessing.active_children()}
         # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_begin_worker`).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -270,6 +271,8 @@ class WorkerPool:
                 "functions at the top of a module and open files in __getitem__, or use loader.num_workers=0"
             ) from None
         except OSError as error:
+            for worker in {*multiprocessing.active_children()} - before:
+                worker.kill()  # those that were started ignore SIGTERM, and the exit of this process would wait
             raise RankError(
                 f"the loader.num_workers ({self._n_workers}) cannot be started: {error.strerror}; use fewer of them, "
                 "or make room: they need memory, open files, processes, and a few kB of /dev/shm for their locks"
@@ -315,7 +318,8 @@ class WorkerPool:
         slot, n_rows = answer
         batch = self._memory[slot]
         for name, column in out.items():
-            np.copyto(column, batch[name][:n_rows])  # raises ValueError if these are not the rows of this batch
+            assert len(column) == n_rows
+            np.copyto(column, batch[name][:n_rows])
         self._free.append(slot)
 
 

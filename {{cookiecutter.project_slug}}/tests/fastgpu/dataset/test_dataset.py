@@ -219,15 +219,21 @@ def test_an_error_keeps_no_memory_while_its_traceback_lives(kind):
     assert shared_memory() <= before
 
 
-def test_a_machine_that_refuses_workers_is_one_line(monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
+def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(monkeypatch):
+    start = multiprocessing.Process.start
 
-    monkeypatch.setattr(workers.DataLoader, "_get_iterator", refuse)
+    def refuse_the_second(process):
+        if worker_pids():
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.Process, "start", refuse_the_second)
     source = source_of()
-    message = r"the loader.num_workers \(2\) cannot be started: No space left on device; use fewer of them"
+    message = r"the loader.num_workers \(2\) cannot be started: Resource temporarily unavailable; use fewer of them"
     with closing(feed_of(source, order_of(source), 2)) as feed, pytest.raises(RankError, match=message):
         next(feed.pools(0))
+    wait_for_workers()
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
