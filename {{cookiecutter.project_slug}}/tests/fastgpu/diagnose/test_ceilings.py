@@ -1,6 +1,5 @@
 """Causes planted in a real feed in front of a simulated device are named, and the gain of the cure is right."""
 
-import os
 import time
 from itertools import chain
 
@@ -28,17 +27,14 @@ from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Facts, Measured, judge
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
-from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 
 MAX_TRIES = 3
-MAX_TRIES_UNDER_LOAD = 10
+MAX_TRIES_UNDER_LOAD = 30
 LOADED_NOISE = 0.05
 """The times are sleeps: rounds that differ by more than this show that other programs use the machine."""
-
-MAX_PROGRAMS_PER_CPU = 2
 
 
 @pytest.fixture
@@ -58,10 +54,6 @@ class Tries:
         """Whether another try is allowed after these measurements, which missed."""
         noise = max(timing.noise for m in measured for timing in (m.feed_ratio, *ceilings(m).values()))
         self._n_quiet += noise < LOADED_NOISE
-        if self._n_quiet < MAX_TRIES and len(self.notes) >= MAX_TRIES_UNDER_LOAD:
-            programs_per_cpu = os.getloadavg()[0] / available_cpus()
-            if programs_per_cpu > MAX_PROGRAMS_PER_CPU:
-                pytest.skip(f"{programs_per_cpu:.1f} programs want each CPU: nothing can be measured")
         return self._n_quiet < MAX_TRIES and len(self.notes) < MAX_TRIES_UNDER_LOAD
 
 
