@@ -167,8 +167,10 @@ def pool_capacity(source: Source, order: BlockSampler) -> Capacity:
 
 
 def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
-    """Every row in the order of the file, through the same readers and copy stream: at most 128 MiB of host memory, and
-    8 MiB more for each worker process of a Dataset (4 times `loader.prefetch_factor`)."""
+    """Every row in the order of the file, through the same readers and copy stream.
+
+    Besides the rows it takes 128 MiB of host memory, and for a Dataset the batches of its workers, of 4 MiB each.
+    """
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
     most = max(n_values.values(), default=0)
     if most > MAX_VALUES:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,17 @@ def worker_pids() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
 
 
+@contextmanager
+def start_method(method: str) -> Iterator[None]:
+    """How processes are started meanwhile: fork, spawn or forkserver."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 def wait_for_workers() -> None:
     """Fails if workers are left. On a busy machine, one that was killed takes a moment to be gone."""
     deadline = time.monotonic() + TIMEOUT_S
@@ -184,15 +196,11 @@ def test_no_batch_is_overwritten_before_it_is_read(n_workers, prefetch_factor):
 def test_workers_that_are_no_forks_read_the_same(method):
     source = source_of()
     order = order_of(source)
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method(method, force=True)
-    try:
+    with start_method(method):
         with closing(feed_of(source, order, 2)) as feed:
             assert epoch_of(feed, 0) == expected_of(order, 0)
         with multiprocessing.Pool(1) as pool:  # what other code starts can be terminated
             assert pool.map(signal_mask, [0]) == [set()]
-    finally:
-        multiprocessing.set_start_method(before, force=True)
 
 
 def signal_mask(_: int) -> set[int]:
@@ -244,15 +252,13 @@ def test_workers_that_cannot_be_started_are_the_same_error_again():
     reader = source.open_reader(order_of(source), 1)
     reads = next(reader.pools(0)).reads
     out = {"images": np.zeros((24, 1, 8, 8), np.uint8), "labels": np.zeros(24, int)}
-    method = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        with ThreadPoolExecutor(1) as threads:  # torch leaves a handler of signals in the main thread
-            for _ in range(2):
-                with pytest.raises(UserError, match="cannot be sent to worker processes"):
-                    threads.submit(reader.read, reads, out).result()
-    finally:
-        multiprocessing.set_start_method(method, force=True)
+    with (
+        start_method("spawn"),
+        ThreadPoolExecutor(1) as threads,
+    ):  # torch leaves a handler of signals in the main thread
+        for _ in range(2):
+            with pytest.raises(UserError, match="cannot be sent to worker processes"):
+                threads.submit(reader.read, reads, out).result()
 
 
 KILLED = """
@@ -466,13 +472,9 @@ def short_waits(monkeypatch):
 def test_a_dataset_that_cannot_be_sent_to_a_process_is_one_line():
     source = source_of()
     source.items.dataset.transform = lambda image: image
-    method = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        with closing(feed_of(source, order_of(source), 2)) as feed, pytest.raises(UserError, match=r"lambda.*; define"):
-            next(feed.pools(0))
-    finally:
-        multiprocessing.set_start_method(method, force=True)
+    refused = pytest.raises(UserError, match=r"lambda.*; define")
+    with start_method("spawn"), closing(feed_of(source, order_of(source), 2)) as feed, refused:
+        next(feed.pools(0))
 
 
 @pytest.mark.parametrize(("kind", "state"), [("hang", "70.*sleeping"), ("stop", "stopped")])
