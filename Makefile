@@ -1,9 +1,7 @@
 # make demo     bake the template and train what comes out, on every GPU or on two CPU processes; WORKLOAD=recsys for
 #               users and items
-# make test     all tests: of the project in place, of the template, of baked projects
+# make test     all tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
-# make test-project   those in the project, in place
-# make test-template  those of the template
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
 # make lines    count the lines of Python in a project, for each workload
@@ -26,7 +24,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test test-project test-template slow check fix lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: demo test slow check fix lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -38,27 +36,21 @@ IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
-# The project's tests and the template's run side by side; each prints its output when it is done.
+# Two test processes share two CPUs: one thread each, or they wait for each other's threads.
+test slow check gpu: export OMP_NUM_THREADS := 1
+PYTEST := "$(BIN)/python" -m pytest -n 2 --dist worksteal
+
 test: .venv/installed
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template
+	$(PYTEST)
 
 slow: .venv/installed
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m slow'
-
-# Two test runs share the CPUs: one thread each, or they wait for each other's threads.
-test-project test-template: export OMP_NUM_THREADS := 1
-
-test-project: .venv/installed
-	$(IN_PLACE) pytest -p no:cacheprovider $(ONLY)
-
-test-template: .venv/installed
-	"$(BIN)/python" -m pytest $(ONLY)
+	$(PYTEST) -m slow
 
 check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
 	$(IN_PLACE) mypy
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-project test-template ONLY='-m "not slow"'
+	$(PYTEST) -m "not slow"
 
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
@@ -75,7 +67,7 @@ lines: .venv/installed
 
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
-	$(IN_PLACE) pytest -p no:cacheprovider -m gpu
+	"$(BIN)/python" -m pytest -m gpu
 
 slurm: export OMP_NUM_THREADS := 1
 slurm: .venv/installed

@@ -2,8 +2,8 @@
 
     python bench/clusters.py      ten minutes on two idle cores; it needs what `make slurm` needs
 
-Each row of the page is a test: tests/test_slurm.py on a Slurm cluster of two nodes, tests/test_launch.py on the files
-of launch/, and the project's tests with two agents of torchrun.
+Each row of the page is a test: tests/template/test_slurm.py on a Slurm cluster of two nodes, test_launch_scripts.py
+beside it on the files of launch/, and tests/engine with two agents of torchrun.
 """
 
 import subprocess
@@ -15,21 +15,23 @@ from pathlib import Path
 import publish
 
 ROOT = Path(__file__).parents[1]
-PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 RUNS = {
-    "Slurm: launch/slurm.sh on two nodes, two processes on each": (ROOT, ["tests/test_slurm.py", "-m", "slurm"]),
-    "launch/: published schemas, and command lines that train": (ROOT, ["tests/test_launch.py"]),
-    "two agents of torchrun, without a cluster": (PROJECT, ["tests/fastgpu/test_agents.py"]),
-    "train.py --check": (PROJECT, ["tests/fastgpu/test_check.py"]),
+    "Slurm: launch/slurm.sh on two nodes, two processes on each": (
+        ROOT,
+        ["tests/template/test_slurm.py", "-m", "slurm"],
+    ),
+    "launch/: published schemas, and command lines that train": ["tests/template/test_launch_scripts.py"],
+    "two agents of torchrun, without a cluster": ["tests/engine/test_agents.py"],
+    "train.py --check": ["tests/engine/test_check.py"],
 }
 
 
-def run_tests(folder: Path, arguments: list[str]) -> list[list[str]]:
+def run_tests(arguments: list[str]) -> list[list[str]]:
     """[test, outcome, seconds, what it measured] of each test."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        subprocess.run([*command, "-o", "junit_family=xunit1", *arguments], cwd=folder, check=False)
+        subprocess.run([*command, "-o", "junit_family=xunit1", *arguments], cwd=ROOT, check=False)
         return [_describe(case) for case in ElementTree.parse(report).iter("testcase")]
 
 
@@ -42,7 +44,7 @@ def _describe(case: ElementTree.Element) -> list[str]:
 
 def main() -> None:
     columns = ["test", "outcome", "s", "measured"]
-    tables = [publish.Table(title, columns, run_tests(*run)) for title, run in RUNS.items()]
+    tables = [publish.Table(title, columns, run_tests(arguments)) for title, arguments in RUNS.items()]
     publish.write("clusters", tables, {}, "python bench/clusters.py")
 
 

@@ -2,7 +2,7 @@
 
 python bench/diagnose.py          (--quick: one round; prints, and writes no page)
 
-    causes       planted in a real feed in front of a simulated device (tests/fastgpu/diagnose/simulated.py): which one
+    causes       planted in a real feed in front of a simulated device (tests/tools/diagnose/simulated.py): which one
                  is named, which gain is predicted for its cure, and which gain the cure gives
     feed ratio   measured there, against theory, over supply / demand 0.5 to 4
     watching     time that clock, log and monitor take of a training run: in its loop, and of a CPU beside it
@@ -31,8 +31,8 @@ from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 
-sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu"))
-sys.path.insert(0, str(Path(project.__file__).parents[1] / "{{cookiecutter.project_slug}}/tests/fastgpu/diagnose"))
+sys.path.insert(0, str(Path(project.__file__).parents[1] / "tests/engine"))
+sys.path.insert(0, str(Path(project.__file__).parents[1] / "tests/tools/diagnose"))
 from harness import in_world, numbered
 from simulated import BLOCK_ROWS, N_ROWS, PLANTED, Planted, Times, measure_simulated, measure_slow_second_rank, speed
 

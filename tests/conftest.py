@@ -1,21 +1,22 @@
-"""Fixtures that bake projects from a clean copy of the template."""
+"""Fixtures that bake projects from a clean copy of the template, and that write data for the project in place."""
 
 import functools
-import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import h5py
+import numpy as np
 import pytest
-from cookiecutter.environment import StrictEnvironment
-from cookiecutter.generate import generate_context
-from cookiecutter.prompt import render_variable
+from baking import Done, run_cookiecutter
+from harness import ITEMS, numbered, ragged, write_minimal
 from template import ROOT, tracked
 
-Done = subprocess.CompletedProcess[str]
-
+from fastgpu.process.signals import SAVE, STOP
+from fastgpu.telemetry import log
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start a Slurm cluster run only where `-m slurm` asks for them."""
@@ -65,41 +66,73 @@ def own_copy(baked: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Pa
     return copy
 
 
-def run_cookiecutter(
-    folder: Path, template: Path, *options: str, source: Path | None = None, **answers: object
-) -> Done:
-    """Run the cookiecutter command away from the settings of this user; the project is made in folder/out.
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Each test ends with the handlers of signals that it began with. A run that is over leaves its own."""
+    before = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
-    Answers go in as a person types them: through a replay file, which cookiecutter does not render.
+
+@pytest.fixture(autouse=True)
+def no_log_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of a run that a test breaks off would write to a folder that is gone when Python ends."""
+    forget = SimpleNamespace(register=lambda function: None, unregister=lambda function: None)
+    monkeypatch.setattr(log, "atexit", forget)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """write(rows, chunk=..., ...) writes an HDF5 file with numbered `images` and `labels` and returns its path."""
+
+    def make(
+        rows: int = 100,
+        shape: tuple[int, ...] = (1, 4, 2),
+        chunk: int | None = 8,
+        *,
+        name: str = "rows.h5",
+        start: int = 0,
+        classes: int = 4,
+        **options: Any,
+    ) -> str:
+        path = tmp_path / name
+        with h5py.File(path, "w") as file:
+            chunks = (min(chunk, rows), *shape) if chunk else None
+            file.create_dataset("images", data=numbered(rows, shape, start), chunks=chunks, **options)
+            file["labels"] = np.arange(start, start + rows) % classes
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def write_ragged(tmp_path: Path) -> Callable[..., str]:
+    """write_ragged(rows) writes an HDF5 file with the CSR matrix `items` and the `number` of each row.
+
+    Returns its path.
     """
-    settings = folder / "cookiecutter.yaml"
-    settings.write_text(f"cookiecutters_dir: {folder}/c\nreplay_dir: {folder}/r\n")
-    out = folder / "out"
-    out.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "cookiecutter", "--config-file", str(settings), "-o", str(out)]
-    if answers:
-        (folder / "answers.json").write_text(json.dumps({"cookiecutter": resolve(answers)}))
-        command += ["--replay-file", str(folder / "answers.json")]
-    else:
-        command += ["--no-input"]
-    command += [*options, str(source or template)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def make(rows: int = 100, name: str = "ragged.h5", start: int = 0, items: int = ITEMS, **options: Any) -> str:
+        numbers = range(start, start + rows)
+        array = ragged(numbers)
+        with h5py.File(tmp_path / name, "w") as file:
+            group = file.create_group("items")
+            group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, items)})
+            group["indptr"] = array.offsets
+            group.create_dataset("indices", data=array.values, **options)
+            file["number"] = np.array(numbers)
+        return str(tmp_path / name)
+
+    return make
 
 
-def resolve(answers: dict[str, object]) -> dict[str, object]:
-    """All variables as cookiecutter holds them once a person has given these answers."""
-    context = generate_context(str(ROOT / "cookiecutter.json"))
-    known = dict(context["cookiecutter"])
-    environment = StrictEnvironment(context=context)
-    resolved: dict[str, object] = {}
-    for name, value in known.items():
-        if name == "__prompts__":
-            continue
-        if name in answers:
-            resolved[name] = answers[name]
-        elif name.startswith("_") and not name.startswith("__"):
-            resolved[name] = value
-        else:
-            default = value[0] if isinstance(value, list) else value
-            resolved[name] = render_variable(environment, default, resolved)
-    return resolved
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which `python train.py` works: config.yaml and rows.h5 for the workload `minimal`.
+
+    It is the current folder, so that the test itself can train there, too.
+    """
+    write_minimal(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

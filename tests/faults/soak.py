@@ -36,7 +36,7 @@ import psutil
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1] / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "fastgpu"), str(HERE.parents[1] / "bench")]
+sys.path[:0] = [str(PROJECT), str(HERE.parent / "engine"), str(HERE.parents[1] / "bench")]
 
 import publish
 from harness import copy_project, write_minimal

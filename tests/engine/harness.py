@@ -1,0 +1,325 @@
+"""Rows that carry their own numbers, checks of a workload, and runs of several processes."""
+
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+import yaml
+
+from fastgpu.process.config import Dist
+from fastgpu.process.launch import Launch
+from fastgpu.process.world import World, join
+from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.rows import Ragged, RaggedArray, Rows
+from fastgpu.run.checkpoint import digest_of
+from workloads import Workload
+
+ROOT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
+"""The project in place."""
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 1, CPU)
+"""A job of one process on a CPU."""
+TIMEOUT_S = 600
+"""How long a process may take before a test gives up. It is long because other work may occupy the machine."""
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# ---------------------------------------------------------------------------------------------- numbered rows
+
+
+def numbered(rows: int, shape: tuple[int, ...] = (1, 4, 2), start: int = 0) -> np.ndarray:
+    """uint8 rows (rows, *shape). Each begins with its number as four bytes; the rest is a function of the number."""
+    number = np.arange(start, start + rows, dtype="<u4")
+    images = (number[:, None] * 7 + np.arange(int(np.prod(shape)))).astype(np.uint8)
+    images[:, :4] = number.view(np.uint8).reshape(-1, 4)
+    return images.reshape(rows, *shape)
+
+
+def numbers_of(images: torch.Tensor | np.ndarray) -> list[int]:
+    """The numbers that rows carry. Fails if any byte of a row is not the one that belongs to its number."""
+    array = np.ascontiguousarray(np.asarray(images))
+    number = array.reshape(len(array), -1)[:, :4].copy().view("<u4").reshape(-1)
+    expected = numbered(int(number.max()) + 1 if len(number) else 0, array.shape[1:])
+    np.testing.assert_array_equal(array, expected[number])
+    return number.tolist()
+
+
+ITEMS = 1000
+"""Number of items that the values of ragged rows are drawn from."""
+
+
+def ragged(numbers: Iterable[int]) -> RaggedArray:
+    """Ragged rows: row n has n * 7 % 5 items, each a function of n and its place."""
+    rows = [np.arange(n * 7 % 5) * 31 + n for n in numbers]
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return RaggedArray((np.concatenate([*rows, []]) % ITEMS).astype(np.int32), offsets)
+
+
+def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
+    """Whether these are the rows of those numbers, with offsets that agree on the host and on the device."""
+    expected = ragged(numbers)
+    offsets = np.asarray(rows.offsets)
+    if not np.array_equal(offsets, expected.offsets):
+        return False
+    if isinstance(rows, Ragged) and not np.array_equal(rows.host_offsets, expected.offsets):
+        return False
+    return np.array_equal(np.asarray(rows.values)[: offsets[-1]], expected.values)
+
+
+def read_rows(source: Source) -> dict[str, Any]:
+    """All rows of a source in its order: {field: array or RaggedArray}."""
+    out: dict[str, Any] = {}
+    for name, field in source.fields.items():
+        if field.is_ragged:
+            offsets = np.concatenate([[0], np.cumsum(source.lengths[name])])
+            out[name] = RaggedArray(np.zeros(offsets[-1], field.dtype), offsets)
+        else:
+            out[name] = np.zeros((len(source), *field.shape), field.dtype)
+    starts = np.cumsum(source.block_rows) - source.block_rows
+    for block, (start, rows) in enumerate(zip(starts.tolist(), source.block_rows.tolist(), strict=True)):
+        source.read([BlockRead(block, 0, np.arange(start, start + rows))], out)
+    return out
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """On a GPU, everything in this block that makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---------------------------------------------------------------------------------------------- workloads
+
+
+def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> None:
+    """Check a workload against the protocol in workloads/__init__.py. Use it for your own, too.
+
+    train_batch, val_batch: some rows of each kind, on the CPU.
+    """
+    rng = torch.Generator().manual_seed(0)
+    metrics = workload.metrics
+    assert metrics
+    assert set(metrics.values()) <= {"higher", "lower"}
+    assert isinstance(workload.is_random, bool)
+    model = workload.model()
+    assert all(parameter.device == CPU for parameter in model.parameters())
+    batch = workload.transform(train_batch, rng)
+    assert len(batch) == len(train_batch)
+    loss = workload.loss(model, batch)
+    assert loss.shape == ()
+    assert torch.isfinite(loss)
+    loss.backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+    model.eval()
+    with torch.no_grad():
+        whole = workload.score(model, val_batch)
+        parts = [workload.score(model, part) for part in val_batch.batches(-(-len(val_batch) // 3))]
+    assert set(whole) == set(metrics)
+    for name in metrics:  # sums over the parts of a batch are the sums of the whole
+        total = torch.stack([torch.as_tensor(part[name].total).double() for part in parts]).sum()
+        torch.testing.assert_close(total, torch.as_tensor(whole[name].total).double(), rtol=1e-4, atol=1e-4)
+        assert sum(int(part[name].n) for part in parts) == int(whole[name].n)
+    if getattr(type(workload), "predict", None) not in (None, Workload.predict):  # training does not need it
+        with torch.no_grad():
+            predicted = workload.predict(model, val_batch)
+        assert predicted
+        assert all(len(value) == len(val_batch) for value in predicted.values())
+    json.dumps(workload.card())
+
+
+def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> None:
+    """Write rows.h5 and config.yaml for the workload `minimal` to a folder.
+
+    An epoch has 21 whole batches of 32 rows. The groups train and val of rows.h5 hold x, float32 (N, 6), and y (N,), a
+    smooth function of x.
+    """
+    rng = np.random.default_rng(0)
+    with h5py.File(folder / "rows.h5", "w") as file:
+        for name, count in (("train", n_rows), ("val", n_val_rows)):
+            x = rng.standard_normal((count, 6), np.float32)
+            group = file.create_group(name)
+            group.create_dataset("x", data=x, chunks=(20, 6))
+            group["y"] = np.sin(x[:, 0]) + x[:, 1] * x[:, 2]
+    config = {
+        "workload": "minimal",
+        "run": {"name": "a"},
+        "data": {
+            "train": "rows.h5::/train",
+            "val": "rows.h5::/val",
+            "fields": {"x": "x", "y": "y"},
+            "batch_size": 32,
+            "pool_batches": 4,
+        },
+        "train": {"epochs": 3},
+        "dist": {"device": "cpu"},
+        "log": {"every_steps": 5},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a state.json that was changed, with its new digest."""
+    state.pop("digest", None)
+    path.write_text(json.dumps(state | {"digest": digest_of(state)}))
+
+
+def weights_of(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    """The model in the newest checkpoint of a run, or another part of it."""
+    newest = max(run.glob("checkpoints/last-*"), key=lambda path: int(path.name.removeprefix("last-")))
+    return torch.load(newest / f"{name}.pt", weights_only=True)
+
+
+def same_weights(run: Path, other: Path, name: str = "model") -> bool:
+    """Whether the newest checkpoints of two runs hold the same model, bit for bit."""
+    ours = weights_of(run, name)
+    theirs = weights_of(other, name)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def copy_project(folder: Path) -> Path:
+    """A copy of the Python that trains, for a test that edits it. Returns the folder."""
+    shutil.copyfile(ROOT / "train.py", folder / "train.py")
+    for package in ("workloads", "fastgpu"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `python convert.py` to its end."""
+    command = [sys.executable, str(ROOT / "convert.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def train_command(*arguments: str, ranks: int = 1, root: Path = ROOT) -> list[str]:
+    """`python train.py`, or torchrun with so many ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher, str(root / "train.py"), *arguments]
+
+
+def run_train(
+    *arguments: str, ranks: int = 1, cwd: Path = ROOT, root: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py to its end. root: the project that it is in."""
+    return subprocess.run(
+        train_command(*arguments, ranks=ranks, root=root),
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def run_ranks(
+    *arguments: str, ranks: int, cwd: Path = ROOT, more_for_last: tuple[str, ...] = ()
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run train.py as `ranks` processes without torchrun, so that the exit code of each can be seen.
+
+    more_for_last: arguments of the last rank only.
+    """
+    port = free_port()
+    processes = []
+    for rank in range(ranks):
+        launch = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        process = subprocess.Popen(
+            train_command(*arguments, *(more_for_last if rank == ranks - 1 else ())),
+            cwd=cwd,
+            env=os.environ | {name: str(value) for name, value in launch.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    results = []
+    try:
+        for process in processes:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            results.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call function(world, *arguments) in `size` gloo processes. Returns the results by rank.
+
+    Fails with the traceback of the first rank that raises. The function must be importable.
+    """
+    port = free_port()
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = []
+    for rank in range(size):
+        process = context.Process(
+            target=_call, args=(Launch(rank, size, rank, size), port, function, arguments), kwargs={"answers": answers}
+        )
+        process.start()
+        processes.append(process)
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < size:
+            rank, value, error = answers.get(timeout=TIMEOUT_S)
+            assert not error, f"rank {rank}:\n{error}"
+            results[rank] = value
+    except queue.Empty:
+        pytest.fail(f"only ranks {sorted(results)} answered")
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return [results[rank] for rank in range(size)]
+
+
+def _call(launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, answers: Any) -> None:
+    rank = launch.rank
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": launch.world_size}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    try:
+        with join(launch, Dist(device="cpu", timeout_s=TIMEOUT_S)) as world:
+            value = function(world, *arguments)
+        answers.put((rank, value, None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))

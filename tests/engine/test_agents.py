@@ -1,0 +1,234 @@
+"""Several machines: two torchruns on this one, which share the folder of the run. Any of their processes may die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import train as script
+from harness import (
+    ALONE,
+    ROOT,
+    TIMEOUT_S,
+    copy_project,
+    free_port,
+    metrics_of,
+    run_train,
+    same_weights,
+    train_command,
+    weights_of,
+    write_minimal,
+)
+
+from fastgpu.process.config_loader import load_config
+from workloads import minimal
+
+WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "log.to=[]", "train.epochs=40")
+
+
+NOTING = """
+import json
+import os
+import time
+from pathlib import Path
+
+from fastgpu.process.launch import read_launch
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    def transform(self, batch, rng):
+        launch = read_launch()
+        with open(os.environ["ROWS"], "a") as file:
+            file.write(json.dumps([launch.world_size, launch.rank, batch["x"][:, 0].tolist()]) + "\\n")
+        if Path("slow").exists():
+            time.sleep(0.2)
+        return batch
+"""
+"""A workload that writes down the first number of each row of each batch, slowly if there is a file `slow`."""
+
+
+class Job:
+    """Agents, each of which starts one rank."""
+
+    def __init__(self, *words: str, restarts: int = 3, nodes: str = "2", root: Path = ROOT):
+        self.words = words
+        self.restarts = restarts
+        self.nodes = nodes
+        self.root = root
+        self.environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        self.port = free_port()
+        self.agents: list[subprocess.Popen] = []
+
+    def start_agent(self, cwd: Path | None = None) -> subprocess.Popen:
+        """Start an agent of the next node, as the launch files do."""
+        launcher = [
+            f"--nnodes={self.nodes}",
+            "--nproc-per-node=1",
+            f"--max-restarts={self.restarts}",
+            "--local-addr=127.0.0.1",
+        ]
+        rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
+        rendezvous.append("--rdzv-conf=last_call_timeout=2")
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *rendezvous]
+        agent = subprocess.Popen(
+            [*command, *train_command(*self.words, root=self.root)[1:]],
+            cwd=cwd,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.agents.append(agent)
+        return agent
+
+    def start(self) -> None:
+        """Start both agents. The first one hosts the store."""
+        self.start_agent()
+        time.sleep(2)
+        self.start_agent()
+
+
+@pytest.fixture
+def jobs() -> Iterator[type[Job]]:
+    """The class Job; whatever it starts ends with the test."""
+    before = psutil.Process().children()
+    yield Job
+    for process in psutil.Process().children(recursive=True):
+        if process not in before:
+            process.kill()
+
+
+def rank_of(agent: subprocess.Popen) -> psutil.Process:
+    """The training process of an agent."""
+    children = psutil.Process(agent.pid).children()
+    return next(child for child in children if any(word.endswith("train.py") for word in child.cmdline()))
+
+
+def kill_node(agent: subprocess.Popen) -> None:
+    """What the loss of a machine is: agent and rank are gone at once."""
+    processes = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+    for process in processes:
+        process.kill()
+    agent.wait(TIMEOUT_S)
+
+
+@pytest.mark.slow
+def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, jobs):
+    run = folder / "runs/a"
+    job = jobs(*WORDS)
+    job.start()
+    first, second = job.agents
+    wait_for_progress(run, first, n_starts=1)
+    rank_of(second).kill()
+    wait_for_progress(run, first, n_starts=2)
+    kill_node(second)
+    second = job.start_agent()  # another machine takes its place
+    wait_for_progress(run, first, n_starts=3)
+    kill_node(first)  # with it goes the store: the other agent gives up
+    assert second.wait(TIMEOUT_S) != 0
+    job = jobs(*WORDS)
+    job.start()
+    for agent in job.agents:
+        output, _ = agent.communicate(timeout=TIMEOUT_S)
+        assert agent.returncode == 0, output
+    points = metrics_of(run)
+    assert points[-1]["step"] == 40 * 21
+    assert any(name.startswith("machine1/") for point in points for name in point)
+    alone = run_train(*WORDS, "run.name=alone", ranks=2, cwd=folder)
+    assert alone.returncode == 0, alone.stderr
+    assert same_weights(run, folder / "runs/alone")
+
+
+def wait_for_progress(run: Path, agent: subprocess.Popen, n_starts: int) -> None:
+    """Wait until a run has been started so many times and no start is left without a checkpoint."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len([*run.glob("run*.json")]) < n_starts or (run / "starts.txt").exists():
+        assert agent.poll() is None, agent.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_one_machine_without_the_data_is_one_line(folder, jobs):
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.yaml").write_text((folder / "config.yaml").read_text())
+    job = jobs(restarts=0)
+    del job.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+    job.start_agent()
+    time.sleep(2)
+    job.start_agent(cwd=elsewhere)
+    outputs = [agent.communicate(timeout=TIMEOUT_S)[0] for agent in job.agents]
+    for output in outputs:
+        lines = {line for line in output.splitlines() if line.startswith("error:")}
+        assert len(lines) == 1, output
+        assert "rows.h5 does not exist (looked in" in lines.pop()
+        assert "UserError" not in output  # what follows is the report of torchrun
+    assert "".join(outputs).count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine") == 1
+
+
+def global_batches(path: Path) -> list[tuple[int, list[float]]]:
+    """(number of ranks, rows of all ranks in their order) of each step that was made."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    batches = []
+    while lines and len(lines) >= lines[0][0]:
+        world_size = lines[0][0]
+        ranks = sorted(lines[:world_size])  # no rank begins a step before all have begun the one before
+        assert [line[:2] for line in ranks] == [[world_size, rank] for rank in range(world_size)]
+        batches.append((world_size, [row for *_, rows in ranks for row in rows]))
+        del lines[:world_size]
+    return batches
+
+
+@pytest.mark.slow
+def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jobs, monkeypatch):
+    root = copy_project(folder)
+    (root / "workloads/noting.py").write_text(NOTING)
+    write_minimal(folder, n_rows=5000)
+    words = ("workload=noting", "run.resume=auto", "log.to=[]", "train.epochs=1", "data.batch_size=8")
+    rows = folder / "rows.txt"
+    monkeypatch.setenv("ROWS", str(rows))
+    slow = folder / "slow"
+    slow.touch()
+    job = jobs(*words, nodes="1:2", root=root)
+    stays = job.start_agent()
+    wait_for_steps(rows, stays, world_size=1)
+    leaves = job.start_agent()
+    wait_for_steps(rows, stays, world_size=2)
+    leaves.send_signal(signal.SIGTERM)
+    leaves.communicate(timeout=TIMEOUT_S)
+    assert (folder / "runs/a/stopped.json").exists()
+    slow.unlink()
+    output, _ = stays.communicate(timeout=TIMEOUT_S)
+    assert stays.returncode == 0, output
+    assert not (folder / "runs/a/stopped.json").exists()
+    batches = global_batches(rows)
+    sizes = [size for size, _ in batches]
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [1, 2, 1]
+
+    alone: list[list[float]] = []
+    monkeypatch.setattr(
+        minimal.Workload, "transform", lambda _, batch, rng: alone.append(batch["x"][:, 0].tolist()) or batch
+    )
+    script.train(load_config([*words[1:], "run.name=alone"]), ALONE)
+    assert [row_ids for _, row_ids in batches] == alone  # none is lost, none is made twice
+    ours, theirs = weights_of(folder / "runs/a"), weights_of(folder / "runs/alone")
+    for name, values in ours.items():  # two ranks add the gradients in another order
+        torch.testing.assert_close(values, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def wait_for_steps(rows: Path, agent: subprocess.Popen, world_size: int) -> None:
+    """Wait until the last five steps were made by so many ranks."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while [size for size, _ in global_batches(rows)[-5:]] != [world_size] * 5:
+        assert agent.poll() is None, agent.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.05)

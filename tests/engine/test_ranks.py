@@ -1,0 +1,84 @@
+"""Ranks that were started with other settings, rows or code: each node has a copy of its own."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import h5py
+import pytest
+import train as script
+from harness import ROOT, in_world, run_ranks
+
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
+
+CASES = {
+    "nothing differs": ((), None),
+    "another place for the same rows": (("data.train=copy.h5::/train", "data.tier=host", "loader.num_readers=3"), None),
+    "seed": (("run.seed=3",), "run.seed is 3 on rank 1 ("),
+    "batch size": (("data.batch_size=64",), "data.batch_size is 64 on rank 1 ("),
+    "model": (("model.hidden_dim=8",), "model.hidden_dim is 8 on rank 1 ("),
+    "epochs": (("train.epochs=4",), "train.epochs is 4 on rank 1 ("),
+    "fewer rows": (("data.train=rows.h5::/val",), "data.train: the number of rows is 100 on rank 1 ("),
+    "other rows": (("data.train=other.h5::/train",), "data.train: the digest of the rows is "),
+    "other rows to validate on": (("data.val=other.h5::/val",), "data.val: the digest of the rows is "),
+    "other rows, of which a share is held out": (("data.train=other.h5::/train", "data.val=10%"), "data.train: the "),
+}
+"""{case: (settings of rank 1 only, beginning of the error)}"""
+
+
+def build_cases(world: World, folder: Path) -> dict[str, str | None]:
+    """{case: the error of train.build}, and `code` for a file of the project that only rank 1 has imported."""
+    os.chdir(folder)
+    errors: dict[str, str | None] = {}
+    for name, (own, _) in CASES.items():
+        shared = ["data.val=10%"] if "data.val=10%" in own else []
+        errors[name] = build_error([*shared, *(own if world.rank else ())], world)
+    if world.rank:
+        sys.modules["convert"] = ModuleType("convert")
+        sys.modules["convert"].__file__ = str(ROOT / "convert.py")
+    errors["code"] = build_error([], world)
+    return errors
+
+
+def build_error(overrides: list[str], world: World) -> str | None:
+    try:
+        parts = script.build(load_config([*dict.fromkeys(overrides)]), world)
+    except UserError as error:
+        return str(error)
+    parts.feed.close()
+    parts.val_feed.close()
+    return None
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
+    shutil.copyfile("rows.h5", "copy.h5")
+    shutil.copyfile("rows.h5", "other.h5")
+    with h5py.File("other.h5", "r+") as file:
+        file["train/y"][350] += 1
+        file["val/x"][50] += 1
+    ranks = in_world(2, build_cases, folder)
+    assert ranks[0] == ranks[1]
+    for name, (_, beginning) in CASES.items():
+        error = ranks[0][name]
+        if beginning is None:
+            assert error is None, name
+        else:
+            assert error, name
+            assert error.startswith(beginning), name
+    assert ranks[0]["code"].startswith("convert.py is ")
+    assert "on rank 1" in ranks[0]["code"]
+
+
+@pytest.mark.slow
+def test_every_rank_that_differs_ends_with_the_same_exit_code(folder):
+    done = run_ranks("train.epochs=1", ranks=2, cwd=folder, more_for_last=("run.seed=3",))
+    assert [process.returncode for process in done] == [2, 2]
+    lines = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: run.seed is 3 on rank 1 (")
+    assert not (folder / "runs").exists()

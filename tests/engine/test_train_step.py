@@ -1,0 +1,260 @@
+"""The optimizer step of train.py against a plain one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ALONE, in_world, needs_gpu, no_host_sync
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from train import Parts, train_step
+
+from fastgpu.process.config import Config, Data, Dist, Optim, Precision
+from fastgpu.process.world import World
+from fastgpu.rows.rows import Rows
+from fastgpu.training.ema import AveragedModel
+from fastgpu.training.optim import make_optimizer
+from fastgpu.training.parallel import share_gradients
+from fastgpu.training.step import mixed_precision
+
+
+class Regression:
+    """A workload of which only the loss is asked."""
+
+    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def make_batch(rows: int = 12, seed: int = 0) -> Rows:
+    rng = torch.Generator().manual_seed(seed)
+    return Rows({"x": torch.randn(rows, 3, generator=rng), "y": torch.randn(rows, 2, generator=rng)})
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def make_parts(
+    model: nn.Module,
+    settings: Optim,
+    precision: Precision = "fp32",
+    *,
+    ddp: nn.Module | None = None,
+    own_groups: Sequence[dict[str, Any]] = (),
+) -> Parts:
+    """The parts that a step needs."""
+    data = Data(train="a.h5", val="b.h5", fields={"x": "x", "y": "y"})
+    device = next(model.parameters()).device
+    unused = dict.fromkeys(("source", "val_source", "sizes", "feed", "val_feed"))
+    return Parts(
+        **unused,
+        config=Config(workload="regression", data=data, optim=settings),
+        workload=Regression(),
+        model=model,
+        ddp=ddp or model,
+        optimizer=make_optimizer(model, settings, own_groups=own_groups),
+        precision=mixed_precision(precision, device),
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_is_that_of_a_plain_loop(name):
+    ours = make_model()
+    plain = make_model()
+    parts = make_parts(ours, Optim(name=name, lr=0.1, weight_decay=0.01, clip_grad_norm=0.5))
+    groups = [
+        {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.999), foreach=False)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+    for number in range(5):
+        batch = make_batch(seed=number)
+        lr = 0.01 * (number + 1)
+        loss = train_step(parts, batch, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        expected = nn.functional.mse_loss(plain(batch["x"]), batch["y"])
+        expected.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected.detach())
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_loss_has_no_graph_and_no_gradient_is_left():
+    model = make_model()
+    loss = train_step(make_parts(model, Optim()), make_batch(), 0.1)
+    assert loss.shape == ()
+    assert not loss.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_group_keeps_its_share_of_the_learning_rate_and_frozen_parameters_stay():
+    """With plain SGD the update is proportional to the learning rate."""
+    settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.0)
+    models = [make_model(), make_model()]
+    for model in models:
+        model[1].requires_grad_(False)
+    start = make_model()
+    train_step(make_parts(models[0], settings), make_batch(), 0.1)
+    own_groups = [{"params": models[1][0].parameters(), "lr_scale": 0.25}]
+    train_step(make_parts(models[1], settings, own_groups=own_groups), make_batch(), 0.1)
+    for number, share in ((0, 0.25), (1, 1.0), (3, 1.0)):
+        update, scaled = (model[number].weight - start[number].weight for model in models)
+        torch.testing.assert_close(scaled, share * update)
+        assert (update == 0).all() == (number == 1)
+
+
+@pytest.mark.parametrize("accumulation_steps", [2, 3, 12])
+def test_accumulated_parts_are_one_big_batch(accumulation_steps):
+    whole = make_model()
+    cut = make_model()
+    settings = Optim(name="sgd", weight_decay=0.0, momentum=0.0)
+    loss = train_step(make_parts(whole, settings), make_batch(), 0.1)
+    settings = settings.model_copy(update={"accumulation_steps": accumulation_steps})
+    loss_of_parts = train_step(make_parts(cut, settings), make_batch(), 0.1)
+    torch.testing.assert_close(loss_of_parts, loss)
+    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_gradients_are_clipped_after_they_are_unscaled(accumulation_steps):
+    """With plain SGD the update is lr times the gradient, so its norm shows where the gradient was clipped."""
+    settings = Optim(
+        name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.25, accumulation_steps=accumulation_steps
+    )
+    updates = {}
+    for precision in ("fp32", "fp16"):
+        model = make_model()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        parts = make_parts(model, settings, precision)
+        assert parts.precision.scaler.is_enabled() == (precision == "fp16")
+        train_step(parts, make_batch(), 1.0)
+        pairs = zip(before, model.parameters(), strict=True)
+        updates[precision] = torch.cat([(old - new).flatten() for old, new in pairs])
+        assert updates[precision].norm().item() == pytest.approx(0.25, rel=1e-2)
+    torch.testing.assert_close(updates["fp16"], updates["fp32"], rtol=0, atol=5e-3)
+
+
+def test_a_maximum_norm_of_0_clips_nothing():
+    settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.0)
+    model = make_model()
+    plain = make_model()
+    batch = make_batch()
+    batch["y"].mul_(1000)
+    train_step(make_parts(model, settings), batch, 1.0)
+    nn.functional.mse_loss(plain(batch["x"]), batch["y"]).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs - theirs.grad)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_learns_and_keeps_its_weights_in_fp32(precision):
+    model = make_model()
+    parts = make_parts(model, Optim(lr=0.01, weight_decay=0.0), precision)
+    losses = [train_step(parts, make_batch(), 0.01).item() for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
+    """The weights after three steps on this rank's part of each batch, with their average over the steps, and how often
+    gradients were averaged."""
+    model = make_model()
+    settings = Optim(name="sgd", accumulation_steps=accumulation_steps)
+    ddp = share_gradients(model, Dist(), world, static_graph=accumulation_steps == 1)
+    n_averages = [0]
+
+    def average(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        n_averages[0] += 1
+        gradients = bucket.buffer() / world.world_size
+        torch.distributed.all_reduce(gradients)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(gradients)
+        return future
+
+    if world.world_size > 1 and accumulation_steps > 1:
+        ddp.register_comm_hook(None, average)
+    ema = AveragedModel(model, 0.5)
+    parts = make_parts(model, settings, ddp=ddp)._replace(ema=ema)
+    batch = make_batch(24)
+    share = 24 // world.world_size
+    for _ in range(3):
+        train_step(parts, batch.slice(share * world.rank, share * (world.rank + 1)), 0.1)
+    weights = [*model.parameters(), *ema.parameters()]
+    return [parameter.tolist() for parameter in weights], n_averages[0]
+
+
+def three_steps_cut_and_whole(world: World) -> list[tuple[list, int]]:
+    return [three_steps(world, 1), three_steps(world, 3)]
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step():
+    expected, _ = three_steps(ALONE, 1)
+    first, second = in_world(2, three_steps_cut_and_whole)
+    assert first == second
+    for weights, _ in first:
+        for mine, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
+    _, n_averages = first[1]
+    assert n_averages == 3  # the gradients of this model fill one bucket
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_average_of_the_weights_is_updated_once_a_step(accumulation_steps):
+    settings = Optim(lr=0.1, accumulation_steps=accumulation_steps)
+    model = make_model()
+    parts = make_parts(model, settings)
+    parts = parts._replace(ema=AveragedModel(model, 0.9))
+    assert parts.model_to_use is model  # nothing has been averaged yet
+    expected = AveragedModel(model, 0.9)
+    for number in range(4):
+        train_step(parts, make_batch(seed=number), 0.1)
+        expected.update_parameters(model)
+    assert parts.model_to_use is parts.ema.module
+    assert parts.ema.n_averaged == 4
+    for mine, theirs in zip(parts.ema.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_never_makes_the_host_wait(precision):
+    device = torch.device("cuda", 0)
+    model = make_model().to(device)
+    parts = make_parts(model, Optim(accumulation_steps=2), precision)
+    parts = parts._replace(ema=AveragedModel(model, 0.9))
+    batch = make_batch().to(device)
+    train_step(parts, batch, 0.1)
+    with no_host_sync():
+        train_step(parts, batch, 0.1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gradients_that_nccl_averages_over_one_rank_are_those_without_it():
+    device = torch.device("cuda", 0)
+    batch = make_batch().to(device)
+    plain = make_model().to(device)
+    shared = make_model().to(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared, static_graph=True))):
+            parts = make_parts(model, Optim(), "bf16", ddp=ddp)
+            for _ in range(3):
+                train_step(parts, batch, 0.1)
+    finally:
+        dist.destroy_process_group()
+    for mine, theirs in zip(shared.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)

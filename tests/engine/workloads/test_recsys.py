@@ -1,0 +1,473 @@
+"""The workload `recsys`: autoencoders on sparse rows against the same on dense rows."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import train as script
+import yaml
+from harness import ALONE, CPU, check_workload, convert, metrics_of, needs_gpu, no_host_sync, run_train, same_weights
+from torch import Tensor, nn
+from train import Parts, train_step
+
+from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.process.config import Config, Data, Dist, Optim, Precision
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.storage.store import Store, open_store
+from fastgpu.training.optim import make_optimizer
+from fastgpu.training.parallel import share_gradients
+from fastgpu.training.step import mixed_precision
+from workloads.recsys import AutoEncoder, Workload, multinomial_nll
+
+ITEMS = 60
+USERS = 40
+
+
+def make_options(**changes: Any) -> Workload.Options:
+    """A small variational model."""
+    return Workload.Options(**({"hidden_dim": 24, "latent_dim": 8, "kl_anneal_steps": 20} | changes))
+
+
+def ragged_of(rows: list[list[int]]) -> Ragged:
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    values = torch.tensor([item for row in rows for item in row], dtype=torch.int32)
+    return Ragged(values, torch.from_numpy(offsets), offsets)
+
+
+def rows_of(users: list[list[int]], **more: list[list[int]]) -> Rows:
+    return Rows({"items": ragged_of(users)} | {name: ragged_of(rows) for name, rows in more.items()})
+
+
+def draw_users(seed: int = 0, n_users: int = USERS) -> list[list[int]]:
+    """The items of each user, up to 19 different ones."""
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(ITEMS)[: rng.integers(0, 20)].tolist() for _ in range(n_users)]
+
+
+def dense(rows: Rows, values: Tensor) -> Tensor:
+    """(B, I): `values` (N,) where a user has an item, 0 elsewhere."""
+    items = rows["items"]
+    x_BI = torch.zeros(len(items), ITEMS, dtype=values.dtype)
+    x_BI[items.rows.long(), items.values.long()] = values
+    return x_BI
+
+
+def sparse_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Loss and logits."""
+    logits, penalty = model(rows["items"].values, rows["items"].offsets)
+    return multinomial_nll(logits, rows["items"]) + penalty, logits
+
+
+def dense_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The same as it is usually written, on dense rows, with the random numbers of the sparse one."""
+    options = model.options
+    dtype = model.weight_IH.dtype
+    ones_N = torch.ones(len(rows["items"].values), dtype=dtype)
+    x_BI = dense(rows, ones_N)
+    keep_N = ones_N
+    if model.training and options.dropout:
+        keep_N = (torch.rand_like(ones_N) >= options.dropout) / (1 - options.dropout)
+    hidden = F.linear(F.normalize(x_BI) * dense(rows, keep_N), model.weight_IH.T, model.bias_H)
+    code = model.encode(hidden)
+    penalty = torch.zeros((), dtype=dtype)
+    if options.variational:
+        mean, log_var = code.chunk(2, 1)
+        std = torch.exp(log_var / 2)
+        code = mean
+        if model.training:
+            model.passes += 1
+            code = mean + std * torch.randn_like(mean)
+        prior = torch.distributions.Normal(0, 1)
+        posterior = torch.distributions.Normal(mean, std)
+        weight = options.kl_weight * min(1, model.passes.item() / options.kl_anneal_steps)
+        penalty = weight * torch.distributions.kl_divergence(posterior, prior).sum(1).mean()
+    else:
+        code = torch.tanh(code)
+    logits = model.output(model.decode(code))
+    return -(F.log_softmax(logits, 1) * x_BI).sum(1).mean() + penalty, logits
+
+
+LOSSES = {"sparse": sparse_loss, "dense": dense_loss}
+
+
+@pytest.fixture(params=[(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def numerics(request) -> tuple[torch.dtype, float]:
+    """A type and the error that it allows."""
+    return request.param
+
+
+@pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
+@pytest.mark.parametrize("hidden_dim", [24, 0])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_forward_loss_and_gradients_are_those_of_dense_rows(numerics, variational, hidden_dim, is_training):
+    dtype, error = numerics
+    model = AutoEncoder(ITEMS, make_options(variational=variational, hidden_dim=hidden_dim))
+    model = model.to(dtype).train(is_training)
+    rows = rows_of(draw_users())
+    results = []
+    for loss_of in LOSSES.values():
+        torch.manual_seed(7)
+        model.zero_grad()
+        model.passes.fill_(4)
+        loss, logits = loss_of(model, rows)
+        loss.backward()
+        results.append((logits.detach(), loss.detach(), *(p.grad.clone() for p in model.parameters())))
+    for sparse, full in zip(*results, strict=True):
+        torch.testing.assert_close(sparse, full, rtol=error, atol=error)
+    assert results[0][1] > 1
+
+
+@pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
+def test_thirty_steps_of_training_are_those_of_dense_rows(numerics, variational):
+    dtype, error = numerics
+    results = []
+    rows = rows_of(draw_users())
+    for loss_of in LOSSES.values():
+        torch.manual_seed(1)
+        model = AutoEncoder(ITEMS, make_options(variational=variational)).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0, eps=1e-4)
+        losses = []
+        for number in range(30):
+            torch.manual_seed(number)
+            loss, _ = loss_of(model, rows)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        results.append((torch.stack(losses), *(p.detach() for p in model.parameters())))
+    for sparse, full in zip(*results, strict=True):
+        torch.testing.assert_close(sparse, full, rtol=error, atol=error)
+    losses = results[0][0]
+    assert losses[-5:].mean() < losses[:5].mean()
+
+
+def test_the_gradient_of_the_loss_is_that_of_differences():
+    rows = ragged_of([[1, 4], [], [0, 2, 3]])
+    logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    assert torch.autograd.gradcheck(lambda z: multinomial_nll(z, rows), (logits,))
+
+
+def test_the_weight_of_the_divergence_rises_with_the_passes():
+    model = AutoEncoder(ITEMS, make_options(dropout=0.0))
+    items = rows_of(draw_users())["items"]
+    penalties = []
+    for passes in (0, 9, 19, 500):
+        torch.manual_seed(0)
+        model.passes.fill_(passes)
+        penalties.append(model(items.values, items.offsets)[1].item())
+    assert penalties[1] == pytest.approx(10 * penalties[0], rel=1e-5)
+    assert penalties[2] == pytest.approx(20 * penalties[0], rel=1e-5) == penalties[3]
+    assert "passes" in model.state_dict()
+
+
+class LossOnly:
+    """The loss of the workload without its data."""
+
+    loss = Workload.loss
+    score = Workload.score
+
+
+def make_parts(model: nn.Module, settings: Optim, precision: Precision) -> Parts:
+    """The parts that a step needs."""
+    data = Data(train="a.h5", val="b.h5", fields={"items": "items"})
+    device = next(model.parameters()).device
+    unused = dict.fromkeys(("source", "val_source", "sizes", "feed", "val_feed"))
+    return Parts(
+        **unused,
+        config=Config(workload="recsys", data=data, optim=settings),
+        workload=LossOnly(),
+        model=model,
+        ddp=model,
+        optimizer=make_optimizer(model, settings),
+        precision=mixed_precision(precision, device),
+    )
+
+
+def test_parts_of_a_batch_give_the_gradient_of_the_whole():
+    """Accumulation cuts ragged batches, too."""
+    rows = rows_of(draw_users(3))
+    results = []
+    for accumulation_steps in (1, 4):
+        torch.manual_seed(0)
+        model = AutoEncoder(ITEMS, make_options(dropout=0.0, variational=False)).double()
+        settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, accumulation_steps=accumulation_steps)
+        loss = train_step(make_parts(model, settings, "fp32"), rows, 0.1)
+        results.append((loss, *(p.detach() for p in model.parameters())))
+    for whole, parts in zip(*results, strict=True):
+        torch.testing.assert_close(whole, parts, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------- with files
+
+
+def write_csr(file: h5py.File, name: str, rows: list[list[int]], n_items: int) -> None:
+    group = file.create_group(name)
+    group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (len(rows), n_items)})
+    group["indptr"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    group["indices"] = np.concatenate([np.array(row, np.int32) for row in rows])
+
+
+@pytest.fixture
+def write_users(tmp_path: Path) -> Callable[..., str]:
+    """write_users(name, n_users) writes a file with `items` and `held_out`, and returns its path.
+
+    There are two kinds of users: one likes the first half of the items, the other one the second half.
+    """
+
+    def write(name: str, n_users: int, *, n_items: int = 200, seed: int = 0, n_empty: int = 0) -> str:
+        rng = np.random.default_rng(seed)
+        items = []
+        held_out = []
+        for user in range(n_users):
+            liked = rng.permutation(n_items // 2)[:25] + n_items // 2 * (user % 2)
+            n_seen = int(rng.integers(5, 20))
+            items.append(sorted(liked[:n_seen].tolist()))
+            held_out.append([] if user < n_empty else sorted(liked[n_seen:].tolist()))
+        with h5py.File(tmp_path / name, "w") as file:
+            write_csr(file, "items", items, n_items)
+            write_csr(file, "held_out", held_out, n_items)
+        return str(tmp_path / name)
+
+    return write
+
+
+def open_train(path: str) -> Store:
+    return open_store("data.train", path, {"items": "items"})
+
+
+def open_val(path: str) -> Store:
+    return open_store("data.val", path, {"items": "items", "held_out": "held_out"})
+
+
+def all_rows(store: Store) -> Rows:
+    order = BlockSampler(store.block_rows, len(store), seed=None, drop_last=False)
+    feed = make_feed(store, order, Placement("device", CPU, 1))
+    (pool,) = feed.pools(0)
+    feed.close()
+    return pool.rows
+
+
+@pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
+def test_the_workload_fits_the_protocol(write_users, variational):
+    train = open_train(write_users("train.h5", 60))
+    val = open_val(write_users("val.h5", 30, seed=1, n_empty=4))
+    options = make_options(variational=variational)
+    check_workload(Workload(options, train, val), all_rows(train), all_rows(val))
+
+
+def test_scores_count_the_users_that_have_something_held_out(write_users):
+    train = open_train(write_users("train.h5", 60))
+    val = open_val(write_users("val.h5", 50, seed=1, n_empty=9))
+    workload = Workload(make_options(), train, val)
+    assert list(workload.metrics) == ["ndcg_at_100", "recall_at_20", "recall_at_50"]
+    scores = workload.score(workload.model().eval(), all_rows(val))
+    for score in scores.values():
+        assert int(score.n) == 41
+        assert 0 < score.total < 41
+
+
+def test_predictions_are_the_best_items_that_a_user_does_not_have(write_users):
+    train = open_train(write_users("train.h5", 60))
+    workload = Workload(make_options(), train, open_val(write_users("val.h5", 50, seed=1)))
+    model = workload.model().eval()
+    users = [[3, 5, 7], [], list(range(ITEMS - 4))]
+    rows = rows_of(users)
+    logits_BI, _ = model(rows["items"].values, rows["items"].offsets)
+    predicted = workload.predict(model, rows)
+    assert predicted["items"].shape == predicted["scores"].shape == (3, 10)
+    for row, user in enumerate(users):
+        others = [item for item in logits_BI[row].argsort(descending=True).tolist() if item not in user][:10]
+        assert predicted["items"][row].tolist() == others + [-1] * (10 - len(others))
+        torch.testing.assert_close(predicted["scores"][row, : len(others)], logits_BI[row, others])
+
+
+def test_rows_of_another_kind_are_one_line(write_users, capsys):
+    train = open_train(write_users("train.h5", 60))
+    val = open_val(write_users("val.h5", 30))
+    with pytest.raises(UserError, match="data.val_fields has items; the recsys workload needs held_out of"):
+        Workload(make_options(), train, train)
+    other = open_train(write_users("other.h5", 60, n_items=150))
+    with pytest.raises(UserError, match=r"of 200 items, those of .*other.h5 of 150; convert them together"):
+        Workload(make_options(), other, val)
+    Workload(make_options(), train, val)
+    assert capsys.readouterr().out == ""
+    Workload(make_options(), train, open_val(write_users("few.h5", 30, n_empty=3)))
+    assert "warning: 3 of 30 users of" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no user has anything held out, so nothing can be scored"):
+        Workload(make_options(), train, open_val(write_users("none.h5", 30, n_empty=30)))
+
+
+def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
+    """Known items are never ranked, and an item is found once."""
+    train = open_train(write_users("train.h5", 60))
+    path = write_users("val.h5", 50, seed=1, n_empty=2)
+    with h5py.File(path, "a") as file:
+        starts = file["items/indptr"][:-1]
+        held_out = file["held_out"]
+        for user in (7, 49):  # users 0 and 1 have nothing held out
+            held_out["indices"][held_out["indptr"][user]] = file["items/indices"][starts[user]]
+        first = held_out["indptr"][20]
+        held_out["indices"][first] = held_out["indices"][first + 1]
+    Workload(make_options(), train, open_val(path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        f"warning: 3 of the first 50 users of {path} have held_out items twice, or among their items, too: these "
+        "cannot be found, so the metrics are too low; leave them out"
+    ]
+
+
+def test_data_parallel_cannot_cut_ragged_rows():
+    model = AutoEncoder(ITEMS, make_options())
+    with pytest.raises(UserError, match="dp, which cuts a batch into equal parts; rows are ragged: use ddp"):
+        share_gradients(model, Dist(strategy="dp"), ALONE, has_ragged=True)
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def users_folder(write_users, tmp_path, monkeypatch) -> Path:
+    """The current folder, with config.yaml and users to train on."""
+    config = {
+        "workload": "recsys",
+        "data": {
+            "train": write_users("train.h5", 480),
+            "val": write_users("val.h5", 120, seed=1, n_empty=5),
+            "fields": {"items": "items"},
+            "val_fields": {"items": "items", "held_out": "held_out"},
+            "batch_size": 48,
+            "pool_batches": 3,
+        },
+        "model": {"hidden_dim": 16, "latent_dim": 8, "kl_anneal_steps": 50},
+        "optim": {"weight_decay": 0.0},
+        "train": {"epochs": 2},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*overrides: str) -> None:
+    script.train(load_config(list(overrides)), ALONE)
+
+
+def last_scores(run: Path) -> dict[str, float]:
+    return {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("val/")}
+
+
+def test_users_of_two_kinds_are_told_apart(users_folder):
+    """A model that knows the half of a user finds about twice as much as one that ranks all items alike."""
+    train("run.name=a", "train.epochs=15", "optim.lr=0.01")
+    recalls = [
+        point["val/recall_at_20"] for point in metrics_of(users_folder / "runs/a") if "val/recall_at_20" in point
+    ]
+    assert recalls[-1] > 1.5 * 20 / 200
+
+
+def test_every_tier_trains_the_same(users_folder):
+    for tier in ("device", "host", "disk"):
+        train(f"data.tier={tier}", f"run.name={tier}", "data.echo=1.5")
+    runs = users_folder / "runs"
+    for tier in ("host", "disk"):
+        assert same_weights(runs / "device", runs / tier)
+        assert last_scores(runs / "device") == last_scores(runs / tier)
+
+
+@pytest.mark.slow
+def test_two_ranks_train(users_folder):
+    done = run_train("run.name=ranks", "data.echo=1.5", ranks=2, cwd=users_folder)
+    assert done.returncode == 0, done.stderr
+    assert set(last_scores(users_folder / "runs/ranks")) == {"val/ndcg_at_100", "val/recall_at_20", "val/recall_at_50"}
+
+
+def test_a_run_that_was_stopped_is_resumed_to_the_same_weights(users_folder):
+    options = ("data.tier=disk", "run.checkpoint_every_steps=1")
+    train("run.name=whole", *options)
+    runs = users_folder / "runs"
+    shutil.copytree(runs / "whole", runs / "again")
+    *_, inside, last = sorted((runs / "again/checkpoints").glob("last-*"))
+    assert int(inside.name.removeprefix("last-")) % 10  # not the end of an epoch
+    shutil.rmtree(last)
+    train("run.name=again", "run.resume=auto", *options)
+    assert same_weights(runs / "whole", runs / "again")
+
+
+def test_a_setting_of_another_workload_is_an_error(users_folder):
+    with pytest.raises(
+        UserError, match=r"command line: unknown key model.crop_padding \(allowed are: .*model.hidden_dim"
+    ):
+        train("model.crop_padding=2")
+
+
+@pytest.mark.slow
+def test_the_model_beats_popularity_and_not_the_law_that_made_the_data(tmp_path):
+    """NDCG@100 is above 1.4 x that of popularity, and at most that of the known law."""
+    result = convert("synthetic", tmp_path / "x.h5", "--kind", "interactions")
+    assert result.returncode == 0, result.stderr
+    popularity, oracle = map(float, re.findall(r"ndcg_at_100 ([\d.]+)", result.stdout))
+    config = {
+        "workload": "recsys",
+        "run": {"name": "a"},
+        "data": {
+            "train": "x-train.h5",
+            "val": "x-val.h5",
+            "fields": {"items": "items"},
+            "val_fields": {"items": "items", "held_out": "held_out"},
+            "batch_size": 200,
+        },
+        "model": {"hidden_dim": 200, "latent_dim": 32, "kl_anneal_steps": 500},
+        "optim": {"lr": 2e-3, "weight_decay": 0.0},
+        "train": {"epochs": 30},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = run_train(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_on_a_gpu_a_step_on_ragged_rows_never_makes_the_host_wait(precision):
+    device = torch.device("cuda", 0)
+    model = AutoEncoder(ITEMS, make_options()).to(device)
+    parts = make_parts(model, Optim(lr=0.1, accumulation_steps=2), precision)
+    rows = rows_of(draw_users()).to(device)
+    train_step(parts, rows, 0.1)
+    with no_host_sync():
+        train_step(parts, rows, 0.1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_loss_and_scores_are_those_of_the_host():
+    model = AutoEncoder(ITEMS, make_options()).double().eval()
+    seen = draw_users(1)
+    held_out = [sorted(set(items) - set(known)) for items, known in zip(draw_users(2), seen, strict=True)]
+    rows = rows_of(seen, held_out=held_out)  # the scores of seen items are equal, in no particular order
+    workload = LossOnly()
+    results = []
+    for device in ("cpu", "cuda"):
+        model = model.to(device)
+        batch = rows.to(torch.device(device))
+        scores = workload.score(model, batch)
+        results.append([workload.loss(model, batch).detach(), *(value.total for value in scores.values())])
+    with no_host_sync():
+        workload.score(model, batch)
+    for host, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(gpu.cpu(), host, rtol=1e-6, atol=1e-6)

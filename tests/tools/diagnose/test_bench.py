@@ -1,0 +1,172 @@
+import h5py
+import numpy as np
+import pytest
+import torch
+import train
+import yaml
+from harness import in_world
+from simulated import ALONE
+
+import workloads
+from fastgpu.diagnose.bench import Bench
+from fastgpu.diagnose.tune import tune
+from fastgpu.diagnose.verdict import Measured, Rounds, Setting, judge
+from fastgpu.process.config import Config, Data, nested
+from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
+from fastgpu.rows.rows import Rows
+
+SECONDS = 0.01
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The config of a run of the smallest workload, on rows of 36 bytes."""
+    rng = np.random.default_rng(0)
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file.create_dataset("x", data=rng.normal(size=(512, 8)).astype("f4"), chunks=(16, 8))
+        file["y"] = rng.normal(size=512).astype("f4")
+    path = str(tmp_path / "rows.h5")
+    data = Data(train=path, val=path, fields={"x": "x", "y": "y"}, tier="disk")
+    return Config(workload="minimal", data=data, dist={"device": "cpu"})
+
+
+@pytest.fixture
+def bench(config):
+    return Bench(config, ALONE, SECONDS)
+
+
+def test_measuring_does_not_change_the_weights(bench):
+    before = {name: value.clone() for name, value in bench.parts.model.named_parameters()}
+    measured = bench.measure()
+    assert all(torch.equal(value, before[name]) for name, value in bench.parts.model.named_parameters())
+    assert measured.batch_size == 64
+    assert measured.supply
+    assert measured.cached
+
+
+def test_facts(bench, config):
+    facts = bench.facts()
+    assert facts.readers_key == "loader.num_readers"
+    assert facts.max_batch_size == 512
+    assert (facts.echo, facts.max_echo) == (1.0, 2.0)  # rows look the same each time
+    assert facts.float_fields == {"x": 4, "y": 4}
+    assert facts.nearer_tier == "device"  # rows of 36 kB fit
+    assert facts.faster == ()  # there is no GPU
+    assert facts.repack_command == ""
+
+
+def test_the_nearer_tier_is_the_one_that_auto_would_choose(bench):
+    room = bench.sizes.room
+    bench.sizes = bench.sizes._replace(room=room._replace(free_device=2 * room.need - 1))
+    bench.parts = bench.parts._replace(sizes=bench.sizes)
+    assert bench.facts().nearer_tier == "host"
+    bench.sizes = bench.sizes._replace(tier="host")
+    assert bench.facts().nearer_tier is None
+
+
+def test_other_settings_can_be_timed(bench):
+    for overrides in (
+        {"loader.num_readers": 3},
+        {"data.pool_batches": 2},
+        {"data.pool_batches": 4, "loader.prefetch_pools": 1},
+        {"hdf5.rdcc_nbytes": 1 << 20},
+    ):
+        assert bench.time_supply(overrides).median > 0
+    assert bench.time_supply({"data.train": "none.h5"}) is None  # not possible
+    assert bench.try_setting("READ", Setting("loader.num_readers", 2)) > 0
+
+
+def test_each_order_is_another_one(bench):
+    first, second = (bench._next_order(bench.parts.source, 1) for _ in range(2))
+    assert list(first) != list(second)
+    assert sorted(first) == sorted(second)
+
+
+def test_a_lighter_transform_is_tried_with_its_setting(config, monkeypatch):
+    """Options that make the transform lighter are those of the workload whose value is another one now."""
+
+    class Workload(workloads.load("minimal")):
+        class Options(workloads.load("minimal").Options):
+            n_shifts: int = 3
+            flips: bool = False
+
+        lighter = {"n_shifts": 0, "flips": False}  # noqa: RUF012
+        seen: set[int] = set()  # noqa: RUF012
+
+        def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
+            self.seen.add(self.options.n_shifts)
+            return batch
+
+    monkeypatch.setattr(workloads, "load", lambda name: Workload)
+    bench = Bench(config, ALONE, SECONDS)
+    setting = Setting("model.n_shifts", 0)
+    assert bench.facts().lighter == (setting,)
+    assert Workload.seen == {3}
+    assert bench.try_setting("AUGMENT", setting) > 0
+    assert Workload.seen == {3, 0}
+
+
+def test_a_batch_that_does_not_fit_the_device_is_an_error_with_its_cure(config, monkeypatch):
+    def train_step(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(train, "train_step", train_step)
+    with pytest.raises(UserError, match="data.batch_size is 64: out of memory; use a smaller one"):
+        Bench(config, ALONE, SECONDS)
+
+
+def test_a_profile_of_some_steps(bench, tmp_path):
+    bench.trace(3, tmp_path / "new" / "trace.json")
+    assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
+
+
+def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, monkeypatch):
+    """A step takes as long for any batch, so larger ones are better until there are no more rows."""
+    monkeypatch.chdir(tmp_path)
+    step = Rounds((0.01,) * 3)
+    monkeypatch.setattr(Bench, "_time_step", lambda bench, transform: step)
+    monkeypatch.setattr(Bench, "time_supply", lambda bench, overrides: step)
+    bench = Bench(config, ALONE, SECONDS)
+    measured = Measured(64, step, step)
+    facts = bench.facts()
+    text = tune(bench, judge(measured, facts), facts, tries_batch=True)
+    assert "data.batch_size=512: " in text
+    assert "data.batch_size=1024: data.batch_size is 1024, but" in text
+    (path,) = tmp_path.glob("tuned.*.yaml")
+    assert yaml.safe_load(path.read_text())["data"]["batch_size"] == 512
+    assert "# a larger batch changes what is learned" in path.read_text()
+
+
+def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:
+    """Gradients of this rank in a step of the training loop, and in one without averaging."""
+    bench = Bench(config, world, SECONDS)
+    sums: list[float] = []
+    first = next(bench.parts.model.parameters())
+    bench.parts.optimizer.register_step_pre_hook(lambda *_: sums.append(first.grad.double().sum().item()))
+    for _ in range(2):
+        bench.loop.train_step(bench.loop.batch)
+    shared = list(sums)
+    sums.clear()
+    bench.loop.local_step(bench.loop.batch)
+    return shared, sums
+
+
+@pytest.mark.slow
+def test_ranks_average_gradients_while_they_are_measured(config):
+    (first_shared, first_local), (second_shared, second_local) = in_world(2, gradients, config)
+    assert len(first_shared) == 2
+    assert first_shared == second_shared
+    assert first_local != second_local
+
+
+def test_overrides_replace_their_keys_and_no_others():
+    config = Config(workload="mine", data=Data(train="a.h5", val="b.h5", fields={}), model={"width": 8, "depth": 2})
+    overrides = {"data.batch_size": 128, "model.width": 16, "hdf5.rdcc_nbytes": 1}
+    assert nested(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}, "hdf5": {"rdcc_nbytes": 1}}
+    changed = config.resolved(**nested(overrides))
+    assert changed.data == Data(train="a.h5", val="b.h5", fields={}, batch_size=128)
+    assert changed.model == {"width": 16, "depth": 2}
+    assert changed.hdf5.rdcc_nbytes == 1
+    assert (changed.loader, changed.optim, changed.run) == (config.loader, config.optim, config.run)
+    assert config.data.batch_size == 64

@@ -1,0 +1,111 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+import train
+from harness import ALONE
+from torch import nn
+
+from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_rows, rehearse
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import UserError
+from fastgpu.rows.field import Field
+from workloads import minimal
+
+FIELDS = {
+    "image": Field(np.dtype(np.uint8), (3, 4, 4)),
+    "x": Field(np.dtype(np.float32), (6,)),
+    "index": Field(np.dtype(np.int64), ()),
+    "items": Field(np.dtype(np.int32), (), 2.0, 50),
+}
+
+
+def trained_with(workload, fields) -> Trained:
+    described = {
+        name: {"dtype": str(field.dtype), "shape": field.shape, "is_ragged": field.is_ragged, "n_items": field.n_items}
+        for name, field in fields.items()
+    }
+    return Trained(nn.Identity(), workload, {"workload": "mine", "fields": described, "attributes": {}})
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path, capsys):
+    for name in ("last-000000009", "last-1000000000"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints/last-1000000000 (copy)").mkdir()
+    assert find_checkpoint(tmp_path).name == "last-1000000000"
+    best = tmp_path / "checkpoints/best-000000003"
+    best.mkdir()
+    assert find_checkpoint(tmp_path) == best
+    (best / "model.json").touch()
+    assert find_checkpoint(best) == best
+    resumed = tmp_path / "checkpoints/last-1000000000"  # by a version that writes model.json
+    (best / "model.json").rename(resumed / "model.json")
+    assert find_checkpoint(tmp_path) == resumed
+    assert "best-000000003 is of an older version and has no model.json" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is neither a run nor a checkpoint"):
+        find_checkpoint(tmp_path / "none")
+
+
+def test_a_model_comes_back_as_it_was(folder):
+    parts = train.build(load_config(["train.epochs=1", "model.hidden_dim=7"]), ALONE)
+    parts.feed.close()
+    parts.val_feed.close()
+    train.train(load_config(["train.epochs=1", "model.hidden_dim=7", "train.ema=0.5"]), ALONE)
+    (best,) = (folder / "runs/a/checkpoints").glob("best-*")
+    model, workload, card = load_model(best)
+    assert not model.training
+    assert isinstance(workload, minimal.Workload)
+    assert workload.card() == parts.workload.card()
+    averaged = torch.load(best / "ema.pt", weights_only=True)
+    assert any(torch.equal(model.state_dict()["0.weight"], value) for value in averaged.values())  # the model to use
+    assert card["options"] == {"hidden_dim": 7}
+    # ---- the code of the workload has changed since
+    description = json.loads((best / "model.json").read_text())
+    (best / "state.json").unlink()
+    (best / "model.json").write_text(json.dumps(description | {"options": {"hidden_dim": 8}}))
+    with pytest.raises(UserError, match=r"does not fit workloads/minimal.py: .*size mismatch"):
+        load_model(best)
+    (best / "model.json").write_text(json.dumps(description | {"options": {"depth": 8}}))
+    with pytest.raises(UserError, match=r"does not fit workloads/minimal.py: model.depth: Extra inputs"):
+        load_model(best)
+
+
+@pytest.mark.parametrize("content", ['{"format": ', "{}", "[]", "\0"])
+@pytest.mark.parametrize("name", ["model.json", "state.json"])
+def test_damaged_descriptions_are_one_line(tmp_path, name, content):
+    for each in ("model.json", "model.safetensors"):
+        (tmp_path / each).touch()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name} is damaged \(.*\); use another checkpoint"):
+        load_model(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- fields
+
+
+def test_the_fields_that_a_method_takes_are_found():
+    def call(model, batch):
+        assert len(batch) == 2
+        return {"a": batch["x"] + batch["items"].values.sum()}
+
+    fields, result = rehearse(call, trained_with(None, FIELDS))
+    assert set(fields) == {"x", "items"}
+    assert result["a"].shape == (2, 6)
+    with pytest.raises(UserError, match=r"workloads/mine.py takes 'y', which model.json does not have"):
+        rehearse(lambda model, batch: batch["y"], trained_with(None, FIELDS))
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_made_up_rows_have_the_types_of_the_fields(random):
+    rows = make_rows(FIELDS, 4, random=random)
+    assert len(rows) == 4
+    assert rows["image"].shape == (4, 3, 4, 4)
+    assert (rows["image"].dtype, rows["x"].dtype) == (torch.uint8, torch.float32)
+    assert bool(rows["image"].any()) == bool(rows["x"].any()) == random
+    assert not rows["index"].any()
+    assert [len(rows["items"][n : n + 1].values) for n in range(4)] == [3] * 4
+    assert rows["items"].values.max() < 50
