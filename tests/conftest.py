@@ -18,6 +18,7 @@ from template import ROOT, tracked
 from fastgpu.process.signals import SAVE, STOP
 from fastgpu.telemetry import log
 
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start a Slurm cluster run only where `-m slurm` asks for them."""
     if config.option.markexpr != "slurm":
@@ -66,12 +67,18 @@ def own_copy(baked: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Pa
     return copy
 
 
+HANDLERS = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
+"""Those that Python starts with."""
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
-    """Each test ends with the handlers of signals that it began with. A run that is over leaves its own."""
-    before = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
+    """Each test begins with the handlers of signals that Python starts with. A run that is over leaves its own, and so
+    may a fixture of a whole module; a forked child would inherit them and outlive `terminate`."""
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
     yield
-    for number, handler in before.items():
+    for number, handler in HANDLERS.items():
         signal.signal(number, handler)
 
 
