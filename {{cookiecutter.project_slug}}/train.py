@@ -52,13 +52,11 @@ from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradi
 from fastgpu.training.step import (
     MixedPrecision,
     OptimizerState,
-    find_skipped,
     lr_factor,
     micro_batches,
     mixed_precision,
     prepare_to_skip,
     to_device,
-    undo_skipped,
 )
 from workloads import Workload
 
@@ -105,7 +103,7 @@ def build(cfg: Config, world: World) -> Parts:
     source, val_source = sources
     order = make_order(source, sizes, world, seed=cfg.run.seed)
     val_order = make_order(val_source, sizes, world, seed=None)
-    precision = mixed_precision(cfg.train.precision, world.device, cfg.train.on_nan)
+    precision = mixed_precision(cfg.train.precision, world.device)
     world.check_same({"the order of rows": order.identity, "train.precision": precision.name, **identify_code()})
     feed = open_feed(source, order, sizes, world, loader=cfg.loader)
     val_feed = open_feed(val_source, val_order, sizes, world, loader=cfg.loader)
@@ -116,7 +114,7 @@ def build(cfg: Config, world: World) -> Parts:
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
     kernels = choose_kernels(cfg.optim, world)
     optimizer = make_optimizer(model, cfg.optim, kernels, workload.parameter_groups(model))
-    prepare_to_skip(optimizer, precision, kernels)
+    prepare_to_skip(optimizer, precision)
     has_ragged = any(field.is_ragged for field in source.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
     if cfg.train.compile:
@@ -138,7 +136,6 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     scaler = parts.precision.scaler
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    buffers = [buffer.clone() for buffer in parts.model.buffers()] if parts.precision.undoes_skipped else []
     losses = []
     for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
@@ -150,15 +147,11 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
     scaler.step(optimizer)
-    is_skipped = find_skipped(optimizer, scaler)  # on the device, or None
     scaler.update()
-    loss = torch.stack(losses).sum()
-    if parts.precision.undoes_skipped:
-        loss = undo_skipped(parts.model, buffers, is_skipped, loss)
     if parts.ema:
-        parts.ema.update_parameters(parts.model, is_skipped)
+        parts.ema.update_parameters(parts.model)
     optimizer.zero_grad()
-    return loss
+    return torch.stack(losses).sum()
 
 
 def rehearse(parts: Parts, batch: Rows, world: World) -> None:

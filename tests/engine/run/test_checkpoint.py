@@ -240,7 +240,6 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
         ("echo", inf),
         ("echo", 0.5),
         ("direction", "up"),
-        ("rewinds", -1),
         ("made_up", 1),
     ],
 )

@@ -1,4 +1,3 @@
-from math import isnan, nan
 from statistics import fmean
 
 import pytest
@@ -8,8 +7,8 @@ from harness import ALONE
 from fastgpu.run.losses import Losses
 
 
-def with_losses(*values: float, may_skip: bool = False) -> Losses:
-    losses = Losses(may_skip)
+def with_losses(*values: float) -> Losses:
+    losses = Losses()
     for value in values:
         losses.add(torch.tensor(value))
     return losses
@@ -17,24 +16,14 @@ def with_losses(*values: float, may_skip: bool = False) -> Losses:
 
 def test_the_mean_is_of_the_steps_since_the_last_report():
     losses = with_losses(1.0, 2.0)
-    assert losses.take(ALONE, losses.count_skipped()) == 1.5
+    assert losses.take(ALONE) == 1.5
     assert len(losses) == 0
     losses.add(torch.tensor(4.0))
-    assert losses.take(ALONE, losses.count_skipped()) == 4.0
-
-
-def test_skipped_steps_do_not_count_unless_a_step_may_not_be_skipped():
-    losses = with_losses(1.0, nan, 3.0, may_skip=True)
-    assert losses.count_skipped() == 1
-    assert losses.take(ALONE, 1) == 2.0
-    losses = with_losses(1.0, nan, 3.0)
-    assert losses.count_skipped() == 0
-    assert isnan(losses.take(ALONE, 0))
-    assert with_losses(may_skip=True).count_skipped() == 0
+    assert losses.take(ALONE) == 4.0
 
 
 def test_the_mean_of_an_epoch_is_that_of_its_steps():
-    losses = Losses(may_skip=False)
+    losses = Losses()
     reports = [[4.0], [1.0, 2.0, 6.0], [0.5, 0.25]]
     assert losses.epoch_mean is None
     for steps in reports:
@@ -44,9 +33,3 @@ def test_the_mean_of_an_epoch_is_that_of_its_steps():
     assert losses.epoch_mean is None
     losses.add_to_epoch(7.0, 3)
     assert losses.epoch_mean == 7.0
-
-
-def test_steps_can_be_left_out():
-    losses = with_losses(1.0)
-    losses.forget()
-    assert len(losses) == 0

@@ -27,12 +27,10 @@ def logged(tmp_path, monkeypatch) -> set[str]:
     }
     (tmp_path / FILE).write_text(json.dumps(diagnosis))
     model = nn.Linear(2, 2)
-    points = []
-    for on_nan in ("skip_step", "rewind"):
-        with started_run(tmp_path, model, name=on_nan, config={"train.on_nan": on_nan}) as run:
-            train_epoch(run, model)
-            run.finish()
-        points += read_metrics(tmp_path / on_nan)
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model)
+        run.finish()
+        points = read_metrics(run.folder)
     names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)

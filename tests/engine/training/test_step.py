@@ -10,7 +10,7 @@ from torch import nn
 from fastgpu.process.config import Optim
 from fastgpu.rows.rows import Rows
 from fastgpu.training.optim import make_optimizer
-from fastgpu.training.step import OptimizerState, lr_factor, micro_batches, mixed_precision, to_device
+from fastgpu.training.step import OptimizerState, lr_factor, micro_batches, mixed_precision, prepare_to_skip, to_device
 
 
 class Recorder(nn.Module):
@@ -142,3 +142,14 @@ def test_the_state_of_another_algorithm_is_refused():
     sgd = make_optimizer(model, Optim(name="sgd"))
     with pytest.raises(ValueError, match="saved by AdamW of torch, optim.name is now SGD of torch"):
         OptimizerState(sgd, scaler).load_state_dict(state)
+
+
+def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():
+    """torch.empty would: what is in the memory by chance."""
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, Optim(name="sgd"))
+    precision = mixed_precision("fp16", CPU)
+    prepare_to_skip(optimizer, precision)
+    precision.scaler.scale(model(torch.full((1, 2), torch.nan)).sum()).backward()
+    precision.scaler.step(optimizer)
+    assert all(not state["momentum_buffer"].any() for state in optimizer.state.values())

@@ -17,7 +17,6 @@ from pydantic_core import PydanticCustomError
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
-OnNan = Literal["stop", "skip_step", "rewind"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 Kernels = Literal["torch", "apex", "none"]
 MAX_COUNT = 2**31 - 1
@@ -202,9 +201,6 @@ class Train(Section):
     """Stop early when the metric run.best_metric has not become better for this many epochs. 0: never."""
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
-    on_nan: OnNan = "stop"
-    """What to do about NaN and infinity. stop: end the run. skip_step: skip each step whose gradients are not finite.
-    rewind: go back to the weights of the last checkpoint and continue with the next rows, at most 3 times in a row."""
     channels_last: bool = True
     """Use the NHWC memory format, which tensor cores prefer for convolutions."""
     compile: bool = False

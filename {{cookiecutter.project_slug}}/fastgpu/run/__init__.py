@@ -10,6 +10,5 @@ saver        when checkpoints are written: at once, or beside the loop
 checkpoint   saving and resuming: complete or absent, verified when read
 model_files  the model to use, without the training data
 damaged      rows that could not be decoded
-not_finite   which values of the rows explain a loss that is no number
 describe     the lines that are printed when a run starts
 """

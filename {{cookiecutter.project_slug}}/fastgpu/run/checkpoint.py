@@ -71,11 +71,7 @@ class Progress:
     pool_steps: Count = 0
     """Steps on the pool that begins there: of a run that was stopped inside a pool."""
     step: Count = 0
-    """Optimizer steps so far, with those that were skipped."""
-    skipped_steps: Count = 0
-    """Steps that were left out because their gradients were not finite (train.on_nan=skip_step)."""
-    rewinds: Count = 0
-    """How often the run went back to the weights of its last checkpoint (train.on_nan=rewind)."""
+    """Optimizer steps so far."""
     saved_at: float = 0.0
     """Time in s, as `time.time`, but later than that of any run that was there before, whatever the clock shows."""
     echo: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0

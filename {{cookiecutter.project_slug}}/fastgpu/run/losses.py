@@ -9,11 +9,9 @@ from fastgpu.process.world import World
 class Losses:
     """The losses since the last report, and their mean since the beginning of the epoch, or the resume in it."""
 
-    def __init__(self, may_skip: bool):
-        """may_skip: a loss of NaN stands for a skipped step."""
+    def __init__(self) -> None:
         self.epoch_mean: float | None = None
         """None: no step has been made in this epoch."""
-        self._may_skip = may_skip
         self._losses: list[Tensor] = []
         self._n_epoch_steps = 0
 
@@ -24,17 +22,9 @@ class Losses:
         """loss: a scalar on the device, not read here."""
         self._losses.append(loss)
 
-    def count_skipped(self) -> int:
-        """Number of steps since the last report that were skipped. The host waits for the device."""
-        if not (self._may_skip and self._losses):
-            return 0
-        return int(torch.stack(self._losses).isnan().sum())
-
-    def take(self, world: World, n_skipped: int) -> float:
-        """The mean over the steps since the last report that were not skipped, and over the ranks. NaN: there are none,
-        or the loss is NaN. These steps are forgotten."""
-        losses = torch.stack(self._losses)
-        mean = losses.nanmean() if n_skipped else losses.mean()
+    def take(self, world: World) -> float:
+        """The mean over the steps since the last report, and over the ranks. These steps are forgotten."""
+        mean = torch.stack(self._losses).mean()
         self._losses.clear()
         return world.all_reduce_sum(mean).item() / world.world_size
 
@@ -43,10 +33,6 @@ class Losses:
         self._n_epoch_steps += n_steps
         before = self.epoch_mean or 0.0
         self.epoch_mean = before + (mean - before) * n_steps / self._n_epoch_steps
-
-    def forget(self) -> None:
-        """Leave out the steps since the last report."""
-        self._losses.clear()
 
     def begin_epoch(self) -> None:
         """Begin another mean."""

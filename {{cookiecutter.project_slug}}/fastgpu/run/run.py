@@ -24,7 +24,6 @@ from fastgpu.run.damaged import DamagedRows
 from fastgpu.run.describe import describe_metrics
 from fastgpu.run.losses import Losses
 from fastgpu.run.model_files import ModelToUse
-from fastgpu.run.not_finite import explain_not_finite
 from fastgpu.run.record import Record, write_or_warn
 from fastgpu.run.saver import Saver
 from fastgpu.run.starts import forget_starts, note_start, refuse_without_progress
@@ -37,10 +36,6 @@ from fastgpu.training.parallel import average_buffers
 
 STOPPED = "stopped.json"
 """File in the folder of a run that was asked to stop and has not been resumed: a job script may look for it."""
-MAX_REWINDS = 3
-"""Rewinds without a checkpoint of trained weights in between, after which the run ends."""
-MAX_SKIPPED = 20
-"""Steps that may be skipped in a row. In fp16 the search for the loss scale skips up to about as many."""
 
 
 class Run:
@@ -69,7 +64,6 @@ class Run:
         self._config = dict(config)
         self._description = description
         directions: Mapping[str, checkpoint.Direction] = description["directions"]
-        self._on_nan = config["train.on_nan"]
         self._epochs = config["train.epochs"]
         metric = settings.best_metric or next(iter(directions))
         if metric not in directions:
@@ -112,17 +106,12 @@ class Run:
         self.clock = Clock(world.device)
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
-        self._losses = Losses(may_skip=self._on_nan == "skip_step")
+        self._losses = Losses()
         is_inside_epoch = self.progress.consumed or self.progress.pool_steps
         self._epoch_loss_name = "train/loss since the resume" if is_inside_epoch else "train/loss"
         self._metrics: dict[str, float] = {}
         self._saver = Saver(self.folder, settings, order.identity)
         self._saved_step = self.progress.step
-        self._reported_skips = self.progress.skipped_steps
-        self._reported_consumed = self.progress.consumed
-        self._skipped_in_a_row = 0
-        self._rewound_step = 0
-        self._rewinds_in_a_row = 0
 
     def start(self, sources: tuple[Source, Source], card: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
@@ -130,7 +119,6 @@ class Run:
         sources: training and validation rows. card: what the workload says about the model. Raises UserError
         on every rank if the folder cannot be written.
         """
-        self._source = sources[0]
         self._config["data.echo"] = self.progress.echo
         self._damaged = DamagedRows(sources, self._world)
         with self._world.raise_on_every_rank():
@@ -164,7 +152,7 @@ class Run:
         self.clock.restart()
 
     def count(self, loss: Tensor, fresh_rows: float, trained_rows: int) -> None:
-        """Count one optimizer step. loss: a scalar on the device, not read here. NaN stands for a skipped step."""
+        """Count one optimizer step. loss: a scalar on the device, not read here."""
         self._losses.add(loss)
         self.progress.step += 1
         self.progress.pool_steps += 1
@@ -176,43 +164,26 @@ class Run:
 
         This is the only place of the loop where the host waits for the device.
 
-        fresh_rows: rows read since the beginning of the run. If the loss is not finite, the run goes back to its last
-        checkpoint where train.on_nan says so; otherwise this raises UserError.
+        fresh_rows: rows read since the beginning of the run. Raises UserError on every rank if the loss is not finite.
         """
         if not self._losses:
             return
-        n_skipped = self._count_skipped()
-        self._reported_skips = self.progress.skipped_steps
         self._damaged.tell(self.folder)
-        n_made = len(self._losses) - n_skipped
-        loss = self._losses.take(self._world, n_skipped)
+        n_steps = len(self._losses)
+        loss = self._losses.take(self._world)
         step = self.progress.step
-        is_skipped = not n_made
-        self._skipped_in_a_row = self._skipped_in_a_row + n_skipped if is_skipped else 0
-        cure = f"lower optim.lr ({self._config['optim.lr']}) or optim.clip_grad_norm"
-        if self._skipped_in_a_row >= MAX_SKIPPED:
-            self._rewind(f"the last {self._skipped_in_a_row} steps until step {step} were skipped", cure)
-        if not is_skipped and not isfinite(loss):
-            self._rewind(f"the loss is {loss} at step {step}", cure)
-            return
-        self._reported_consumed = self.progress.consumed
+        if not isfinite(loss):
+            lr_now = self._config["optim.lr"]
+            raise UserError(f"the loss is {loss} at step {step}; lower optim.lr ({lr_now}) or optim.clip_grad_norm")
         throughput = self.clock.take(self._world.all_reduce_max)
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
         self._agreement.set_pace(throughput.steps / seconds)
         counters = self._monitor.scalars(throughput.trained_rows_per_s)
         self._tell_missing()
-        scalars = {"train/lr": lr} | throughput.scalars() | counters
-        shown_loss = "no loss" if is_skipped else f"loss {loss:.4f}"
-        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: {shown_loss}, {throughput}"
-        if not is_skipped:
-            scalars["train/loss"] = loss
-            self._losses.add_to_epoch(loss, n_made)
-        if self._on_nan == "skip_step":
-            scalars["train/skipped_steps"] = self.progress.skipped_steps
-            text += f", {self.progress.skipped_steps} steps skipped"
-        if self._on_nan == "rewind":
-            scalars["train/rewinds"] = self.progress.rewinds
+        scalars = {"train/lr": lr, "train/loss": loss} | throughput.scalars() | counters
+        text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"
+        self._losses.add_to_epoch(loss, n_steps)
         self._log.scalars(step, scalars, throughput)
         self._log.progress(fresh_rows, text)
         if self._world.device.type == "cpu":
@@ -285,7 +256,6 @@ class Run:
             decides = ", but the loss is lower: this one is the best now" if is_best else ", which stays the best one"
             text += f"; {self._metric} equals that of epoch {best_epoch}{decides}"
         self._log.progress(fresh_rows, text, important=True)
-        self._reported_consumed = 0
         self.epoch_throughput = Throughput()
         self._losses.begin_epoch()
         self._epoch_loss_name = "train/loss"
@@ -337,63 +307,20 @@ class Run:
         if missing:
             self._world.print_once(f"not measured here: {', '.join(missing)}")
 
-    def _count_skipped(self) -> int:
-        """Number of steps that were skipped since the last report. The host waits for the device."""
-        n_skipped = self._losses.count_skipped()
-        self.progress.skipped_steps = self._reported_skips + n_skipped
-        return n_skipped
-
-    def _rewind(self, what: str, cure: str) -> None:
-        """Load the last checkpoint on every rank, if train.on_nan is rewind. The position in the rows stays.
-
-        what: what is not finite, on all ranks alike. Raises UserError for another policy, without an intact
-        checkpoint, or after too many rewinds.
-        """
-        consumed = range(self._reported_consumed, self.progress.consumed)
-        what += explain_not_finite(self._source, self._order, self.progress.epoch, consumed, world=self._world)
-        if self._on_nan != "rewind":
-            raise UserError(f"{what}; {cure}")
-        if self._rewinds_in_a_row == MAX_REWINDS:
-            raise UserError(f"{what}, after {MAX_REWINDS} rewinds without a new checkpoint; {cure}")
-        self._saver.wait()
-        self._world.check_everywhere(True, "")  # no rank reads before rank 0 has written
-        with self._world.raise_on_every_rank():
-            saved = checkpoint.resume(self.folder, self._state, self._order.identity, self._world.device)
-        self._world.check_same(
-            {"the last checkpoint": saved.step}, f"put {self.folder} on a file system that all nodes share"
-        )
-        if not saved.step or not _is_finite(self._state):
-            raise UserError(f"{what}, and there is no checkpoint to go back to; {cure}")
-        progress = self.progress
-        n_steps = progress.step - max(saved.step, self._rewound_step)
-        n_rows = n_steps * self._config["data.batch_size"]
-        warn(f"{what}: back to the weights of step {saved.step}, without the last {n_steps} steps ({n_rows:,} rows)")
-        progress.rewinds += 1
-        self._rewinds_in_a_row += 1
-        self._rewound_step = progress.step
-        self._reported_consumed = progress.consumed
-        self._losses.forget()
-        self.clock.restart()
-
     def _save(self, model: nn.Module, *, may_be_best: bool = False) -> None:
         """Save the state, on rank 0. model: the model to use.
 
-        The buffers of all ranks are made equal before. If train.on_nan is rewind, the state may be that of the last
-        checkpoint afterwards. Raises UserError on every rank if there is nothing worth saving.
+        The buffers of all ranks are made equal before. Raises UserError on every rank if there is nothing worth saving.
         """
         self._damaged.tell(self.folder)
-        self._count_skipped()
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)
         if not _is_finite(self._state):
-            self._rewind(
-                f"weights or the state of the optimizer are not finite at step {self.progress.step}",
-                "nothing is saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the "
-                "last checkpoint",
+            raise UserError(
+                f"weights or the state of the optimizer are not finite at step {self.progress.step}; nothing is saved; "
+                "run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last checkpoint"
             )
-        if self.progress.step > self._rewound_step:
-            self._rewinds_in_a_row = 0
         self._saved_step = self.progress.step
         if not self._world.is_main:
             return

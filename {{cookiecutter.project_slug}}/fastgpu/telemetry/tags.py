@@ -73,8 +73,6 @@ TAGS = (
     Tag("data/echo", "times", over_run="fresh_rows"),
     Tag("train/loss", "", chart=LOSS, over_run="last"),
     Tag("train/lr", "", over_run="last"),
-    Tag("train/skipped_steps", "steps", title="skipped steps", over_run="last"),
-    Tag("train/rewinds", "", title="rewinds", over_run="last"),
     Tag("val/loss", "", title="validation loss", chart=LOSS, over_run="last"),
     Tag("val/<metric>", "", title="validation", over_run="last"),
     Tag("gpu<n>/util_pct", "% of the time", title="GPU-Util", chart=FED),

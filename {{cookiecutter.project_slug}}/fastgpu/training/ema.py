@@ -38,12 +38,8 @@ class AveragedModel(nn.Module):
         return keys
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module, is_skipped: Tensor | None = None) -> None:
-        """Include the weights of `model`, in one fused kernel for each kind of tensor.
-
-        is_skipped: a bool on the device. If it is true, the average stays as it is and the update does not count. The
-        update then needs a kernel for each tensor.
-        """
+    def update_parameters(self, model: nn.Module) -> None:
+        """Include the weights of `model`, in one fused kernel for each kind of tensor."""
         self.has_average = True
         averages = []
         weights = []
@@ -53,19 +49,10 @@ class AveragedModel(nn.Module):
                 weights.append(weight)
             else:
                 average.copy_(weight)
-        if is_skipped is None:
-            n_averaged = int(self.n_averaged)
-            update = get_ema_multi_avg_fn(min(self._decay, n_averaged / (n_averaged + 9)))
-            update(averages, weights, n_averaged)
-            self.n_averaged += 1
-            return
-        self.n_averaged = self.n_averaged.to(is_skipped.device)  # in the first update only
-        n = self.n_averaged.double()
-        share = 1 - (n / (n + 9)).clamp(max=self._decay)
-        share = torch.where(is_skipped & (n > 0), 0.0, share)  # the first one only copies the weights, skipped or not
-        for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, share.to(average.dtype))
-        self.n_averaged += ~is_skipped
+        n_averaged = int(self.n_averaged)
+        update = get_ema_multi_avg_fn(min(self._decay, n_averaged / (n_averaged + 9)))
+        update(averages, weights, n_averaged)
+        self.n_averaged += 1
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fastgpu.process.config import Auto, Kernels, OnNan, Precision
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Auto, Precision
 from fastgpu.rows.rows import Rows
 from fastgpu.training import apex
 
@@ -24,39 +23,16 @@ class MixedPrecision(NamedTuple):
     autocast: torch.autocast
     scaler: torch.amp.GradScaler
     """Scales the loss in fp16. Enabled, it skips the steps whose gradients are not finite."""
-    undoes_skipped: bool = False
-    """Whether a skipped step leaves no trace in the buffers and the loss either (train.on_nan=skip_step)."""
 
 
-class ConstantScaler(torch.amp.GradScaler):
-    """A scaler whose scale is always 1: it only skips the steps whose gradients are not finite."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device.type, init_scale=1.0)
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Forget the step. The scale stays 1."""
-        super().update(1.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing, like a disabled scaler, so that train.on_nan may change when a run is resumed."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
-
-
-def mixed_precision(precision: Precision | Auto, device: torch.device, on_nan: OnNan = "stop") -> MixedPrecision:
+def mixed_precision(precision: Precision | Auto, device: torch.device) -> MixedPrecision:
     """auto: bf16 (no loss scaling) on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     if precision == "auto":
         precision = _best_precision(device)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     autocast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
-    skips = on_nan == "skip_step"
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    if skips and precision != "fp16":
-        scaler = ConstantScaler(device)
-    return MixedPrecision(precision, autocast, scaler, skips)
+    return MixedPrecision(precision, autocast, scaler)
 
 
 def _best_precision(device: torch.device) -> Precision:
@@ -94,43 +70,15 @@ def lr_factor(progress: float, warmup_share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup_share) / max(1e-9, 1 - warmup_share))))
 
 
-def prepare_to_skip(optimizer: torch.optim.Optimizer, precision: MixedPrecision, kernels: Kernels) -> None:
-    """Make the optimizer fit for steps that are skipped on the device.
+def prepare_to_skip(optimizer: torch.optim.Optimizer, precision: MixedPrecision) -> None:
+    """Make the optimizer fit for steps that the scaler skips in fp16.
 
     torch's fused SGD (2.13) leaves the momentum without a value if its first step is skipped: it begins with zeros.
-    Raises UserError for other kernels: the host would have to wait for the gradients of each step.
     """
-    if precision.undoes_skipped and kernels != "torch":
-        raise UserError(
-            f"train.on_nan is skip_step, but optim.fused is {kernels}; only torch's kernels skip a step without making "
-            "the host wait: use optim.fused=torch, or train.on_nan=rewind"
-        )
     if isinstance(optimizer, torch.optim.SGD) and precision.scaler.is_enabled():
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def find_skipped(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Tensor | None:
-    """Whether the scaler has skipped this step: a bool on the device. None if it skips none.
-
-    Call it between `scaler.step` and `scaler.update`. DDP has averaged the gradients, so all ranks skip the same steps.
-    """
-    if not scaler.is_enabled():
-        return None
-    (found_inf,) = scaler._found_inf_per_device(optimizer).values()
-    return found_inf > 0
-
-
-def undo_skipped(model: nn.Module, buffers: list[Tensor], is_skipped: Tensor | None, loss: Tensor) -> Tensor:
-    """Give the model its buffers back if the step was skipped: the forward pass may have made NaN of them.
-
-    buffers: copies from before the step. Returns the loss, which is NaN for a skipped step and for no other.
-    """
-    assert is_skipped is not None
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(torch.where(is_skipped, before, buffer))
-    return torch.where(is_skipped, math.nan, loss.nan_to_num(math.inf, math.inf, -math.inf))
 
 
 class OptimizerState:
