@@ -118,10 +118,10 @@ def _check_folder(settings: Run, config: dict[str, object], checkpoint_bytes: in
         refuse_another(run, settings, find_changes(run, config))
     free = shutil.disk_usage(runs).free
     own = sum(path.stat().st_size for path in run.glob("checkpoints/*/*"))
-    need = (KEEP_LAST + 1 + settings.keep_best) * checkpoint_bytes
+    need = (KEEP_LAST + 2) * checkpoint_bytes
     if need > free + own:
         raise UserError(
             f"run.folder is {settings.folder}, where {format_bytes(free)} are free, but the checkpoints of this model "
-            f"take about {format_bytes(need)}; make room, use another run.folder, or lower run.keep_best"
+            f"take about {format_bytes(need)}; make room, use another run.folder, or a smaller model"
         )
     return free

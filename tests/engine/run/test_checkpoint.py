@@ -13,7 +13,7 @@ from torch import nn
 
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint
-from fastgpu.run.checkpoint import KEEP_LAST, Progress, best_first, is_among_best, prune, resume
+from fastgpu.run.checkpoint import Progress, newest_first, prune, resume
 
 CPU = torch.device("cpu")
 ORDER = {"rows": 10, "seed": 0}
@@ -29,7 +29,7 @@ def save(run: Path, kind: checkpoint.Kind, progress: Progress, state: dict, *, o
     """Save, and remove older checkpoints, as a run does."""
     is_saved = checkpoint.save(run, kind, progress, state, order=order)
     if is_saved:
-        prune(run, kind, KEEP_LAST)
+        prune(run, kind, progress.step)
     return is_saved
 
 
@@ -88,48 +88,6 @@ def test_another_metric_starts_anew():
     assert (progress.best, progress.epochs_without_gain) == (2.0, 0)
 
 
-def save_epochs(run: Path, scores: list[float], direction: checkpoint.Direction, keep: int) -> list[int]:
-    """End epochs with these scores, and return the epochs whose checkpoints are kept, the best first."""
-    progress = Progress()
-    for score in scores:
-        progress.end_epoch("val/x", score, direction)
-        progress.step += 1
-        if is_among_best(run, progress, keep):
-            checkpoint.save(run, "best", progress, parts(), order=ORDER)
-            prune(run, "best", keep)
-    return [int(path.name.removeprefix("best-")) for path in best_first(run)]
-
-
-@pytest.mark.parametrize("direction", ["higher", "lower"])
-@pytest.mark.parametrize("keep", [1, 3])
-def test_the_best_are_those_that_a_sort_finds(tmp_path, direction, keep):
-    scores = [0.5, nan, 0.25, 0.75, 0.0, 1.0, nan, 0.3]
-    numbered = [(score, number) for number, score in enumerate(scores, 1) if score == score]
-    expected = [number for _, number in sorted(numbered, reverse=direction == "higher")[:keep]]
-    assert save_epochs(tmp_path, scores, direction, keep) == expected
-
-
-def test_of_equal_values_that_of_the_lowest_loss_is_the_best(tmp_path):
-    progress = Progress()
-    for score, loss in ((0.5, 0.1), (1.0, 0.6), (1.0, 0.4), (1.0, 0.5), (nan, 0.0)):
-        progress.end_epoch("val/x", score, "higher", loss)
-        progress.step += 1
-        if is_among_best(tmp_path, progress, 2):
-            checkpoint.save(tmp_path, "best", progress, parts(), order=ORDER)
-            prune(tmp_path, "best", 2)
-    assert [path.name for path in best_first(tmp_path)] == ["best-000000003", "best-000000004"]
-    assert (progress.best_epoch, progress.best_loss, progress.epochs_without_gain) == (3, 0.4, 3)
-
-
-def test_an_equal_value_replaces_no_checkpoint(tmp_path):
-    assert save_epochs(tmp_path, [1.0, 1.0, 1.0], "lower", 1) == [1]
-
-
-def test_of_equal_values_the_first_is_the_best(tmp_path):
-    """With room for several checkpoints, too: the report and the early stop count from it."""
-    assert save_epochs(tmp_path, [0.5, 1.0, 1.0, 1.0], "higher", 3) == [2, 3, 4]
-
-
 def test_values_on_other_validation_rows_are_not_compared(tmp_path):
     progress = Progress()
     assert not progress.validate_on("easy rows")
@@ -141,22 +99,6 @@ def test_values_on_other_validation_rows_are_not_compared(tmp_path):
     assert progress.best is None
     progress.end_epoch("val/x", 0.5, "higher")
     assert (progress.best, progress.epochs_without_gain) == (0.5, 0)
-    assert is_among_best(tmp_path, progress, 1)
-    progress.step = 2
-    checkpoint.save(tmp_path, "best", progress, parts(), order=ORDER)
-    assert best_first(tmp_path)[0].name == "best-000000002"
-
-
-def test_a_checkpoint_of_version_0_1_is_the_best_by_its_value(tmp_path):
-    """It does not name the metric, and its direction is that of the run."""
-    old = {"epoch": 1, "consumed": 0, "step": 1, "echo": 1.0, "best": 0.5}
-    (tmp_path / "checkpoints/best-000000001").mkdir(parents=True)
-    (tmp_path / "checkpoints/best-000000001/state.json").write_text(json.dumps({"progress": old}))
-    progress = Progress(**old)
-    progress.end_epoch("val/loss", 0.6, "lower")
-    assert not is_among_best(tmp_path, progress, 1)
-    progress.end_epoch("val/loss", 0.4, "lower")
-    assert is_among_best(tmp_path, progress, 1)
 
 
 def test_nothing_to_resume_is_a_fresh_start(tmp_path):
@@ -192,7 +134,7 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
     """Every call is once the last one. A checkpoint that is replaced is the only one here."""
     for at in count():
         run = tmp_path / str(at)
-        save(run, kind, Progress(step=1, best=1.0, score=1.0), parts(1.0), order=ORDER)
+        save(run, kind, Progress(step=1, best=1.0), parts(1.0), order=ORDER)
         n_calls = 0
 
         def deadly(function, at=at):
@@ -209,16 +151,17 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
             for owner, name in CALLS:
                 patch.setattr(owner, name, deadly(getattr(owner, name)))
             with suppress(Killed):
-                save(run, kind, Progress(step=step, best=2.0, score=2.0), parts(2.0), order=ORDER)
+                save(run, kind, Progress(step=step, best=2.0), parts(2.0), order=ORDER)
         if kind == "best":
-            assert checkpoint._read_progress(best_first(run)[0]).score in (1.0, 2.0)
+            assert checkpoint._read_state(newest_first(run, "best")[0])["progress"]["best"] in (1.0, 2.0)
         else:
             fresh = parts()
             progress = resume(run, fresh, ORDER, CPU)
             assert (progress.step, value_of(fresh)) in ((1, 1.0), (step, 2.0))
         for later in (2, 3):  # the next saves work, and nothing is left over
             assert save(run, kind, Progress(step=later, best=9.0 + later), parts(later), order=ORDER)
-        assert names(run) == [f"{kind}-000000002", f"{kind}-000000003"]
+        kept = ["last-000000002", "last-000000003"] if kind == "last" else ["best-000000003"]
+        assert names(run) == kept
         if n_calls <= at:
             assert at > 8
             return
@@ -293,7 +236,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, capsys, file, dam
 
 
 def test_no_flipped_bit_of_the_state_is_accepted(tmp_path, capsys):
-    progress = Progress(epoch=2, consumed=5, step=44, echo=2.5, best=0.5, metric="val/loss", score=0.5)
+    progress = Progress(epoch=2, consumed=5, step=44, echo=2.5, best=0.5, metric="val/loss")
     save(tmp_path, "last", progress, parts(1.0), order=ORDER)
     path = tmp_path / "checkpoints" / "last-000000044" / "state.json"
     content = path.read_bytes()

@@ -1,7 +1,6 @@
 import json
 import re
-import threading
-from contextlib import suppress
+import time
 from math import nan
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from torch import nn
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.run import checkpoint, record, saver
+from fastgpu.run import checkpoint, record
 from fastgpu.run import folder as folder_module
-from fastgpu.run.checkpoint import best_first
 from fastgpu.run.folder import save_times
 from fastgpu.telemetry.report import read_metrics
 
@@ -113,78 +111,9 @@ def test_no_run_saves_earlier_than_one_before_whatever_the_clock_shows(tmp_path,
     """So run.name=auto resumes the run that saved last, although its clock was an hour slow."""
     for name, clock_s in (("first", 10_000.0), ("second", 6_400.0)):
         with monkeypatch.context() as patch, started_run(tmp_path, model, name=name) as run:
-            patch.setattr(saver.time, "time", lambda clock_s=clock_s: clock_s)
+            patch.setattr(time, "time", lambda clock_s=clock_s: clock_s)
             train_epoch(run, model)
     assert [path.name for path in save_times(tmp_path)] == ["second", "first"]
-
-
-@pytest.fixture
-def held_writer(monkeypatch) -> threading.Event:
-    """Checkpoints in the background are written once this event is set."""
-    event = threading.Event()
-    save = checkpoint.save
-
-    def save_later(*arguments, **options):
-        assert threading.current_thread() is not threading.main_thread()
-        event.wait(60)
-        return save(*arguments, **options)
-
-    monkeypatch.setattr(checkpoint, "save", save_later)
-    return event
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_what_is_saved_in_the_background_is_the_state_of_that_moment(tmp_path, model, held_writer, monkeypatch):
-    """Best and last, byte by byte, although the loop changes the weights in place meanwhile."""
-    monkeypatch.setattr(saver.time, "time", lambda: 1.0)
-    weights = model.weight.detach().clone()
-    with started_run(tmp_path / "background", model, save_in_background=True) as run:
-        train_epoch(run, model)
-        with torch.no_grad():
-            model.weight.zero_()
-        run.progress.step = 99
-        assert not (tmp_path / "background/a/checkpoints").exists()
-        held_writer.set()
-    monkeypatch.undo()
-    monkeypatch.setattr(saver.time, "time", lambda: 1.0)
-    model.load_state_dict({"weight": weights, "bias": model.bias})
-    with started_run(tmp_path, model) as run:
-        train_epoch(run, model)
-    assert len(checkpoints(tmp_path / "a")) == 2
-    assert files(tmp_path / "background/a/checkpoints") == files(tmp_path / "a" / "checkpoints")
-
-
-def test_one_checkpoint_is_written_at_a_time_and_the_end_waits_for_it(tmp_path, model, held_writer, capsys):
-    with started_run(tmp_path, model, save_in_background=True) as run:
-        train_epoch(run, model)
-        threading.Timer(0.2, held_writer.set).start()
-        train_epoch(run, model)  # waits for the first one
-        assert "last-000000004" in checkpoints(tmp_path / "a")
-        run.finish()
-        assert checkpoints(tmp_path / "a", "last") == ["last-000000004", "last-000000008"]
-    assert "done: epoch 2" in capsys.readouterr().out
-
-
-def test_an_exception_in_the_loop_waits_for_the_checkpoint(tmp_path, model, held_writer):
-    with suppress(KeyError), started_run(tmp_path, model, save_in_background=True) as run:
-        train_epoch(run, model)
-        threading.Timer(0.2, held_writer.set).start()
-        raise KeyError
-    assert checkpoints(tmp_path / "a", "last") == ["last-000000004"]
-
-
-def test_a_failure_in_the_background_is_reported_and_training_goes_on(tmp_path, model, capsys):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "checkpoints").touch()
-    with started_run(tmp_path, model, save_in_background=True) as run:
-        train_epoch(run, model)
-        train_epoch(run, model)
-        with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
-            run.finish()
-    assert re.search(r"last-000000004 was not written: .*[.] Training goes on", capsys.readouterr().out)
 
 
 def test_a_resumed_run_continues_where_it_was(tmp_path, model):
@@ -195,18 +124,14 @@ def test_a_resumed_run_continues_where_it_was(tmp_path, model):
         assert (progress.epoch, progress.step, progress.consumed, progress.best) == (1, 4, 0, 2.0)
 
 
-def test_the_best_checkpoints_are_kept_by_the_value_of_the_metric(tmp_path, model):
+def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model):
     kept = []
-    with started_run(tmp_path, model, keep_best=2) as run:
-        for score in (3.0, 1.0, nan, 4.0, 2.0, 3.0):
+    with started_run(tmp_path, model) as run:
+        for score in (3.0, 1.0, nan, 4.0, 2.0, 4.0):
             train_epoch(run, model, score=score)
-            steps = [int(name.removeprefix("best-")) for name in checkpoints(tmp_path / "a", "best")]
-            kept.append([step // STEPS_PER_EPOCH for step in steps])
-    assert kept == [[1], [1, 2], [1, 2], [1, 4], [1, 4], [1, 4]]
-    values = {}
-    for path in best_first(tmp_path / "a"):
-        values[path.name] = json.loads((path / "state.json").read_text())["progress"]["score"]
-    assert list(values.items()) == [("best-000000016", 4.0), ("best-000000004", 3.0)]
+            (name,) = checkpoints(tmp_path / "a", "best")
+            kept.append(int(name.removeprefix("best-")) // STEPS_PER_EPOCH)
+    assert kept == [1, 1, 1, 4, 4, 4]
 
 
 def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
@@ -232,16 +157,14 @@ def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, mod
 
 
 def test_values_that_equal_the_best_one_are_told(tmp_path, model, capsys):
-    """The one of the lower loss is the best; if there is none, the first."""
     with started_run(tmp_path, model) as run:
-        for score, loss in ((1.0, 0.1), (2.0, 0.5), (2.0, 0.5), (1.0, 0.1), (2.0, 0.4), (2.0, 0.5), (nan, 0.1)):
-            train_epoch(run, model, score=score, loss=loss)
-    assert checkpoints(tmp_path / "a", "best") == ["best-000000020"]
+        for score in (1.0, 2.0, 2.0, 1.0, 2.0, nan):
+            train_epoch(run, model, score=score)
+    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"epoch \d/2 ", line)]
-    pattern = r"; val/score equals that of epoch (\d), (which stays|but the loss is lower)"
-    told = [re.findall(pattern, line) for line in lines]
-    assert told == [[], [], [("2", "which stays")], [], [("2", "but the loss is lower")], [("5", "which stays")], []]
-    assert run.progress.epochs_without_gain == 5
+    told = [re.findall(r"; val/score equals that of epoch (\d), which stays the best one", line) for line in lines]
+    assert told == [[], [], ["2"], [], ["2"], []]
+    assert run.progress.epochs_without_gain == 4
 
 
 def test_any_metric_may_decide_which_checkpoint_is_the_best(tmp_path, model):

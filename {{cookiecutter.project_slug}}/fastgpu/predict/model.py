@@ -18,7 +18,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.run.checkpoint import best_first, newest_first
+from fastgpu.run.checkpoint import newest_first
 from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description, warn_of_changed_code
 from workloads import Workload
 
@@ -45,7 +45,7 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / DESCRIPTION).exists() or (path / "model.pt").exists():
         return path
-    saved = [*best_first(path), *newest_first(path, "last")]
+    saved = [*newest_first(path, "best"), *newest_first(path, "last")]
     if not saved:
         raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
     chosen = next((folder for folder in saved if (folder / DESCRIPTION).exists()), saved[0])

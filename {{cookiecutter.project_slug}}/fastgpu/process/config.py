@@ -54,13 +54,9 @@ class Run(Section):
     """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
-    save_in_background: bool = False
-    """Write checkpoints in a thread while training goes on, from a copy of the state in host memory."""
-    keep_best: Count = 1
-    """Checkpoints `best-<step>` to keep: those of the epochs with the best values of the metric; of equal values,
-    those of the lower val/loss, or else the earlier ones."""
     best_metric: str = ""
-    """Metric that decides which epochs are the best. Empty: the first one of the workload."""
+    """Metric that decides which epoch is the best: its checkpoint is kept as `best-<step>`. Empty: the first one of the
+    workload."""
 
 
 class Data(Section):

@@ -6,7 +6,6 @@ starts       how often a run was started without saving a checkpoint
 record       run.json and config.yaml: what it was trained with
 agreement    signals to any rank, on which all ranks act at the same step
 losses       the losses of the steps, which stay on the device until there is a report
-saver        when checkpoints are written: at once, or beside the loop
 checkpoint   saving and resuming: complete or absent, verified when read
 model_files  the model to use, without the training data
 damaged      rows that could not be decoded

@@ -82,19 +82,12 @@ class Progress:
     """Metric that decides which checkpoint is the best one, such as `val/mse`."""
     direction: Direction = "higher"
     """Which values of `metric` are better."""
-    score: float | None = None
-    """Value of `metric` at the end of the last epoch. None: no value yet, or not a number."""
-    loss: float | None = None
-    """val/loss at the end of the last epoch, if there is such a metric: of equal scores, that of the lower loss is the
-    better one."""
-    best_loss: float | None = None
-    """val/loss of the best epoch."""
     best_epoch: Count = 0
-    """Number of epochs that were done when the best one ended."""
+    """Number of epochs that were done when the best one ended; of equal values, the first one counts."""
     epochs_without_gain: Count = 0
     """Epochs since `best` was reached first."""
     val_rows: str = ""
-    """Digest of the validation rows, on which `best` and `score` were measured."""
+    """Digest of the validation rows, on which `best` was measured."""
 
     def validate_on(self, val_rows: str) -> bool:
         """Note the validation rows. If they are others than before, which this returns, the best value is forgotten."""
@@ -105,25 +98,21 @@ class Progress:
         self.val_rows = val_rows
         return is_changed
 
-    def end_epoch(self, metric: str, score: float, direction: Direction, loss: float | None = None) -> None:
+    def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
         """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
         if self.metric not in ("", metric):
             self.best = None
             self.epochs_without_gain = 0
         self.metric = metric
         self.direction = direction
-        self.score = None if math.isnan(score) else score
-        self.loss = None if loss is None or math.isnan(loss) else loss
         self.epoch += 1
         self.consumed = 0
         self.pool_steps = 0
         self.epochs_without_gain += 1
-        if _cost(self.score, direction) < _cost(self.best, direction):
-            self.epochs_without_gain = 0
-        if _rank(self.score, self.loss, direction) < _rank(self.best, self.best_loss, direction):
-            self.best = self.score
-            self.best_loss = self.loss
+        if _cost(score, direction) < _cost(self.best, direction):
+            self.best = score
             self.best_epoch = self.epoch
+            self.epochs_without_gain = 0
 
     def is_stalled(self, max_epochs_without_gain: int) -> bool:
         """Whether the metric has not become better for so many epochs. 0: never."""
@@ -135,12 +124,6 @@ def _cost(score: float | None, direction: Direction) -> float:
     if score is None or math.isnan(score):
         return math.inf
     return -score if direction == "higher" else score
-
-
-def _rank(score: float | None, loss: float | None, direction: Direction) -> tuple[float, float]:
-    """What epochs are sorted by, the best one first: the metric, and of equal values the loss."""
-    cost = _cost(score, direction)
-    return cost, math.inf if loss is None or math.isinf(cost) else loss
 
 
 def save(
@@ -158,9 +141,8 @@ def save(
     model for model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are
     still there, and training can go on.
     """
-    folder = run / "checkpoints"
-    target = folder / f"{kind}-{progress.step:09d}"
-    partial = folder / f".{kind}.partial"
+    target = _path(run, kind, progress.step)
+    partial = target.with_name(f".{kind}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it saved
         partial.mkdir(parents=True)
@@ -187,10 +169,13 @@ def save(
     return True
 
 
-def prune(run: Path, kind: Kind, keep: int) -> None:
-    """Remove all but `keep` checkpoints of a kind: the newest stay, or the best."""
-    saved = newest_first(run, kind) if kind == "last" else best_first(run)
-    for old in {*_numbers(run, kind)} - {*saved[:keep]}:
+def prune(run: Path, kind: Kind, step: int) -> None:
+    """Remove the checkpoints that a new one replaces: all of kind "best", and of kind "last" all but the newest.
+
+    step: that of the new one.
+    """
+    kept = newest_first(run, "last")[:KEEP_LAST] if kind == "last" else [_path(run, kind, step)]
+    for old in {*_numbers(run, kind)} - {*kept}:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -199,31 +184,6 @@ def newest_first(run: Path, kind: Kind) -> list[Path]:
     numbers = _numbers(run, kind)
     superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
     return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
-
-
-def best_first(run: Path) -> list[Path]:
-    """The checkpoints of kind "best", the best one first; of equal ones the oldest."""
-    saved = newest_first(run, "best")[::-1]
-    ranks = _ranks(saved, _read_progress(saved[-1])) if saved else {}
-    return sorted(saved, key=lambda path: ranks[path])
-
-
-def is_among_best(run: Path, progress: Progress, keep: int) -> bool:
-    """Whether the last epoch is better than one of the `keep` best checkpoints, or one of their places is free."""
-    ranks = sorted(_ranks(newest_first(run, "best"), progress).values())
-    worst = ranks[keep - 1] if len(ranks) >= keep else (math.inf, math.inf)
-    return _rank(progress.score, progress.loss, progress.direction) < worst
-
-
-def _ranks(paths: list[Path], progress: Progress) -> dict[Path, tuple[float, float]]:
-    """{checkpoint: its `_rank` by the metric of `progress`}; infinite for another metric or other rows."""
-    ranks = {}
-    for path in paths:
-        saved = _read_progress(path)
-        score = saved.score if saved.metric else saved.best  # version 0.1.0 does not name the metric
-        is_comparable = saved.metric in ("", progress.metric) and saved.val_rows in ("", progress.val_rows)
-        ranks[path] = _rank(score if is_comparable else None, saved.loss, progress.direction)
-    return ranks
 
 
 def resume(
@@ -295,13 +255,6 @@ def _checked(values: Mapping[str, Any]) -> Progress:
         raise ValueError(f"{' '.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}") from None
 
 
-def _read_progress(path: Path) -> Progress:
-    try:
-        return _checked(_read_state(path)["progress"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: it counts as the worst
-        return Progress()
-
-
 def _read_state(path: Path) -> dict[str, Any]:
     """The content of state.json. Raises ValueError if it is damaged.
 
@@ -317,6 +270,10 @@ def _read_state(path: Path) -> dict[str, Any]:
 def digest_of(description: Mapping[str, Any]) -> str:
     """The `digest` of state.json: SHA-256 of its other values, however they are written."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+def _path(run: Path, kind: Kind, step: int) -> Path:
+    return run / "checkpoints" / f"{kind}-{step:09d}"
 
 
 def _numbers(run: Path, kind: Kind) -> dict[Path, int]:

@@ -25,7 +25,6 @@ from fastgpu.run.describe import describe_metrics
 from fastgpu.run.losses import Losses
 from fastgpu.run.model_files import ModelToUse
 from fastgpu.run.record import Record, write_or_warn
-from fastgpu.run.saver import Saver
 from fastgpu.run.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
@@ -110,7 +109,7 @@ class Run:
         is_inside_epoch = self.progress.consumed or self.progress.pool_steps
         self._epoch_loss_name = "train/loss since the resume" if is_inside_epoch else "train/loss"
         self._metrics: dict[str, float] = {}
-        self._saver = Saver(self.folder, settings, order.identity)
+        self._is_saved = True
         self._saved_step = self.progress.step
 
     def start(self, sources: tuple[Source, Source], card: Mapping[str, Any]) -> None:
@@ -227,7 +226,7 @@ class Run:
         if self._world.is_main:
             write_or_warn(self.folder / STOPPED, json.dumps({"step": self.progress.step, "time": time.time()}))
         self._world.check_everywhere(
-            self._saver.is_saved,
+            self._is_saved,
             f"asked to stop at step {self.progress.step}, which could not be saved in {self.folder}",
         )
         self._world.print_once(
@@ -241,8 +240,7 @@ class Run:
 
         model: the model to use. metrics: {"val/<name>": value}.
         """
-        best_epoch = self.progress.best_epoch
-        self.progress.end_epoch(self._metric, metrics[self._metric], self._direction, metrics.get("val/loss"))
+        self.progress.end_epoch(self._metric, metrics[self._metric], self._direction)
         self._metrics = metrics
         self._save(model, may_be_best=True)
         self._log.scalars(self.progress.step, metrics)
@@ -251,10 +249,8 @@ class Run:
         shown = metrics if mean_loss is None else {self._epoch_loss_name: mean_loss, **metrics}
         text = f"epoch {self.progress.epoch}/{self._epochs} {describe_metrics(shown)}, {self.epoch_throughput}"
         at = self.progress
-        if at.score is not None and at.score == at.best and at.epochs_without_gain:
-            is_best = at.best_epoch == at.epoch
-            decides = ", but the loss is lower: this one is the best now" if is_best else ", which stays the best one"
-            text += f"; {self._metric} equals that of epoch {best_epoch}{decides}"
+        if metrics[self._metric] == at.best and at.best_epoch < at.epoch:
+            text += f"; {self._metric} equals that of epoch {at.best_epoch}, which stays the best one"
         self._log.progress(fresh_rows, text, important=True)
         self.epoch_throughput = Throughput()
         self._losses.begin_epoch()
@@ -283,7 +279,7 @@ class Run:
                 f"(best {progress.best:.4g}); raise train.stop_after_epochs_without_gain to train on"
             )
         self._world.check_everywhere(
-            self._saver.is_saved,
+            self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
         is_charted = "tensorboard" in self._config["log.to"]
@@ -293,14 +289,12 @@ class Run:
         )
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, end the threads, and unlock the folder."""
-        self._saver.close()
+        """End the threads, and unlock the folder."""
         self._monitor.close()
         self._agreement.close()
         if self._lock:
             self._lock.close()
             self._lock = None
-        self._saver.wait()
 
     def _tell_missing(self) -> None:
         missing = self._monitor.take_missing()
@@ -328,7 +322,17 @@ class Run:
         is_epoch_over = not (at.consumed or at.pool_steps)
         metrics = {name.removeprefix("val/"): value for name, value in self._metrics.items()} if is_epoch_over else {}
         to_use = ModelToUse(model, {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics})
-        self._saver.save(at, self._state, to_use, may_be_best=may_be_best)
+        at.saved_at = max(time.time(), at.saved_at + 0.001)
+        kinds: list[checkpoint.Kind] = ["last"]
+        if may_be_best and at.best_epoch == at.epoch:
+            kinds.insert(0, "best")  # a run that is killed before it repeats the epoch: no best one is missed
+        for kind in kinds:
+            self._is_saved = checkpoint.save(
+                self.folder, kind, at, self._state, order=self._order.identity, to_use=to_use
+            )
+            if self._is_saved:
+                checkpoint.prune(self.folder, kind, at.step)
+                forget_starts(self.folder)
 
 
 def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
