@@ -15,7 +15,7 @@ from baking import Done, run_cookiecutter
 from harness import ITEMS, numbered, ragged, write_minimal
 from template import ROOT, tracked
 
-from fastgpu.process.signals import SAVE, STOP
+from fastgpu.process.signals import STOP
 from fastgpu.telemetry import log
 
 
@@ -67,7 +67,7 @@ def own_copy(baked: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Pa
     return copy
 
 
-HANDLERS = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
+HANDLERS = {number: signal.getsignal(number) for number in STOP}
 """Those that Python starts with."""
 
 

@@ -205,14 +205,6 @@ def test_a_signal_does_not_disturb_the_end_of_a_run(folder, monkeypatch, number,
     assert "done: epoch 1" in capsys.readouterr().out
 
 
-def test_a_signal_may_ask_for_a_checkpoint_only(folder, monkeypatch):
-    train("run.name=whole", "train.epochs=1")
-    monkeypatch.setattr(script, "train_step", signalling(script.train_step, 5, signal.SIGUSR1))
-    assert train("run.name=saved", "train.epochs=1") == 0
-    assert saved_steps(folder / "runs/saved") == [5, STEPS_PER_EPOCH]
-    assert same_weights(folder / "runs/whole", folder / "runs/saved")
-
-
 def test_a_signal_ends_a_validation_which_is_made_when_the_run_is_resumed(folder, monkeypatch):
     options = ("data.tier=disk", "train.epochs=1", "data.pool_batches=1")
     train("run.name=whole", *options)
@@ -246,7 +238,7 @@ def test_one_run_has_one_writer(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_rank_outlives_its_launcher(folder, number):
     with subprocess.Popen(train_command("train.epochs=100000", ranks=2), cwd=folder, stdout=subprocess.DEVNULL) as job:
         try:

@@ -255,9 +255,7 @@ FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
     "SIGTERM to torchrun": (2, to_launcher(signal.SIGTERM)),
     "SIGINT to torchrun": (2, to_launcher(signal.SIGINT)),
     "SIGUSR2 to torchrun": (1, to_launcher(signal.SIGUSR2)),
-    "SIGUSR1 to torchrun": (1, to_launcher(signal.SIGUSR1)),
     "SIGTERM to a rank": (2, to_a_rank(signal.SIGTERM)),
-    "SIGUSR1 to a rank": (1, to_a_rank(signal.SIGUSR1)),
     "SIGUSR2 to a rank": (1, to_a_rank(signal.SIGUSR2)),
     "SIGSTOP to a rank": (1, to_a_rank(signal.SIGSTOP)),
     "SIGSTOP to a worker": (1, stop_a_worker),
@@ -289,18 +287,6 @@ def answer_to_stop(run: Run, fault: str, met_at: str) -> str:
     return "ended before it trained"
 
 
-def answer_to_save(run: Run, fault: str) -> str:
-    """What a run, asked to save, did. Raises AssertionError if it ended without a later checkpoint."""
-    saved: set[int] = set()
-    while run.launcher.poll() is None and not saved:
-        saved = run.steps_saved(run.interrupted_at)
-        time.sleep(0.001)
-    assert saved or run.launcher.returncode == 0, f"{fault}: ended with exit code {run.launcher.returncode}"
-    if not saved:
-        return "had made its last step"
-    return f"saved {'at the end of' if min(saved) % STEPS_PER_EPOCH == 0 else 'within'} an epoch and went on"
-
-
 def meet(run: Run, name: str, usual: Untouched) -> None:
     """Let a fault meet the run at a moment of a phase, both drawn."""
     phase = run.rng.choice(PHASES[1:4] if "worker" in name else PHASES[:4])
@@ -322,8 +308,6 @@ def meet(run: Run, name: str, usual: Untouched) -> None:
             if name.startswith(STOPS):
                 run.launcher.wait(END_S)
                 run.outcome.answers.append(f"{name}: {answer_to_stop(run, fault, phase)}")
-            elif name == "SIGUSR1 to a rank" and phase != "starting":
-                run.outcome.answers.append(f"{name}: {answer_to_save(run, fault)}")
 
 
 @contextmanager
@@ -451,7 +435,7 @@ def main() -> int:
     args = parser.parse_args()
     outcomes: list[Outcome] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
-    names = [name for name in FAULTS if not args.signals or name.startswith((*STOPS, "SIGUSR1 to a rank"))]
+    names = [name for name in FAULTS if not args.signals or name.startswith(STOPS)]
     settings = SETTINGS if args.signals else SETTINGS + MORE_CHECKPOINTS
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         base = copy_project(Path(name))

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from fastgpu.process.launch import Launch
-from fastgpu.process.signals import SAVE, STOP, Requests, end_with_launcher
+from fastgpu.process.signals import STOP, Requests, end_with_launcher
 
 ROOT = Path(__file__).parents[3] / "{{cookiecutter.project_slug}}"
 ORPHAN = """
@@ -45,14 +45,6 @@ def test_a_signal_asks_for_a_stop(requests, number):
     assert not requests.stop_signal
     os.kill(os.getpid(), number)
     assert requests.stop_signal == number
-    assert not requests.save
-
-
-def test_another_signal_asks_for_a_checkpoint_only(requests):
-    os.kill(os.getpid(), SAVE)
-    os.kill(os.getpid(), SAVE)
-    assert requests.save
-    assert not requests.stop_signal
 
 
 @pytest.mark.parametrize("number", STOP)

@@ -1,7 +1,6 @@
-"""Being asked to stop or to save: signals set flags, and the training loop looks at them between two steps.
+"""Being asked to stop: a signal sets a flag, and the training loop looks at it between two steps.
 
     SIGTERM, SIGINT, SIGUSR2    finish the step, save and stop; another one, later, ends the process at once
-    SIGUSR1                     finish the step, save and go on
 
 If torchrun dies, nothing tells its ranks. A thread sees that the parent has changed, sends SIGTERM, and ends the
 process if that takes too long: a rank that lives on would hold its GPU and write to a run that has been restarted.
@@ -19,7 +18,6 @@ from typing import Any
 from fastgpu.process.launch import Launch
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-SAVE = signal.SIGUSR1
 ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
 PARENT_POLL_S = 0.5
@@ -35,14 +33,12 @@ class Requests:
     def __init__(self) -> None:
         self.stop_signal = 0
         """Number of the signal that asked for a stop; 0: none did."""
-        self.save = False
-        """Whether a signal asked for a checkpoint since this was last set to False."""
         self._stop_time = 0.0
         self._handlers: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
         """Handle the signals above from now on. Call it in the main thread."""
-        self._handlers = {number: signal.signal(number, self._handle) for number in (*STOP, SAVE)}
+        self._handlers = {number: signal.signal(number, self._handle) for number in STOP}
 
     def outlive_run(self) -> None:
         """Keep the handlers when this is closed: the run is over, and a signal could only spoil its orderly end."""
@@ -56,9 +52,7 @@ class Requests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal. It interrupts whatever Python is doing, so it must not print, lock or raise."""
-        if number == SAVE:
-            self.save = True
-        elif not self.stop_signal:
+        if not self.stop_signal:
             self.stop_signal = number
             self._stop_time = time.monotonic()
         elif time.monotonic() - self._stop_time > ECHO_S:  # the person, or the cluster, is out of patience
@@ -77,11 +71,7 @@ def end_soon(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force.
-
-    SIGUSR1 is ignored until `listen`: there is nothing to save yet.
-    """
-    signal.signal(SAVE, signal.SIG_IGN)
+    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force."""
     if launch.is_launched:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 

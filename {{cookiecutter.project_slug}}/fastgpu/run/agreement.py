@@ -28,16 +28,13 @@ class Agreement:
         """Tell how fast the steps are, on every rank the same."""
         self._steps_between = max(1, int(AGREE_S * steps_per_s))
 
-    def is_asked_to_save(self, step: int) -> bool:
-        """Whether a signal to any rank asks for a checkpoint at this step. `stop_signal` says whether also to stop."""
+    def is_asked_to_stop(self, step: int) -> bool:
+        """Whether a signal to any rank asks for a stop at this step."""
         if step < self._next_step and self._world.world_size > 1:
             return False
         self._next_step = step + self._steps_between
-        own_request = 2 * self._requests.stop_signal + self._requests.save
-        self._requests.save = False
-        request = int(self._world.all_reduce_max(own_request))
-        self.stop_signal = request // 2
-        return request > 0
+        self.stop_signal = int(self._world.all_reduce_max(self._requests.stop_signal))
+        return self.stop_signal > 0
 
     def is_asked_to_stop_now(self) -> bool:
         """Whether a signal to any rank asks for a stop: asked at once, and again at the next step."""

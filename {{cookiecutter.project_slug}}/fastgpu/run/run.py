@@ -198,13 +198,14 @@ class Run:
             self._save(model)
 
     def is_asked_to_stop(self, model: nn.Module) -> bool:
-        """Do what a signal to any rank asked for: save, at the same step on every rank. Returns whether to stop.
+        """Whether a signal to any rank asks for a stop. If so, save, at the same step on every rank.
 
         model: the model to use.
         """
-        if self._agreement.is_asked_to_save(self.progress.step):
+        is_asked = self._agreement.is_asked_to_stop(self.progress.step)
+        if is_asked:
             self._save(model)
-        return self._agreement.stop_signal > 0
+        return is_asked
 
     def until_asked_to_stop(self, pools: Iterable[Pool]) -> Iterator[Pool]:
         """The pools, up to the one after which a signal to any rank has asked for a stop."""
