@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -147,10 +148,21 @@ def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, jobs):
     assert same_weights(run, folder / "runs/alone")
 
 
+def last_time(run: Path, pattern: str) -> float:
+    """When the newest of these files or folders was written; 0 if there is none. A run removes old checkpoints."""
+    times = [0.0]
+    for path in run.glob(pattern):
+        with suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
 def wait_for_progress(run: Path, agent: subprocess.Popen, n_starts: int) -> None:
-    """Wait until a run has been started so many times and no start is left without a checkpoint."""
+    """Wait until a run has been started so many times, and has saved a checkpoint since the last start."""
     deadline = time.monotonic() + TIMEOUT_S
-    while len([*run.glob("run*.json")]) < n_starts or (run / "starts.txt").exists():
+    while len([*run.glob("run*.json")]) < n_starts or last_time(run, "checkpoints/last-*") < last_time(
+        run, "run*.json"
+    ):
         assert agent.poll() is None, agent.communicate()[0]
         assert time.monotonic() < deadline, "the run did not come so far"
         time.sleep(0.01)

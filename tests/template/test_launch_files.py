@@ -63,3 +63,12 @@ def test_a_job_without_gpus_says_how_to_set_the_number_of_processes(stand_ins, m
     done = run_slurm(stand_ins)
     assert done.returncode != 0
     assert "PROCS=4 sbatch" in done.stderr
+
+
+def test_a_job_that_ends_again_and_again_is_not_queued_for_ever(stand_ins, monkeypatch):
+    monkeypatch.setenv("CODE", "137")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "50")
+    done = run_slurm(stand_ins)
+    assert done.returncode == 1
+    assert "requeue 7" not in done.stdout
+    assert "queued again 50 times" in done.stderr

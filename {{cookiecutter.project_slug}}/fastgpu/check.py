@@ -26,7 +26,6 @@ from fastgpu.rows.contract import Source
 from fastgpu.run.checkpoint import KEEP_LAST
 from fastgpu.run.describe import describe_feed
 from fastgpu.run.folder import create_folder, find_changes, find_folder, refuse_another
-from fastgpu.run.starts import refuse_without_progress
 from workloads import Workload
 
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
@@ -114,7 +113,6 @@ def _check_folder(settings: Run, config: dict[str, object], checkpoint_bytes: in
     create_folder(runs)
     run = find_folder(settings)
     if settings.resume == "auto":
-        refuse_without_progress(run)
         refuse_another(run, settings, find_changes(run, config))
     free = shutil.disk_usage(runs).free
     own = sum(path.stat().st_size for path in run.glob("checkpoints/*/*"))

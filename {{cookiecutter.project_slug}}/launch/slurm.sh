@@ -36,6 +36,10 @@ fi
 
 # The file is there if the run was asked to stop before it was done. Above 128: something was killed, or a node is lost.
 if [ "$code" = 0 ] && [ -e "${RUN_FOLDER:-runs}/$RUN_NAME/stopped.json" ] || [ "$code" -gt 128 ]; then
+  if [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-50}" ]; then
+    echo "error: the job was queued again $SLURM_RESTART_COUNT times; MAX_REQUEUES allows more" >&2
+    exit 1
+  fi
   scontrol requeue "$SLURM_JOB_ID" || code=143       # refused where --no-requeue was given
 fi
 exit "$code"

@@ -2,7 +2,6 @@
 
 run          a run as the training loop uses it: its position, checkpoints and log
 folder       the folder of a run, and whether it belongs to the run that is asked for
-starts       how often a run was started without saving a checkpoint
 record       run.json and config.yaml: what it was trained with
 agreement    signals to any rank, on which all ranks act at the same step
 losses       the losses of the steps, which stay on the device until there is a report

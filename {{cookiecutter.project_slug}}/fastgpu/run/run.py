@@ -25,7 +25,6 @@ from fastgpu.run.describe import describe_metrics
 from fastgpu.run.losses import Losses
 from fastgpu.run.model_files import ModelToUse
 from fastgpu.run.record import Record, write_or_warn
-from fastgpu.run.starts import forget_starts, note_start, refuse_without_progress
 from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log
@@ -78,7 +77,6 @@ class Run:
                 path = folder.find_folder(settings)
                 if is_resumed and self._epochs and path.exists():
                     self._lock = folder.lock(path)  # before its checkpoints are read
-                    refuse_without_progress(path)
                 changes = folder.find_changes(path, config) if is_resumed else {}
                 folder.refuse_another(path, settings, changes)
                 found = path, changes
@@ -127,7 +125,6 @@ class Run:
                     self._lock = folder.lock(self.folder)
                     folder.refuse_begun(self.folder)
                 (self.folder / STOPPED).unlink(missing_ok=True)
-                note_start(self.folder)
                 self.progress.saved_at = max(folder.save_times(self.folder.parent).values(), default=0.0)
         self._agreement.listen()
         if self._world.is_main:
@@ -270,8 +267,6 @@ class Run:
         self._agreement.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
         self._world.print_once(self._damaged.summary)
-        if self._world.is_main:
-            forget_starts(self.folder)
         self.close()
         progress = self.progress
         if progress.epoch < self._epochs:
@@ -333,7 +328,6 @@ class Run:
             )
             if self._is_saved:
                 checkpoint.prune(self.folder, kind, at.step)
-                forget_starts(self.folder)
 
 
 def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
