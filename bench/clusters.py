@@ -22,7 +22,7 @@ RUNS = {
     ),
     "launch/: published schemas, and command lines that train": ["tests/template/test_launch_scripts.py"],
     "two agents of torchrun, without a cluster": ["tests/engine/test_agents.py"],
-    "train.py --check": ["tests/engine/test_check.py"],
+    "train.py run.check=true": ["tests/engine/test_check.py"],
 }
 
 

@@ -2,7 +2,7 @@
 
 python train.py                                             one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py         on a machine with GPUs: all of them
-python train.py --check data.batch_size=512                 check config, files and model in seconds; train nothing
+python train.py run.check=true data.batch_size=512          build data and model, and stop: train and write nothing
 python train.py data.batch_size=512 train.epochs=3          any key of config.yaml; --help lists them
 """
 
@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
     launch = read_launch()
     end_with_launcher(launch)
     with exit_with_message(launch):
-        config = load_config([word for word in sys.argv[1:] if word != "--check"], workloads.find_options)
+        config = load_config(sys.argv[1:], workloads.find_options)
         refuse_taken(config.run)
 
 from collections.abc import Iterable
@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgpu.check import check
 from fastgpu.feed.echo import free_echo, remaining_batches
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_sources
@@ -181,6 +180,14 @@ def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, flo
     )
 
 
+def check(cfg: Config, world: World) -> int:
+    """Build all that training needs, and stop. Returns the exit code."""
+    parts = build(cfg, world)
+    with closing(parts.feed), closing(parts.val_feed):
+        world.print_once(f"checked on {world}: {describe_feed(parts.source, parts.sizes, parts.feed.order)}")
+    return 0
+
+
 def train(cfg: Config, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     parts = build(cfg, world)
@@ -257,11 +264,7 @@ def train(cfg: Config, world: World) -> int:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        with exit_with_message(launch):
-            check(config, launch)
-        sys.exit()
     with exit_with_message(launch), join(launch, config.dist) as world:
         world.print_once(unused_gpus_hint(world, config.dist, " ".join(sys.argv)))
-        exit_code = train(config, world)
+        exit_code = check(config, world) if config.run.check else train(config, world)
     sys.exit(exit_code)

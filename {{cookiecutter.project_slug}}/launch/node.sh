@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node of a job: checks config, data and model, then starts torchrun. Run it on every node, in the project's folder:
+# One node of a job: checks config, data and model on one process, then starts torchrun. Run it on every node, in the project's folder:
 #     PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=first-node:29500 RUN_NAME=a bash launch/node.sh data.batch_size=512
 # torchrun takes its options from PET_<OPTION>. RUN_FOLDER (default: runs) must be the same folder on all nodes.
 # LAUNCH_STEP=check and LAUNCH_STEP=train do one half. PET_NNODES=1:2: nodes may leave and join while the job runs, but that of
@@ -24,7 +24,7 @@ set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume
 
 # torchrun restarts whatever fails, so a mistake must show before it starts.
 if [ "${LAUNCH_STEP:-check}" = check ]; then
-  WORLD_SIZE=$((${PET_NNODES#*:} * PET_NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$PET_NPROC_PER_NODE python "$@" --check
+  python "$@" run.check=true
 fi
 if [ "${LAUNCH_STEP:-train}" != train ]; then
   exit

@@ -9,7 +9,6 @@ from fastgpu.process.launch import (
     RankError,
     UserError,
     exit_with_message,
-    planned_world_sizes,
     read_launch,
     warn,
 )
@@ -23,14 +22,6 @@ def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
     for number, name in enumerate(names, 3):
         monkeypatch.setenv(name, str(number))
     assert read_launch() == Launch(3, 4, 5, 6, 7)
-
-
-@pytest.mark.parametrize(("nodes", "sizes"), [(None, [16]), ("2", [16]), ("1:3", [8, 16, 24])])
-def test_a_job_that_grows_and_shrinks_has_several_sizes(monkeypatch, nodes, sizes):
-    monkeypatch.delenv("PET_NNODES", raising=False)
-    if nodes:
-        monkeypatch.setenv("PET_NNODES", nodes)
-    assert planned_world_sizes(Launch(world_size=16, local_world_size=8)) == sizes
 
 
 @pytest.mark.parametrize(("local_rank", "message"), [(0, "error: too many\n"), (1, "")])

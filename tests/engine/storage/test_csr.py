@@ -162,8 +162,3 @@ def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(
     store = open_store("data.train", path, FIELDS)
     with pytest.raises(RankError, match=f"ragged.h5: items: item number {wrong} is not in 0 to 999"):
         read_scattered(store)
-
-
-def test_the_first_block_of_ragged_rows_is_checked(write_ragged):
-    store = open_store("data.train", write_ragged(), {"items": "items", "number": "number"})
-    assert store.check_files() == (1, 0)

@@ -54,6 +54,8 @@ class Run(Section):
     """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
+    check: bool = False
+    """Build data, model and optimizer, and stop before the first step: whatever would stop the run shows in seconds."""
     best_metric: str = ""
     """Metric that decides which epoch is the best: its checkpoint is kept as `best-<step>`. Empty: the first one of the
     workload."""

@@ -330,9 +330,7 @@ def _field_of(loc: tuple[int | str, ...], root: type[Section]) -> str:
 def _help(argv: list[str], find_options: FindOptions | None) -> str:
     """The text of --help: every key with its default and its meaning."""
     lines = [
-        "usage: train.py [--check] [--config FILE]... [section.key=value]...",
-        "",
-        "--check: read the config and the first block of each file, build the model without its weights, and stop.",
+        "usage: train.py [--config FILE]... [section.key=value]...",
         "",
         "Keys, defaults and (allowed values):",
     ]

@@ -66,14 +66,6 @@ def read_launch() -> Launch:
     return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched, shares_store)
 
 
-def planned_world_sizes(launch: Launch) -> list[int]:
-    """The numbers of processes that the job may have: several if PET_NNODES, which torchrun reads, is MIN:MAX."""
-    min_nodes, _, max_nodes = os.environ.get("PET_NNODES", "").partition(":")
-    if not max_nodes:
-        return [launch.world_size]
-    return [n_nodes * launch.local_world_size for n_nodes in range(int(min_nodes), int(max_nodes) + 1)]
-
-
 def read_environment() -> dict[str, str]:
     """{variable: value} of all that `RECORDED` names. This project sets none of them; torchrun and clusters do."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}

@@ -205,13 +205,6 @@ class Source(Protocol):
         """
         raise AssertionError(f"{self.name} finds no rows in memory")
 
-    def check_files(self) -> tuple[int, int]:
-        """Read the first block of each file, and verify it if the file has checksums.
-
-        Returns the number of files, and of those with checksums. Raises OSError or RankError if a file is damaged.
-        """
-        return 0, 0
-
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """A reader of this source in that order. n_readers: number of threads or worker processes."""
         return BlockReader(self, order, n_readers)
@@ -240,10 +233,6 @@ class DerivedSource(Source):
     def through_page_cache(self) -> Source:
         """See `Source.through_page_cache`."""
         return self._of(self._source.through_page_cache())
-
-    def check_files(self) -> tuple[int, int]:
-        """See `Source.check_files`."""
-        return self._source.check_files()
 
     def _of(self, source: Source) -> Source:
         """The same rows, made of those of an equal source."""

@@ -270,17 +270,6 @@ class Layout:
             self.read([RowRange(start, np.arange(len(part)))], part)
         return out
 
-    def check_first_block(self) -> bool:
-        """Read the first block, and verify it if the file has checksums. Returns whether it has.
-
-        Raises OSError or RankError if the block is damaged.
-        """
-        with h5py.File(self._file.path, "r") as file:
-            digests = self._read_digests(file[self.dataset])
-        if self._n_rows:
-            self._verify(0, self._read_chunk(0), digests)
-        return digests is not None
-
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
         chunk = variables.get("chunk")

@@ -115,10 +115,6 @@ class Store(Source):
         """Copy rows that were found in memory (see `Source.gather`). Thread-safe."""
         self._files[0].gather(row_ids, out)
 
-    def check_files(self) -> tuple[int, int]:
-        """Read the first block of each file, and verify it if the file has checksums (see `Source.check_files`)."""
-        return len(self._files), sum(file.check_first_block() for file in self._files)
-
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
         if self.fields[name].is_ragged:
@@ -287,11 +283,6 @@ class _File:
             self._layouts[field] = layout
             self.fields[field] = field_data.field(layout.field)
         return n_rows
-
-    def check_first_block(self) -> bool:
-        """Read the first block of each field, and verify it if it has checksums. Returns whether all fields have."""
-        have_checksums = [layout.check_first_block() for layout in self._layouts.values()]
-        return all(have_checksums)
 
     def fingerprint(self) -> bytes:
         """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
