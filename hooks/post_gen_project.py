@@ -22,7 +22,6 @@ ONLY_FOR = {
         "configs/imagenet.yaml",
         "configs/segmentation.yaml",
         "data/digits.h5",
-        "fastgpu/convert/advise.py",
         "fastgpu/convert/array_images.py",
         "fastgpu/convert/cifar_celeba.py",
         "fastgpu/convert/commands_images.py",

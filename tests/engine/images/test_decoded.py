@@ -14,7 +14,7 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
-from fastgpu.images.encoded import Box, EncodedImage, Kept, decode_centre, decode_random, draw, keep
+from fastgpu.images.encoded import Box, EncodedImage, decode_centre, decode_random, draw
 from fastgpu.images.files import Preprocessing
 from fastgpu.process.config import Data, Hdf5, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
@@ -340,26 +340,6 @@ def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
         file["images/values"] = np.zeros(sum(map(len, FILES[:3])), np.int32)
     with pytest.raises(UserError, match=r"images has the attribute codec, but its values are no bytes"):
         open_store("data.train", str(path), FIELDS)
-
-
-def test_smaller_images_have_the_bytes_that_they_would_have(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).resize((150, 100)).save(file, "JPEG", quality=95)
-    large = file.getvalue()
-    source = DecodedImages(open_store("x", str(write_encoded(tmp_path / "x.h5", [large] * 9)), FIELDS), SIZE, 0.3)
-    smaller = source.try_smaller(16)
-    assert smaller.side == round(16 / CENTRE_SHARE)
-    assert smaller.now_bytes == len(large)
-    assert smaller.then_bytes == len(keep(large, Kept(smaller.side)))
-    assert smaller.then_share > 0
-
-
-def test_damaged_rows_do_not_count_as_small(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", [*FILES[1:4], FILES[4][:40]])
-    smaller = DecodedImages(open_store("x", str(path), FIELDS), SIZE).try_smaller(16)
-    sizes = [*map(len, FILES[1:4])]
-    assert min(sizes) < smaller.now_bytes < max(sizes)
 
 
 # ---------------------------------------------------------------------------------------------- settings

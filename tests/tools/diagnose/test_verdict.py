@@ -196,15 +196,7 @@ def test_what_else_would_help():
     command = "python convert.py repack x"
     assert judge(slow_decoding, Facts(repack_command=command)).see_also.endswith(command)
     assert "gzip" in judge(slow_decoding, Facts(filters="gzip")).see_also
-    assert "convert.py advise x.h5" in judge(slow_decoding, Facts(advise_command="convert.py advise x.h5")).see_also
-    smaller = Facts(smaller_images="smaller images", smaller_share=0.5, n_readers=2, max_echo=1.0)
-    assert (judge(slow_decoding, smaller).change, judge(slow_decoding, smaller).gain) == ("smaller images", 2.0)
-    more_readers = {Setting("loader.num_readers", 4): 2.1}
-    assert judge(slow_decoding, smaller, more_readers).change == "loader.num_readers=4"
-    assert judge(slow_decoding, smaller, {Setting("loader.num_readers", 4): 4.0}).change == "smaller images"
-    assert judge(slow_decoding, smaller._replace(smaller_share=0.1)).gain == 4.0  # then compute is the slowest part
-    fed = judge(measured(1.0, 1.0), Facts(faster=(Setting("train.compile", True),)))
-    assert (fed.change, fed.certainty, fed.see_also) == ("nothing", "high", "train.compile=true")
+    assert judge(slow_decoding, Facts(can_decode_on_gpu=True)).see_also == "data.decode_on=gpu"
 
 
 def test_messages_name_keys_of_the_config():

@@ -8,7 +8,6 @@ python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with t
 python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
 python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
 python convert.py imagenet imagenet/ imagenet.h5 --keep-encoded     -> imagenet-train.h5, imagenet-val.h5
-python convert.py advise photos-train.h5 --rows-per-s 2600          pixels or encoded images: what feeds that rate?
 python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up images, to try things with
 """
 
@@ -68,10 +67,6 @@ def add_commands(command_line: CommandLine) -> None:
     command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
     _add_decoding_flags(command_line.add(celeba, "folder with the images and the two lists"))
     _add_decoding_flags(command_line.add(imagenet, "folder with train and val, or with the tar files"))
-
-    add = command_line.add(advise, "file.h5 with images, encoded or as pixels", writes=False).add_argument
-    add("--rows-per-s", type=float, required=True, help="rows that this machine should train on a second")
-    add("--size", type=int, default=224, help="height and width to train on; default: 224")
 
     add = command_line.add_synthetic("images", synthetic_images).add_argument
     text = "of an image; default: 3x32x32"
@@ -142,17 +137,6 @@ def imagenet(args: Namespace) -> None:
     from fastgpu.convert.imagenet import list_imagenet
 
     _write_images(list_imagenet(Path(args.source)), args)
-
-
-def advise(args: Namespace) -> None:
-    """Measure this disk and these CPUs, and say whether pixels or encoded images feed the training."""
-    from fastgpu.convert.advise import advise as measure
-    from fastgpu.storage.store import open_store
-
-    if min(args.rows_per_s, args.size) <= 0:
-        raise UserError(f"--rows-per-s is {args.rows_per_s:g} and --size {args.size}; both should be above 0")
-    source = open_store("FILE", args.source, {"images": "images"})
-    print(*measure(args.source, source, args.size, args.rows_per_s), sep="\n")
 
 
 def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":

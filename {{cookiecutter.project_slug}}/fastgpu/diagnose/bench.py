@@ -155,26 +155,10 @@ class Bench:
             ),
             repack_command=repack if uses_workers else "",
             faster=tuple(faster) if self.world.device.type == "cuda" else (),
-            **self._facts_of_encoded(),
+            can_decode_on_gpu=self.world.device.type == "cuda"
+            and bool(source.decoding)
+            and config.data.decode_on == "cpu",
         )
-
-    def _facts_of_encoded(self) -> dict[str, Any]:
-        """What smaller images would save, if they are encoded, and which command compares them with pixels."""
-        smaller = self.parts.source.try_smaller(max(self._image_sizes.values()))
-        if smaller is None:
-            return {}
-        data = self.config.data
-        paths = [data.train] if isinstance(data.train, str) else [*data.train]
-        step_rows = data.batch_size * self.world.local_world_size / self.world.world_size  # of this machine
-        advise = f"python convert.py advise {paths[0]} --size {max(self._image_sizes.values())}"
-        return {
-            "can_decode_on_gpu": self.world.device.type == "cuda",
-            "advise_command": f"{advise} --rows-per-s {step_rows / self.compute.median:.0f}",
-            "smaller_images": f"smaller images, {smaller.then_bytes / 1e3:.1f} kB instead of "
-            f"{smaller.now_bytes / 1e3:.1f}: python convert.py repack {' '.join(paths)} NEW.h5 --size {smaller.side} "
-            "--quality 92",
-            "smaller_share": smaller.then_share,
-        }
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""

@@ -198,14 +198,8 @@ class Facts(NamedTuple):
     """Settings that each make the transform do less."""
     repack_command: str = ""
     """The command that decodes the user's own Dataset once and for all."""
-    advise_command: str = ""
-    """The command that compares other ways to store encoded images."""
     can_decode_on_gpu: bool = False
     """Whether the CPU decodes images that the GPU could decode."""
-    smaller_images: str = ""
-    """How to make encoded images smaller, ..."""
-    smaller_share: float = 1.0
-    """... and the share of the CPU time of a row that is left then."""
     faster: tuple[Setting, ...] = ()
     """Settings that are not in use and may make a step faster."""
 
@@ -446,9 +440,6 @@ def _find_feed_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) ->
         tier_s = m.compute_s if facts.nearer_tier == "device" else max(m.compute_s, m.copy_s)
         changes.append((Setting("data.tier", facts.nearer_tier), tier_s))
     changes.sort(key=lambda change: change[1])
-    if cause == "DECODE" and facts.smaller_images:
-        saved_s = (1 - facts.smaller_share) * m.supply_s
-        changes.append((facts.smaller_images, max(behind_s, m.loop_s - saved_s)))
     if cause == "COPY" and facts.float_fields:
         names = ", ".join(facts.float_fields)
         factor = max(facts.float_fields.values())
@@ -471,9 +462,8 @@ def _with_step(m: Measured, step_s: float) -> float:
 def _see_also(cause: Cause, facts: Facts) -> str:
     if cause == "DECODE" and facts.repack_command:
         return f"decode once instead of in each epoch: {facts.repack_command}"
-    if cause == "DECODE" and facts.advise_command:
-        text = f"pixels, which need no decoding: {facts.advise_command} compares what this disk and these CPUs supply"
-        return f"data.decode_on=gpu; {text}" if facts.can_decode_on_gpu else text
+    if cause == "DECODE" and facts.can_decode_on_gpu:
+        return "data.decode_on=gpu"
     if cause == "DECODE" and facts.filters:
         return f"store the rows without {facts.filters}: python convert.py repack"
     if cause == "READ":

@@ -1,9 +1,7 @@
 """Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +11,8 @@ from PIL import UnidentifiedImageError
 from fastgpu.images.encoded import (
     Box,
     EncodedImage,
-    Kept,
     centre_box,
     draw,
-    keep,
-    measure,
     random_box,
     simplejpeg,
 )
@@ -31,7 +26,6 @@ from fastgpu.rows.contract import (
     PoolDecoder,
     PoolPlan,
     PoolReader,
-    Smaller,
     Source,
 )
 from fastgpu.rows.field import Field
@@ -46,7 +40,6 @@ if TYPE_CHECKING:
 
 CENTRE_SHARE = 224 / 256
 """Share of the sides that is kept for validation where training sees random parts, which make things look larger."""
-SAMPLE_ROWS = 64
 
 
 class DecodedImages(DerivedSource):
@@ -134,25 +127,6 @@ class DecodedImages(DerivedSource):
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
         place = "by torchcodec on the GPU" if self._is_on_gpu else f"by {library} in the reader threads"
         return f"{codecs}, decoded {place} to {sizes}: {part}"
-
-    def try_smaller(self, size: int) -> Smaller | None:
-        """See `Source.try_smaller`. The centre of the smaller images has `size`."""
-        if self._is_on_gpu:
-            return None  # what follows is the time of a CPU
-        side = round(size / self._centre_share)
-        files, smaller = [], []
-        reading_s = 0.0
-        for row in np.linspace(0, len(self) - 1, SAMPLE_ROWS).astype(int).tolist():
-            t0 = time.thread_time()
-            columns = read_block(self._source, self._read_of(row, 0), np.array([row]))
-            data = columns[min(self.encoded_fields)].values.tobytes()
-            reading_s += (time.thread_time() - t0) / SAMPLE_ROWS
-            with suppress(Exception):  # it may be damaged
-                smaller.append(keep(data, Kept(side)))
-                files.append(data)
-        now_bytes, now_s = measure(files, self._size, self._min_scale)
-        then_bytes, then_s = measure(smaller, self._size, self._min_scale)
-        return Smaller(side, now_bytes, then_bytes, (reading_s + then_s) / (reading_s + now_s))
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""

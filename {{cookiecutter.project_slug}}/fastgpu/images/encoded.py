@@ -9,7 +9,6 @@ Shapes: C channels, H and W pixels.
 
 import io
 import math
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -222,15 +221,6 @@ def decode_random(data: np.ndarray, size: tuple[int, int], draws: Sequence[float
     """A random part of an image, resized (see `random_box`): uint8 (3, H, W), valid until this thread decodes again."""
     image = EncodedImage(data)
     return image.decode(random_box(draws, image.height, image.width, min_scale), size)
-
-
-def measure(files: Sequence[bytes], size: tuple[int, int], min_scale: float) -> tuple[float, float]:
-    """Mean bytes of image files, and the seconds of CPU time that a thread takes to decode a random part of one."""
-    draws = draw((0, 0, 0), np.arange(len(files))).tolist()
-    t0 = time.thread_time()
-    for data, numbers in zip(files, draws, strict=True):
-        decode_random(np.frombuffer(data, np.uint8), size, numbers, min_scale)
-    return sum(map(len, files)) / len(files), (time.thread_time() - t0) / len(files)
 
 
 # ---------------------------------------------------------------------------------------------- making them smaller

@@ -100,18 +100,6 @@ class PoolDecoder(Protocol):
         """
 
 
-class Smaller(NamedTuple):
-    """What making encoded images smaller would save."""
-
-    side: int
-    """Their shorter side, in pixels."""
-    now_bytes: float
-    """Mean size of an image."""
-    then_bytes: float
-    then_share: float
-    """Share of the CPU time of a row that is left."""
-
-
 class Source(Protocol):
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
@@ -167,10 +155,6 @@ class Source(Protocol):
     def over(self, stored: "Source") -> "Source":
         """These rows, read from a copy of `stored` in memory."""
         return stored
-
-    def try_smaller(self, size: int) -> Smaller | None:
-        """Make some encoded images so small that they still fill `size`. None: CPUs decode no images."""
-        return None
 
     def through_page_cache(self) -> "Source":
         """The same rows, of which those that are read again come from memory: for measurements."""
