@@ -107,7 +107,7 @@ def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
 
 
 def test_pixels_that_were_encoded_later_keep_how_they_were_prepared(tmp_path):
-    """A file of pixels that convert.py stretched, and that repack then encoded."""
+    """A file of pixels that convert.py stretched, and that was then encoded."""
     path = write_encoded(tmp_path / "encoded.h5", FILES)
     prepared = Preprocessing(SIZE, "exact").to_json()
     with h5py.File(path, "a") as file:

@@ -3,7 +3,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import numbered
 
 from fastgpu.convert import array_images
 from fastgpu.process.launch import UserError
@@ -141,16 +140,3 @@ def test_what_cannot_be_done_is_said(tmp_path, convert, images, flags, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert not list(tmp_path.glob("*.h5"))
-
-
-def test_repack_says_that_images_have_their_channels_last(tmp_path, convert):
-    with h5py.File(tmp_path / "old.h5", "w") as file:
-        file["images"], file["labels"] = numbered(20, (8, 9, 3)), np.arange(20)
-    result = convert("repack", "old.h5", "new.h5")
-    assert result.returncode == 0, result.stderr
-    assert "images, uint8 (N, 8, 9, 3), looks like (N, H, W, C) and is written so" in result.stdout
-    cure = result.stdout.partition("`python convert.py ")[2].partition("`")[0]
-    cure = cure.replace("FILE.h5::/DATASET TARGET", "old.h5::/images labels=old.h5::/labels cured.h5")
-    assert convert(*cure.split()).returncode == 0
-    with h5py.File(tmp_path / "cured.h5") as file:
-        assert file["images"].shape == (20, 3, 8, 9)

@@ -1,4 +1,4 @@
-"""convert.py with encoded images: kept as they are, made smaller, and from pixels to bytes and back."""
+"""convert.py with encoded images: kept as they are, or made smaller."""
 
 import io
 import itertools
@@ -10,11 +10,7 @@ from harness import read_rows
 from PIL import Image
 from test_cifar_celeba import celeba_in
 
-from fastgpu.images.decoded import DecodedImages
-from fastgpu.images.encoded import Box, EncodedImage, decode_centre
 from fastgpu.storage.store import open_store
-
-FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
@@ -69,34 +65,6 @@ def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):
             np.testing.assert_allclose(x.attrs[name], y.attrs[name], atol=4)
 
 
-def test_pixels_have_their_own_statistics(convert, photos, tmp_path):
-    convert("images", "photos", "x.h5", "--keep-encoded")
-    done = convert("repack", "x.h5", "y.h5", "--size", "8")  # much smoother than the files
-    assert done.returncode == 0, done.stderr
-    with h5py.File(tmp_path / "y.h5") as file:
-        pixels = file["images"][:]
-        np.testing.assert_allclose(file.attrs["mean"], pixels.mean((0, 2, 3)), rtol=1e-3)
-        np.testing.assert_allclose(file.attrs["std"], pixels.std((0, 2, 3)), rtol=1e-3)
-
-
-def test_smaller_files_have_their_own_statistics(convert, photos, tmp_path):
-    convert("images", "photos", "x.h5", "--keep-encoded")
-    done = convert("repack", "x.h5", "y.h5", "--size", "4", "--quality", "95")  # much smoother than the files
-    assert done.returncode == 0, done.stderr
-    pixels = np.concatenate([np.asarray(Image.open(io.BytesIO(data))).reshape(-1, 3) for data in rows_in("y.h5")])
-    with h5py.File(tmp_path / "x.h5") as x, h5py.File(tmp_path / "y.h5") as y:
-        np.testing.assert_allclose(y.attrs["mean"], pixels.mean(0), atol=1)
-        np.testing.assert_allclose(y.attrs["std"], pixels.std(0), atol=1)
-        assert np.abs(y.attrs["std"] - x.attrs["std"]).max() > 2
-
-
-def test_info_says_how_images_were_prepared_before_they_were_encoded(convert, photos, tmp_path):
-    convert("images", "photos", "x.h5", "--size", "20x30", "--resize", "pad")
-    assert "  decoded  to 20x30 pixels, --resize pad\n" in convert("info", "x.h5").stdout
-    convert("repack", "x.h5", "y.h5", "--quality", "90")
-    assert "  decoded  to 20x30 pixels, --resize pad, then encoded\n" in convert("info", "y.h5").stdout
-
-
 def test_files_are_made_smaller_once(convert, photos, tmp_path):
     done = convert("images", "photos", "x.h5", "--keep-encoded", "--size", "20", "--quality", "85")
     assert done.returncode == 0, done.stderr
@@ -128,80 +96,22 @@ def test_celeba_is_kept_encoded(convert, tmp_path):
     assert sum(len(rows_in(path)) for path in tmp_path.glob("x-*.h5")) == 12
 
 
-def test_a_round_trip_of_pixels_is_close_and_back_to_pixels_is_exact(convert, photos, tmp_path):
-    convert("images", "photos", "pixels.h5", "--size", "30", "--keep-order")
-    done = convert("repack", "pixels.h5", "bytes.h5", "--quality", "95", "--keep-order")
-    assert done.returncode == 0, done.stderr
-    done = convert("repack", "bytes.h5", "again.h5", "--size", "30", "--keep-order")
-    assert done.returncode == 0, done.stderr
-    with h5py.File(tmp_path / "pixels.h5") as first, h5py.File(tmp_path / "again.h5") as again:
-        assert again["images"].shape == (40, 3, 30, 30)
-        np.testing.assert_array_equal(again["labels"], first["labels"])
-        assert np.abs(again["images"][:].astype(int) - first["images"][:]).mean() < 6
-        for data, pixels in zip(rows_in(tmp_path / "bytes.h5"), again["images"], strict=True):
-            np.testing.assert_array_equal(decode_centre(np.frombuffer(data, np.uint8), (30, 30), 1.0), pixels)
-
-
-def test_encoded_rows_are_repacked_byte_for_byte_or_made_smaller(convert, photos, tmp_path):
+def test_encoded_rows_are_repacked_byte_for_byte(convert, photos, tmp_path):
     convert("images", "photos", "x.h5", "--keep-encoded")
     assert convert("repack", "x.h5", "y.h5", "--seed", "3").returncode == 0
     assert sorted(rows_in(tmp_path / "y.h5")) == sorted(rows_in(tmp_path / "x.h5"))
     assert rows_in(tmp_path / "y.h5") != rows_in(tmp_path / "x.h5")
-    assert convert("repack", "x.h5", "z.h5", "--size", "20", "--quality", "90").returncode == 0
-    images = [EncodedImage(np.frombuffer(data, np.uint8)) for data in rows_in(tmp_path / "z.h5")]
-    assert {min(image.height, image.width) for image in images} == {20}
-    source = DecodedImages(open_store("x", str(tmp_path / "z.h5"), FIELDS), (20, 20))
-    assert read_rows(source)["images"].shape == (40, 3, 20, 20)
-    assert images[0].decode(Box(0, 0, 20, 20), (20, 20)).shape == (3, 20, 20)
-
-
-def test_images_do_not_become_smaller_than_their_masks(convert, tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["images"] = np.zeros((40, 3, 48, 48), np.uint8)
-        file["masks"] = np.zeros((40, 48, 48), np.uint8)
-    assert convert("repack", "x.h5", "y.h5", "--quality", "90").returncode == 0
-    for options in (["--size", "24"], ["--size", "24", "--quality", "90"]):
-        done = convert("repack", "y.h5", "z.h5", *options)
-        assert done.stderr.startswith(
-            "error: --size would make the images of y.h5 smaller, and not masks, uint8 (N, 48"
-        )
-        assert not (tmp_path / "z.h5").exists()
-
-
-def test_repack_leaves_out_damaged_images_if_asked(convert, photos, tmp_path):
-    convert("images", "photos", "x.h5", "--keep-encoded")
-    files = rows_in(tmp_path / "x.h5")
-    with h5py.File(tmp_path / "x.h5", "r+") as file:
-        file["images/values"][file["images/indptr"][5] : file["images/indptr"][6]] = 0
-        del file["images/fastgpu_sha256"]
-    done = convert("repack", "x.h5", "y.h5", "--quality", "92")
-    assert done.returncode == 2
-    assert "1 of 40 rows are broken, so nothing was written" in done.stderr
-    done = convert("repack", "x.h5", "y.h5", "--quality", "92", "--on-error", "skip")
-    assert done.returncode == 0, done.stderr
-    assert "row 5 " in (tmp_path / "y.h5.skipped.txt").read_text()
-    assert sorted(rows_in(tmp_path / "y.h5")) == sorted(files[:5] + files[6:])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("repack", "pixels.h5", "y.h5", "--on-error", "skip"), "--on-error is skip, which needs --quality"),
         (("images", "photos", "x.h5", "--keep-encoded", "--masks", "photos"), "--keep-encoded is for images with lab"),
         (("images", "photos", "x.h5", "--keep-encoded", "--crop", "9"), "--keep-encoded takes --size SIDE, one number"),
         (("images", "photos", "x.h5", "--keep-encoded", "--size", "9", "--quality", "0"), "'0' is not a quality of"),
-        (("repack", "pixels.h5", "y.h5", "--size", "9"), "--size is for encoded images, and pixels.h5 has none"),
-        (
-            ("repack", "pixels.h5", "y.h5", "--size", "9", "--quality", "9"),
-            "--size is for encoded images, and pixels.h5",
-        ),
-        (("repack", "numbers.h5", "y.h5", "--quality", "9"), "numbers.h5 has no images to encode"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(convert, photos, tmp_path, arguments, message):
-    for name, shape in (("pixels", (9, 3, 4, 4)), ("numbers", (9, 4))):
-        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
-            file["images"] = np.zeros(shape, np.uint8)
     done = convert(*arguments)
     assert done.returncode != 0
     assert message in done.stderr

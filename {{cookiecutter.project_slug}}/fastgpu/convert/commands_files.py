@@ -30,7 +30,6 @@ def add_commands(command_line: CommandLine) -> None:
 
     text = "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset"
     parser = command_line.add(repack, text, many=True)
-    parser.set_defaults(recode=lambda source, args: source)
     parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
     parser.add_argument("--trust-links", action="store_true", help="follow links into other files")
@@ -71,7 +70,7 @@ def repack(args: Namespace) -> None:
     else:
         _refuse_own_output(args)
         source = _open_files(args.source, fields, args.trust_links)
-    write({"": args.recode(source, args)}, args)
+    write({"": source}, args)
 
 
 def _refuse_own_output(args: Namespace) -> None:

@@ -56,14 +56,6 @@ def add_commands(command_line: CommandLine) -> None:
     add("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     add("--clip", action="store_true", help="take values outside of --range to its ends")
 
-    parser = command_line.commands.choices["repack"]
-    parser.set_defaults(recode=recode)
-    add = parser.add_argument
-    text = "decode encoded images to pixels; with --quality: make them smaller"
-    add("--size", type=_parse_size, metavar="HxW", help=text)
-    add("--quality", type=_parse_quality, help="encode images as JPEG files of this quality, 1 to 100")
-    add_on_error_flag(parser, "image, with --quality")
-
     command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
     _add_decoding_flags(command_line.add(celeba, "folder with the images and the two lists"))
     _add_decoding_flags(command_line.add(imagenet, "folder with train and val, or with the tar files"))
@@ -146,44 +138,6 @@ def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
-
-
-def recode(source: "Source", args: Namespace) -> "Source":
-    """What the command `repack` does with images: as they are, from bytes to pixels, or from pixels to bytes."""
-    from fastgpu.convert.image_files import RecodedRows
-    from fastgpu.feed.sources import decode_images
-    from fastgpu.images.encoded import Kept
-
-    report_nhwc(source)
-    if args.on_error == "skip" and not args.quality:
-        raise UserError("--on-error is skip, which needs --quality; without --size it keeps encoded images as they are")
-    if args.size and not any(field.codec for field in source.fields.values()):
-        raise UserError(f"--size is for encoded images, and {source.name} has none; drop it")
-    masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
-    if args.size and masks:
-        raise UserError(
-            f"--size would make the images of {source.name} smaller, and not {masks[0]}; drop --size, name the other "
-            "fields by --fields, or convert the original files anew: `images --masks DIR --size HxW`"
-        )
-    if args.quality:
-        recoded: Source = RecodedRows(source, Kept(args.size and min(args.size), args.quality), args.on_error)
-    else:
-        recoded = decode_images(source, args.size) if args.size else source
-    if args.size:  # the mean and std of what is written now are others
-        recoded.attributes = {name: value for name, value in recoded.attributes.items() if name not in ("mean", "std")}
-    return recoded
-
-
-def report_nhwc(source: "Source") -> None:
-    """Print which fields look like images whose channels are last. The command `repack` writes rows as they are."""
-    from fastgpu.images.files import looks_like_nhwc
-
-    for name, field in source.fields.items():
-        if looks_like_nhwc(field.shape) and source.attributes.get("layout") != "nchw":
-            print(
-                f"{name}, {field}, looks like (N, H, W, C) and is written so; (N, C, H, W) is written by "
-                f"`python convert.py arrays {name}=FILE.h5::/DATASET TARGET --layout nhwc`"
-            )
 
 
 def synthetic_images(args: Namespace) -> Mapping[str, "Source"]:

@@ -17,8 +17,7 @@ from PIL import UnidentifiedImageError
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
 from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
 from fastgpu.convert.tables import parse_labels, read_table
-from fastgpu.images.decoded import read_block
-from fastgpu.images.encoded import Kept, keep, to_jpeg
+from fastgpu.images.encoded import Kept, keep
 from fastgpu.images.files import (
     IGNORED_CLASS,
     SIXTEEN_BITS,
@@ -33,9 +32,7 @@ from fastgpu.images.files import (
     read_mask,
 )
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray
 
 OpenFile = Callable[[str], IO[bytes]]
 """Opens an image by its name. Any thread may call it."""
@@ -362,7 +359,7 @@ class EncodedFiles(ListedRows):
     def __init__(self, listing: Listing, kept: Kept, on_error: OnError):
         super().__init__(listing, on_error)
         self._kept = kept
-        self.fields = {"images": estimate_field(self, "images")} | self.fields
+        self.fields = {"images": _estimate_field(self)} | self.fields
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
@@ -374,49 +371,12 @@ class EncodedFiles(ListedRows):
             return {"images": np.frombuffer(data, np.uint8)}
 
 
-class RecodedRows(DecodedRows):
-    """Rows of another source, with the bytes of image files in place of its encoded images, or of its pixels."""
-
-    def __init__(self, source: Source, kept: Kept, on_error: OnError = "stop"):
-        """Raises UserError if the source has neither encoded images nor uint8 (N, 3, H, W)."""
-        super().__init__(source.name, len(source), {}, on_error=on_error)
-        self.attributes = source.attributes
-        self._source = source
-        self._kept = kept
-        self._block_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
-        self.fields = dict(source.fields)
-        for name, field in source.fields.items():
-            if field.codec or (field.dtype == np.uint8 and len(field.shape) == 3 and field.shape[0] == 3):
-                self.fields[name] = estimate_field(self, name)
-        if self.fields == source.fields:
-            raise UserError(f"{source.name} has no images to encode; they are uint8 (N, 3, height, width)")
-
-    def column(self, name: str) -> np.ndarray:
-        """One field of all rows that is in memory. Raises KeyError for the others."""
-        return self._source.column(name)
-
-    def decode(self, row: int) -> Mapping[str, np.ndarray]:
-        """One row. Thread-safe. Raises BrokenRowError if its image cannot be decoded."""
-        block = int(np.searchsorted(self._block_start, row, "right")) - 1
-        read = BlockRead(block, row - int(self._block_start[block]), np.array([0]))
-        values = {}
-        for name, column in read_block(self._source, read, np.array([row])).items():
-            values[name] = column.values.copy() if isinstance(column, RaggedArray) else column[0]
-        with explain_broken(f"{self.name}: row {row:,}"):
-            for name, field in self._source.fields.items():
-                if field.codec:
-                    values[name] = np.frombuffer(keep(values[name].tobytes(), self._kept), np.uint8)
-                elif self.fields[name].codec:
-                    values[name] = np.frombuffer(to_jpeg(values[name], self._kept.quality), np.uint8)
-        return values
-
-
-def estimate_field(source: DecodedRows, name: str) -> Field:
+def _estimate_field(source: EncodedFiles) -> Field:
     """The field of encoded images, whose mean size is that of a few rows. Raises BrokenRowError if all are broken."""
     sizes = []
     for row in np.linspace(0, len(source) - 1, min(PROBED_SIZES, len(source))).astype(int).tolist():
         with suppress(BrokenRowError):
-            sizes.append(source.decode(row)[name].nbytes)
+            sizes.append(source.decode(row)["images"].nbytes)
     if not sizes:
         source.decode(0)
     return Field(np.dtype(np.uint8), (), float(np.mean(sizes)), codec="encoded")

@@ -32,8 +32,7 @@ def describe_rows(parts: Mapping[str, Source], order: str = "") -> Iterator[str]
     if preprocessing := attributes.get("preprocessing"):
         values = json.loads(preprocessing)
         crop = f"cropped to {_format_size(values['crop'])}, then " if values["crop"] else ""
-        then = ", then encoded" if any(field.codec for field in first.fields.values()) else ""
-        yield f"  decoded  {crop}to {_format_size(values['size'])} pixels, --resize {values['resize']}{then}"
+        yield f"  decoded  {crop}to {_format_size(values['size'])} pixels, --resize {values['resize']}"
     yield from describe_statistics(attributes)
     if order := order or attributes.get("row_order", ""):
         yield f"  order    {order}"
