@@ -49,7 +49,6 @@ from mutations import flip, mutate
 from PIL import Image
 from short_run import CONFIG
 from test_array_files import save_npz
-from test_cifar_celeba import cifar_files, tar_of
 from test_movielens import write as write_ratings
 from test_pixel_csv import write_fer, write_mnist
 from torch import nn
@@ -134,10 +133,6 @@ def make_config() -> None:
     shutil.copyfile(PROJECT / "config.yaml", "config.yaml")
     words = ["optim.lr=1e-3", "data.fields={images: x, labels: y}", "log.to=[tensorboard]", "data.train=a.h5"]
     Path("words").write_text("\n".join(words))
-
-
-def make_cifar(layout: str) -> None:
-    tar_of(Path("x.tar.gz"), cifar_files(layout))
 
 
 def make_images(suffix: str = "png") -> None:
@@ -260,8 +255,6 @@ KINDS = {
     "csv-mnist": csv(lambda: write_mnist(Path("x.csv"), IMAGES), "pixels x.csv out.h5 --split 0.5"),
     "csv-ratings": csv(make_ratings, "movielens ratings.csv out.h5 --held-out 9", 2),
     "zip": Kind(make_ratings, command("movielens ratings.zip out.h5 --held-out 9"), "ratings.zip"),
-    "cifar-python": Kind(partial(make_cifar, "python"), command("cifar10 x.tar.gz out.h5"), "x.tar.gz"),
-    "cifar-binary": Kind(partial(make_cifar, "binary"), command("cifar10 x.tar.gz out.h5"), "x.tar.gz"),
     "npy": Kind(make_arrays, command("arrays images=x.npy out.h5"), "x.npy"),
     "npz": Kind(make_arrays, command("arrays y.npz out.h5"), "y.npz"),
     "npz-predict": Kind(make_arrays, read_inputs, "y.npz"),

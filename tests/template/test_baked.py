@@ -94,7 +94,7 @@ def test_every_module_that_is_imported_is_there(baked, answer):
 
 
 CONVERT_COMMANDS = {
-    "images": {"images", "pixels", "cifar10", "celeba", "imagenet", "synthetic"},
+    "images": {"images", "pixels", "synthetic"},
     "recsys": {"movielens", "synthetic"},
 }
 SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}

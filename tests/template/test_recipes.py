@@ -2,13 +2,14 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import convert, run_train
 from PIL import Image
-from template import PROJECT
+from template import PROJECT, ROOT
 
 RECIPES = sorted((PROJECT / "configs").glob("*.yaml"))
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu"]
@@ -19,25 +20,53 @@ SMALL_MODEL = {
 }
 
 
-def cifar10(folder: Path) -> None:
-    """The archive of CIFAR-10, with few rows."""
-    from test_cifar_celeba import cifar_files, tar_of
+TORCHVISION = """
+import numpy as np
+import torch
+from PIL import Image
 
-    tar_of(folder / "cifar-10-python.tar.gz", cifar_files("python"))
+
+class Rows:
+    classes = [f"class {number}" for number in range(10)]
+    attr_names = [*(f"attribute {number}" for number in range(40)), ""]
+
+    def __len__(self):
+        return 40
 
 
-def celeba(folder: Path) -> None:
-    """The files of CelebA, with few rows."""
-    from test_cifar_celeba import celeba_in
+class CIFAR10(Rows):
+    def __init__(self, root, train, download):
+        pass
 
-    celeba_in(folder / "celeba", packed=True, rows=40)
+    def __getitem__(self, row):
+        return Image.fromarray(np.full((32, 32, 3), row, np.uint8)), row % 10
+
+
+class CelebA(Rows):
+    def __init__(self, root, split, target_type):
+        assert split in ("train", "valid", "test") and target_type == "attr"
+
+    def __getitem__(self, row):
+        return Image.fromarray(np.full((218, 178, 3), row, np.uint8)), torch.arange(40) // (row + 1) % 2
+"""
+"""A stand-in with few rows."""
+
+
+def published(folder: Path) -> None:
+    """The Datasets over torchvision's, and a stand-in for it."""
+    shutil.copyfile(ROOT / "docs/examples/published.py", folder / "published.py")
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision/__init__.py").touch()
+    (folder / "torchvision/datasets.py").write_text(TORCHVISION)
 
 
 def imagenet(folder: Path) -> None:
-    """The tar files of ImageNet, with few rows."""
-    from test_imagenet import imagenet_in
-
-    imagenet_in(folder / "imagenet")
+    """Folders of ImageNet, with few rows."""
+    for split, n_rows in (("train", 40), ("val", 9)):
+        for number in range(n_rows):
+            path = folder / f"imagenet/{split}/n0{number % 3}/{number}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((16, 20, 3), number, np.uint8)).save(path)
 
 
 def photos(folder: Path) -> None:
@@ -69,8 +98,8 @@ def photos_with_masks(folder: Path) -> None:
 
 
 MAKE_DATA = {
-    "cifar10": cifar10,
-    "celeba": celeba,
+    "cifar10": published,
+    "celeba": published,
     "csv-images": photos,
     "imagenet": imagenet,
     "recsys": nothing,
@@ -78,11 +107,11 @@ MAKE_DATA = {
 }
 
 
-def command_in(text: str, program: str) -> list[str]:
-    """The arguments with which the head of a recipe calls a program first."""
-    command = re.search(rf"^#.*? {program} (.*)$", text, re.MULTILINE)
-    assert command, f"no {program} command"
-    return shlex.split(command[1])
+def commands_in(text: str, program: str) -> list[list[str]]:
+    """The arguments of each call of a program in the head of a recipe."""
+    commands = re.findall(rf"^#.*? {program} (.*)$", text, re.MULTILINE)
+    assert commands, f"no {program} command"
+    return [shlex.split(command) for command in commands]
 
 
 def test_every_recipe_is_tried():
@@ -93,7 +122,7 @@ def test_every_recipe_is_tried():
 def test_a_recipe_names_its_data_its_command_and_its_result(path):
     head = path.read_text().split("workload:")[0]
     assert all(f"# {word}: " in head for word in ("Data", "Train", "Result"))
-    arguments = command_in(head, r"train\.py")
+    arguments = commands_in(head, r"train\.py")[0]
     assert arguments[arguments.index("--config") + 1] == f"configs/{path.name}"
 
 
@@ -104,9 +133,10 @@ def test_a_recipe_trains_on_data_in_the_published_format(path, tmp_path):
     MAKE_DATA[path.stem](tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "configs").symlink_to(PROJECT / "configs")
-    done = convert(*command_in(text, r"python convert\.py"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    for command in commands_in(text, r"python convert\.py"):
+        done = convert(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     workload = re.search(r"(?m)^workload: (\w+)$", text)[1]
-    done = run_train(*command_in(text, r"train\.py"), *SMALL, *SMALL_MODEL[workload], cwd=tmp_path)
+    done = run_train(*commands_in(text, r"train\.py")[0], *SMALL, *SMALL_MODEL[workload], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout + done.stderr)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from harness import read_rows
 from PIL import Image
-from test_cifar_celeba import celeba_in
 
 from fastgpu.storage.store import open_store
 
@@ -87,13 +86,6 @@ def test_broken_files_are_named_or_left_out(convert, photos, tmp_path):
     done = convert("images", "photos", "x.h5", "--keep-encoded", "--on-error", "skip")
     assert "broken images that were skipped: 1, listed in x.h5.skipped.txt" in done.stdout
     assert len(rows_in(tmp_path / "x.h5")) == 199
-
-
-def test_celeba_is_kept_encoded(convert, tmp_path):
-    celeba_in(tmp_path / "celeba", packed=True, rows=12)
-    done = convert("celeba", "celeba", "x.h5", "--keep-encoded")
-    assert done.returncode == 0, done.stderr
-    assert sum(len(rows_in(path)) for path in tmp_path.glob("x-*.h5")) == 12
 
 
 def test_encoded_rows_are_repacked_byte_for_byte(convert, photos, tmp_path):

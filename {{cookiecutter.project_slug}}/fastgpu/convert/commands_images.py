@@ -5,9 +5,6 @@ python convert.py images photos.csv photos.h5 --size 64             or a CSV wit
 python convert.py images photos/ photos.h5 --keep-encoded           the JPEG files themselves, decoded in each epoch
 python convert.py images photos/ cells.h5 --masks masks/ --size 64  images and masks of the same names
 python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with the pixels in it
-python convert.py cifar10 cifar-10-python.tar.gz cifar10.h5         -> cifar10-train.h5, cifar10-test.h5
-python convert.py celeba celeba/ celeba.h5                          -> celeba-train.h5, celeba-val.h5, celeba-test.h5
-python convert.py imagenet imagenet/ imagenet.h5 --keep-encoded     -> imagenet-train.h5, imagenet-val.h5
 python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up images, to try things with
 """
 
@@ -56,10 +53,6 @@ def add_commands(command_line: CommandLine) -> None:
     add("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     add("--clip", action="store_true", help="take values outside of --range to its ends")
 
-    command_line.add(cifar10, "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder in it")
-    _add_decoding_flags(command_line.add(celeba, "folder with the images and the two lists"))
-    _add_decoding_flags(command_line.add(imagenet, "folder with train and val, or with the tar files"))
-
     add = command_line.add_synthetic("images", synthetic_images).add_argument
     text = "of an image; default: 3x32x32"
     add("--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help=text)
@@ -70,7 +63,6 @@ def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
     from fastgpu.convert.image_files import add_ending, list_csv, list_folder, list_pairs
-    from fastgpu.images.files import open_file
 
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
@@ -88,7 +80,7 @@ def images(args: Namespace) -> None:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
     if args.ending and not listing.lines:
         raise UserError(f"--ending is {args.ending}, which is for the paths of a CSV; drop it")
-    listing = listing._replace(open=lambda name: open_file(root / name))
+    listing = listing._replace(root=root)
     _write_images(listing.parts(args.split, args.seed), args)
 
 
@@ -102,33 +94,6 @@ def pixels(args: Namespace) -> None:
         listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
     parts = listing.parts(args.split, args.seed)
     write({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, args)
-
-
-def cifar10(args: Namespace) -> None:
-    """Convert CIFAR-10 as published: the python or the binary archive, or its folder."""
-    from fastgpu.convert.cifar_celeba import open_cifar10
-
-    write(open_cifar10(Path(args.source)), args)
-
-
-def celeba(args: Namespace) -> None:
-    """Convert CelebA as published: a folder with img_align_celeba (or .zip) and its lists.
-
-    The lists are list_attr_celeba.txt and list_eval_partition.txt.
-    """
-    from fastgpu.convert.cifar_celeba import list_celeba
-
-    _write_images(list_celeba(Path(args.source)).parts(), args)
-
-
-def imagenet(args: Namespace) -> None:
-    """Convert ImageNet (ILSVRC 2012) as published: a folder with train and val, or with the tar files.
-
-    The classes of val are in its folders, in LOC_val_solution.csv, or in ILSVRC2012_devkit_t12.tar.gz beside it.
-    """
-    from fastgpu.convert.imagenet import list_imagenet
-
-    _write_images(list_imagenet(Path(args.source)), args)
 
 
 def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":

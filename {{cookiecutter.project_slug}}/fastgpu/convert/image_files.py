@@ -3,12 +3,12 @@
 import glob
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -34,8 +34,6 @@ from fastgpu.images.files import (
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 
-OpenFile = Callable[[str], IO[bytes]]
-"""Opens an image by its name. Any thread may call it."""
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
 SOFT_CLASSES = 240
@@ -66,7 +64,8 @@ class Listing(NamedTuple):
     """Whether the masks hold 0 and 255, which is class 1."""
     splits: Mapping[str, np.ndarray] = MappingProxyType({})
     """{split: row numbers}, if the source says it."""
-    open: OpenFile = open_file
+    root: Path = Path()
+    """The folder that names start from."""
 
     def where(self, row: int) -> str:
         """The place of a file in the folder or CSV, for messages."""
@@ -328,7 +327,7 @@ class ImageFiles(ListedRows):
 
     def _decode(self, row: int) -> dict[str, np.ndarray]:
         listing = self._listing
-        with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
+        with explain_broken(listing.where(row)), open_file(listing.root / listing.names[row]) as file:
             changes = describe_changes(file)
             file.seek(0)
             decoded = {}
@@ -364,7 +363,7 @@ class EncodedFiles(ListedRows):
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
         """The bytes of an image. Thread-safe. Raises BrokenRowError if it cannot be decoded."""
         listing = self._listing
-        with explain_broken(listing.where(row)), listing.open(listing.names[row]) as file:
+        with explain_broken(listing.where(row)), open_file(listing.root / listing.names[row]) as file:
             data = keep(file.read(), self._kept)
             file.seek(0)
             self._changes_of_row[row] = [f"{change}, when it is decoded" for change in describe_changes(file)]

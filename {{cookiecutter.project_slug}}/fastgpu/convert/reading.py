@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tarfile import TarError
 from tokenize import TokenError
 from typing import Literal
 
@@ -29,7 +28,7 @@ MAX_COUNTED = 1000
 MAX_ERROR_CHARS = 200
 DAMAGE = (
     *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, RuntimeError),
-    *(csv.Error, TarError, TokenError, zipfile.BadZipFile, zlib.error),
+    *(csv.Error, TokenError, zipfile.BadZipFile, zlib.error),
 )
 """What parsers raise for damaged bytes. NotImplementedError, for a compression that is not known, is a RuntimeError."""
 
