@@ -7,7 +7,6 @@ import pytest
 from harness import run_train, write_minimal
 from pydantic import Field
 
-from fastgpu.process import config_loader
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import FindOptions, keys, load_config, read_options
 from fastgpu.process.launch import UserError
@@ -126,7 +125,6 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
         ("- a", r"0\.yaml: holds \['a'\]; allowed are sections"),
         ("data: {fields: {images: 3}}", "data.fields is 3; it should be a valid string"),
         ("run: {name: 9}", r'did you mean "9", with the quotes\? On a command line: \'run.name="9"\''),
-        ("train: {epochs: 010}", r"0\.yaml:1: 010 would be octal, as in YAML 1.1; write it without the leading 0"),
         ("workload: Images", 'workload is "Images"; it should match pattern'),
     ],
 )
@@ -135,42 +133,23 @@ def test_a_mistake_in_a_file_names_place_key_value_and_cure(tmp_path, text, mess
         load(tmp_path, text)
 
 
-def aliases(first: str, line: str) -> str:
-    """A few lines that stand for 9 ** 10 values: each line has the one before 9 times."""
-    lines = [f"  a0: &a0 {first}"]
-    for number in range(1, 10):
-        before = ", ".join([f"*a{number - 1}"] * 9)
-        lines.append(f"  a{number}: &a{number} {line.format(before)}")
-    return "\n".join(["model:", *lines])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model:\n  a: &a [*a]", r"0\.yaml:2: an alias stands for a value that holds the alias itself"),
-        (aliases("[x, x]", "[{}]"), r"0\.yaml:2: is longer than 1,048,576 characters with its aliases written out"),
-        (aliases("{k: 1}", "{{<<: [{}]}}"), "with its aliases written out"),
-        (f"a: &a {'x' * 5000}\nb: [{', '.join(['*a'] * 300)}]", "with its aliases written out"),
-        (f"a: {'x' * (1 << 20)}", r"0\.yaml: is longer than 1,048,576 characters"),
-        ("a: " + "[" * 5000 + "]" * 5000, r"0\.yaml:1: is nested deeper than 20 levels"),
+        ("model:\n  a: &a [*a]", r"0\.yaml: is nested too deeply"),
         ("workload: minimal\n? [a, b]\n: 1", r"0\.yaml:2: a key should be a single word"),
         ("run:\n  seed: 2026-13-45", r"0\.yaml:2: 2026-13-45 is no timestamp"),
-        ("data: {batch_size: " + "9" * 5000 + "}", r"0\.yaml:1: a number of 5,000 characters; allowed are 100"),
+        ("data: {batch_size: " + "9" * 5000 + "}", r"0\.yaml:1: 9+... is no int"),
+        ("run: {folder: !!python/object:os.system x}", r"0\.yaml:1: is not YAML: could not determine a constructor"),
         ("run: {seed: !!int abc}", r"0\.yaml:1: abc is no int"),
         ("a: \0", "0.yaml: is not YAML: unacceptable character"),
     ],
 )
-def test_what_would_take_endless_time_or_is_no_value_is_one_short_line(tmp_path, text, message):
+def test_what_is_no_value_is_one_short_line(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load(tmp_path, text)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
-
-
-def test_a_list_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(config_loader, "MAX_NODES", 1000)
-    with pytest.raises(UserError, match=r"0\.yaml:1: has more than 1,000 values"):
-        load(tmp_path, f"a: [{'1, ' * 1000}]")
 
 
 def test_anchors_and_merge_keys_of_ordinary_size_work(tmp_path):
