@@ -47,7 +47,7 @@ class FastGpu:
         self.h5 = task.h5
         source = open_rows(task.h5, verify=verify)
         pool_batches = choose_pool_batches("auto", task.batch_size, source)
-        shard = Shard(canonical_ranks=choose_canonical_ranks("auto", task.batch_size, 1, source))
+        shard = Shard(canonical_ranks=choose_canonical_ranks(task.batch_size, 1, source))
         order = BlockSampler(source.block_rows, task.batch_size, shard=shard, pool_batches=pool_batches, seed=task.seed)
         loader = Loader()
         self.feed = make_feed(source, order, Placement(tier, torch.device("cpu"), choose_readers("auto", 1)), loader)

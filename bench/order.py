@@ -133,7 +133,7 @@ def qualities(data: Data, batch_size: int, pool_blocks: tuple[int, ...] = POOL_B
     by_class = np.arange(data.n_rows) * data.n_classes // data.n_rows
     in_random_order = rng.permutation(by_class)
     rows_per_block = int(data.block_rows[0])
-    default_ranks = choose_canonical_ranks("auto", batch_size, 1, data)
+    default_ranks = choose_canonical_ranks(batch_size, 1, data)
     default_batches = choose_pool_batches("auto", batch_size, data)
     n_epochs = max(2, -(-MIN_BATCHES * batch_size // data.n_rows))
 

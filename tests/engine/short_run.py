@@ -26,7 +26,7 @@ CARD = {"classes": ["a", "b"]}
 CONFIG = Config.model_validate(
     {
         "workload": "minimal",
-        "data": {"train": "a.h5", "val": "b.h5", "fields": {"x": "images"}, "tier": "disk", "canonical_ranks": 8},
+        "data": {"train": "a.h5", "val": "b.h5", "fields": {"x": "images"}, "tier": "disk"},
         "model": {"hidden_dim": 8},
         "train": {"epochs": 2, "precision": "fp32"},
     }

@@ -127,7 +127,7 @@ def test_the_config_of_a_run_repeats_it(folder):
     train()
     written = yaml.safe_load((folder / "runs/a/config.yaml").read_text())
     assert written["data"]["tier"] == "device"  # no `auto` is left where a number was chosen
-    assert isinstance(written["data"]["canonical_ranks"], int)
+    assert isinstance(written["data"]["pool_batches"], int)
     assert isinstance(written["loader"]["num_readers"], int)
     assert written["train"]["precision"] == "fp32"
     assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
@@ -621,7 +621,7 @@ def test_a_killed_rank_is_restarted_by_torchrun(folder):
     [
         ["optim.accumulation_steps=4", "optim.name=sgd", "optim.lr=0.05"],
         ["train.precision=bf16", "optim.fused=none"],
-        ["data.batch_size=50", "data.pool_batches=3", "data.canonical_ranks=10", "run.seed=3"],
+        ["data.batch_size=50", "data.pool_batches=3", "run.seed=3"],
         ["run.checkpoint_every_steps=4", "data.echo=1.7", "loader.prefetch_pools=1", "data.tier=disk"],
     ],
 )

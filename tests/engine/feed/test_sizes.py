@@ -93,19 +93,13 @@ def test_the_batch_of_a_rank_is_its_part_of_the_global_batch():
 )
 def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, world_size, n_blocks, canonical_ranks):
     source = Shape(1000, n_blocks=n_blocks)
-    assert choose_canonical_ranks("auto", batch_size, world_size, source) == canonical_ranks
+    assert choose_canonical_ranks(batch_size, world_size, source) == canonical_ranks
 
 
-def test_canonical_ranks_that_do_not_fit_are_refused():
-    assert choose_canonical_ranks(16, 64, 4, Shape(4000, n_blocks=2000)) == 16
-    message = "data.canonical_ranks is 6; it should be auto, or a multiple of the 4 ranks that divides"
-    with pytest.raises(UserError, match=message):
-        choose_canonical_ranks(6, 64, 4, Shape(1000))
-    with pytest.raises(UserError, match="data.canonical_ranks is 12; it should be"):
-        choose_canonical_ranks(12, 64, 4, Shape(1000))
+def test_more_ranks_than_blocks_are_refused():
     message = r"8 ranks are more than the 5 blocks \(chunks\) of x.h5; use at most 5 ranks"
     with pytest.raises(UserError, match=message):
-        choose_canonical_ranks("auto", 64, 8, Shape(1000, n_blocks=5))
+        choose_canonical_ranks(64, 8, Shape(1000, n_blocks=5))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,7 @@ def test_all_sizes_together(memory):
 
 def test_values_name_the_keys_that_were_chosen(memory):
     chosen = choose_sizes(data(), Loader(), (Shape(2000), Shape(10)), ALONE, accumulation=1)
-    assert chosen.data_values() == {"tier": "device", "pool_batches": 31, "canonical_ranks": 8}
+    assert chosen.data_values() == {"tier": "device", "pool_batches": 31}
     assert chosen.loader_values() == {"num_readers": 8}
     assert data().model_copy(update=chosen.data_values()).tier == "device"  # they are fields of their sections
     assert set(chosen.data_values()) <= set(Data.model_fields)
@@ -192,13 +186,13 @@ def test_values_name_the_keys_that_were_chosen(memory):
 
 def test_numbers_that_a_person_chose_are_kept(memory):
     chosen = choose_sizes(
-        data(tier="disk", pool_batches=3, canonical_ranks=2, batch_size=32),
+        data(tier="disk", pool_batches=3, batch_size=32),
         Loader(num_readers=5),
         (Shape(2000), Shape(10)),
         ALONE,
         accumulation=1,
     )
-    assert chosen.data_values() == {"tier": "disk", "pool_batches": 3, "canonical_ranks": 2}
+    assert chosen.data_values() == {"tier": "disk", "pool_batches": 3}
     assert chosen.loader_values() == {"num_readers": 5}
     assert chosen.batch_size == 32
 

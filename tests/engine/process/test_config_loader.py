@@ -109,7 +109,7 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
         ("data: {batch_size: true}", "data.batch_size is true; it should be a valid integer"),
         ("data: {batch_size: 1.5}", "data.batch_size is 1.5; it should be a valid integer"),
         ("data: {tier: devic}", r"should be 'device', 'host' or 'disk' or be 'auto' \(did you mean \"device\"\?\)"),
-        ("data: {canonical_ranks: x}", "canonical_ranks is \"x\"; it should be a valid integer or be 'auto'"),
+        ("data: {pool_batches: x}", "pool_batches is \"x\"; it should be a valid integer or be 'auto'"),
         ("data: {echo: 0.5}", "data.echo is 0.5; it should be greater than or equal to 1"),
         ("optim: {lr: .nan}", "optim.lr is NaN"),
         ("optim: {lr: -1}", "optim.lr is -1; it should be greater than 0"),

@@ -36,10 +36,10 @@ def test_the_config_of_a_run_is_a_valid_config_file(tmp_path, model):
     with started_run(tmp_path, model):
         pass
     assert load_config(["--config", str(tmp_path / "a" / "config.yaml")]).flat() == CONFIG
-    with started_run(tmp_path, model, config={"data.canonical_ranks": 4}, resume="auto"):
+    with started_run(tmp_path, model, config={"data.pool_batches": 4}, resume="auto"):
         pass  # a resumed run adds its own
     assert load_config(["--config", str(tmp_path / "a" / "config.yaml")]).flat() == CONFIG
-    assert load_config(["--config", str(tmp_path / "a" / "config-2.yaml")]).data.canonical_ranks == 4
+    assert load_config(["--config", str(tmp_path / "a" / "config-2.yaml")]).data.pool_batches == 4
 
 
 def test_the_echo_factor_that_was_found_is_in_the_config(tmp_path, model):

@@ -41,6 +41,7 @@ class Sizes(NamedTuple):
     batch_size: int
     """Rows of one optimizer step on one rank."""
     canonical_ranks: int
+    """Any world size that divides this number sees the same global batches."""
     pool_batches: int
     tier: Tier
     n_readers: int
@@ -51,7 +52,7 @@ class Sizes(NamedTuple):
 
     def data_values(self) -> dict[str, object]:
         """The values of section `data` that were chosen."""
-        return {"tier": self.tier, "pool_batches": self.pool_batches, "canonical_ranks": self.canonical_ranks}
+        return {"tier": self.tier, "pool_batches": self.pool_batches}
 
     def loader_values(self) -> dict[str, object]:
         """The values of section `loader` that were chosen."""
@@ -68,7 +69,7 @@ def choose_sizes(
     with world.raise_on_every_rank():
         source, val_source = sources
         batch_size = choose_rank_batch(data.batch_size, world.world_size, accumulation, source)
-        canonical_ranks = choose_canonical_ranks(data.canonical_ranks, data.batch_size, world.world_size, source)
+        canonical_ranks = choose_canonical_ranks(data.batch_size, world.world_size, source)
         pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
         uses_workers = isinstance(source, DatasetSource)
         room = Room(
@@ -111,23 +112,16 @@ def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, sourc
     return batch_size // world_size
 
 
-def choose_canonical_ranks(canonical_ranks: int | Auto, batch_size: int, world_size: int, source: Source) -> int:
-    """auto: a multiple of 8 if it divides the global batch, so that 1, 2, 4 and 8 ranks see the same batches."""
+def choose_canonical_ranks(batch_size: int, world_size: int, source: Source) -> int:
+    """A multiple of 8 if it divides the global batch, so that 1, 2, 4 and 8 ranks see the same batches."""
     n_blocks = len(source.block_rows)
     if n_blocks < world_size:
         raise UserError(
             f"{world_size} ranks are more than the {n_blocks} blocks (chunks) of {source.name}; use at most "
             f"{n_blocks} ranks, or write the file with smaller chunks"
         )
-    if canonical_ranks == "auto":
-        wide = lcm(8, world_size)
-        return wide if batch_size % wide == 0 and wide <= n_blocks else world_size
-    if canonical_ranks % world_size or batch_size % canonical_ranks:
-        raise UserError(
-            f"data.canonical_ranks is {canonical_ranks}; it should be auto, or a multiple of the {world_size} ranks "
-            f"that divides data.batch_size ({batch_size})"
-        )
-    return canonical_ranks
+    wide = lcm(8, world_size)
+    return wide if batch_size % wide == 0 and wide <= n_blocks else world_size
 
 
 def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Source) -> int:

@@ -100,9 +100,6 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of
     rows, at most 8 million."""
-    canonical_ranks: Count | Auto = "auto"
-    """Any world size that divides this number sees the same global batches. auto: the least common multiple of 8 and
-    the world size, if it divides the batch size and the file has as many blocks; otherwise the world size."""
     echo: Annotated[float, Field(ge=1)] | Auto = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). Useful where reading is the
     bottleneck. auto: as often as costs no time, measured in the previous epoch, at most 4 times (2 if rows look the

@@ -39,7 +39,7 @@ ORDER_KEYS = {
     "rows": "the number of rows of data.train",
     "blocks": "the number of blocks of data.train",
     "global_rows": "data.batch_size",
-    "lanes": "data.canonical_ranks",
+    "lanes": "the number of canonical ranks (a multiple of 8 and of the ranks, where it divides data.batch_size)",
     "pool_batches": "data.pool_batches",
     "seed": "run.seed",
     "mixture": "the sources, weights or classes of data.train, or the share of data.val",
