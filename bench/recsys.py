@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-import project
+import project  # noqa: F401  makes fastgpu importable
 import publish
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ BATCH_SIZE = 500
 BIG_BATCHES = 10
 """Number of batches that the thread makes at a time."""
 FOLDER = Path(__file__).parent / "data"
-SCRIPT = project.FOLDER / "convert.py"
+SCRIPT = Path(__file__).parents[1] / "tools/make_interactions.py"
 CPU = torch.device("cpu")
 MODEL = Workload.Options(hidden_dim=600, latent_dim=200, dropout=0.5, variational=True, kl_weight=0.2)
 
@@ -83,9 +83,14 @@ def make(size: Size, folder: Path = FOLDER) -> Path:
     train = folder / f"{size.name}-train.h5"
     if not train.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        options = {"--rows": size.n_users, "--items": size.n_items, "--mean-items": size.mean_items, "--split": 0.85367}
+        options = {
+            "--users": size.n_users,
+            "--items": size.n_items,
+            "--mean-items": size.mean_items,
+            "--train-share": 0.85367,
+        }
         words = [str(word) for option in options.items() for word in option]
-        command = [sys.executable, str(SCRIPT), "synthetic", str(target), "--kind", "interactions", *words, "--force"]
+        command = [sys.executable, str(SCRIPT), str(target), *words]
         subprocess.run(command, check=True)
     return train
 

@@ -26,7 +26,6 @@ ONLY_FOR = {
         "fastgpu/convert/commands_images.py",
         "fastgpu/convert/image_files.py",
         "fastgpu/convert/pixel_csv.py",
-        "fastgpu/convert/synthetic_images.py",
         "fastgpu/convert/tables.py",
         "fastgpu/predict/image_inputs.py",
         "fastgpu/images/__init__.py",
@@ -44,7 +43,6 @@ ONLY_FOR = {
         "fastgpu/convert/commands_recsys.py",
         "fastgpu/convert/interactions.py",
         "fastgpu/convert/movielens.py",
-        "fastgpu/convert/synthetic_interactions.py",
         "fastgpu/training/ranking.py",
     ],
 }

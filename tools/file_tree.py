@@ -18,7 +18,7 @@ DESCRIPTIONS = {
     "configs/": "Recipes. Each one says how to get its data.",
     "data/": "The rows of the first run.",
     "data/digits.h5": "Optical Recognition of Handwritten Digits (E. Alpaydin and C. Kaynak, UCI, CC BY 4.0).",
-    "data/interactions-train.h5": "Users and items made up by `convert.py synthetic`.",
+    "data/interactions-train.h5": "Users and items made up by a known law.",
     "data/interactions-val.h5": "The same, for validation.",
     "docs/": "Pages for the users of this project.",
     "launch/": "One torchrun on each node, by Slurm, Kubernetes, Kubeflow or SkyPilot; delete what you do not use.",

@@ -16,7 +16,7 @@ from test_template import expected, files, parses
 
 OTHER = {"images": "recsys", "recsys": "images"}
 WORDS_OF = {
-    "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|commands_images|synthetic_images|mixup|cutout",
+    "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|commands_images|mixup|cutout",
     "recsys": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|commands_recsys|interactions",
 }
 """What only the files of one workload speak of."""
@@ -94,8 +94,8 @@ def test_every_module_that_is_imported_is_there(baked, answer):
 
 
 CONVERT_COMMANDS = {
-    "images": {"images", "pixels", "synthetic"},
-    "recsys": {"movielens", "synthetic"},
+    "images": {"images", "pixels"},
+    "recsys": {"movielens"},
 }
 SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
 

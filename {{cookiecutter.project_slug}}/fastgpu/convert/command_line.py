@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Run = Callable[[Namespace], int | None]
 """A command. It returns the exit code of the process; None means 0."""
-MakeParts = Callable[[Namespace], Mapping[str, "Source"]]
-"""{name of a file, such as `train`: its rows}."""
 
 
 class CommandLine:
@@ -36,7 +34,6 @@ class CommandLine:
             description="\n\n".join(texts), formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.commands = self.parser.add_subparsers(required=True, metavar="COMMAND")
-        self._synthetic_kinds: dict[str, MakeParts] = {}
         for module in modules:
             module.add_commands(self)
 
@@ -57,21 +54,6 @@ class CommandLine:
         if writes:
             _add_target_flags(parser)
         return parser
-
-    def add_synthetic(self, kind: str, make_parts: MakeParts) -> ArgumentParser:
-        """Add a kind of made-up rows to the command `synthetic`. The kind that is added first is the default."""
-        if not self._synthetic_kinds:
-            parser = self.add(self.synthetic)
-            add_split_flag(parser)
-            kinds = self._synthetic_kinds
-            parser.add_argument("--kind", choices=kinds, default=kind, help=f"kind of rows; default: {kind}")
-            parser.add_argument("--rows", type=int, help="number of rows; default: enough for a first try")
-        self._synthetic_kinds[kind] = make_parts
-        return self.commands.choices["synthetic"]
-
-    def synthetic(self, args: Namespace) -> None:
-        """Write made-up rows, to try a configuration or a machine before the data is there."""
-        write(self._synthetic_kinds[args.kind](args), args)
 
 
 # ---------------------------------------------------------------------------------------------- shared flags

@@ -5,13 +5,11 @@ python convert.py images photos.csv photos.h5 --size 64             or a CSV wit
 python convert.py images photos/ photos.h5 --keep-encoded           the JPEG files themselves, decoded in each epoch
 python convert.py images photos/ cells.h5 --masks masks/ --size 64  images and masks of the same names
 python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with the pixels in it
-python convert.py synthetic made-up.h5 --rows 50000 --shape 3x32x32 made-up images, to try things with
 """
 
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +19,6 @@ from fastgpu.process.launch import UserError
 if TYPE_CHECKING:
     from fastgpu.convert.array_files import Columns
     from fastgpu.convert.image_files import Listing
-    from fastgpu.rows.contract import Source
-
-SYNTHETIC_ROWS = 50_000
 
 
 def add_commands(command_line: CommandLine) -> None:
@@ -52,11 +47,6 @@ def add_commands(command_line: CommandLine) -> None:
     add("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
     add("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
     add("--clip", action="store_true", help="take values outside of --range to its ends")
-
-    add = command_line.add_synthetic("images", synthetic_images).add_argument
-    text = "of an image; default: 3x32x32"
-    add("--shape", type=_parse_shape, default=(3, 32, 32), metavar="CxHxW", help=text)
-    add("--classes", type=int, default=10, help="number of classes of images; default: 10")
 
 
 def images(args: Namespace) -> None:
@@ -103,20 +93,6 @@ def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
     return prepare_images(columns, args.layout, args.range, clip=args.clip)
-
-
-def synthetic_images(args: Namespace) -> Mapping[str, "Source"]:
-    """Made-up images: for each class one picture, under noise."""
-    from fastgpu.convert.splits import SPLITS
-    from fastgpu.convert.synthetic_images import make_images
-
-    n_rows = args.rows or SYNTHETIC_ROWS
-    borders = [0, *(round(n_rows * share) for share in accumulate(args.split or [1]))]
-    names = SPLITS if args.split else [""]
-    return {
-        name: make_images(stop - start, args.shape, args.classes, seed=args.seed, part=part)
-        for part, (name, (start, stop)) in enumerate(zip(names, pairwise(borders), strict=False))
-    }
 
 
 def _add_table_flags(parser: ArgumentParser) -> None:

@@ -2,11 +2,10 @@
 
 python convert.py movielens ml-20m.zip ml-20m.h5                    -> ml-20m-train.h5, ml-20m-val.h5, ml-20m-test.h5
 python convert.py arrays items=matrix.npz x.h5 --held-out 1000      a sparse matrix, split in the same way
-python convert.py synthetic made-up.h5 --kind interactions          made-up users and items -> -train.h5, -val.h5
 """
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +15,8 @@ from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
     from fastgpu.convert.interactions import HeldOutSplit
-    from fastgpu.rows.contract import Source
 
 COLUMNS = "userId,movieId,rating"
-SYNTHETIC_USERS = 6000
-SYNTHETIC_SPLIT = 0.9
 
 
 def add_commands(command_line: CommandLine) -> None:
@@ -36,10 +32,6 @@ def add_commands(command_line: CommandLine) -> None:
     parser.set_defaults(run=arrays)
     text = "for a sparse matrix: rows for validation, and as many for the test"
     parser.add_argument("--held-out", type=int, help=text)
-
-    parser = command_line.add_synthetic("interactions", make_parts)
-    parser.add_argument("--items", type=int, default=1000, help="number of items of interactions; default: 1,000")
-    parser.add_argument("--mean-items", type=float, default=30, help="mean number of items of a user; default: 30")
 
 
 def movielens(args: Namespace) -> None:
@@ -91,23 +83,6 @@ def arrays(args: Namespace) -> None:
     rows = source.ragged(first_field)
     users = np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
     _write_split(hold_out_users(source.name, users, rows.values, args.held_out), args)
-
-
-def make_parts(args: Namespace) -> Mapping[str, "Source"]:
-    """Made-up interactions: items that users like, drawn from a law that can be learned."""
-    from fastgpu.convert.synthetic_interactions import make_interactions
-
-    n_users = args.rows or SYNTHETIC_USERS
-    if args.items < 20 or args.mean_items > args.items / 4 or n_users < 20:
-        given = f"--rows {n_users} --items {args.items} --mean-items {args.mean_items:g}"
-        raise UserError(f"{given}: use 20 or more rows and items, and a mean of at most a quarter of the items")
-    if args.split and len(args.split) > 2:
-        raise UserError(f"--split is {','.join(map(str, args.split))}; made-up interactions have train and val alone")
-    train_share = args.split[0] if args.split else SYNTHETIC_SPLIT
-    parts = make_interactions(n_users, args.items, args.mean_items, train_share=train_share, seed=args.seed)
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
-    print(f"val: {scores}")
-    return parts
 
 
 def _write_split(split: "HeldOutSplit", args: Namespace, skipped_lines: Sequence[str] = ()) -> None:

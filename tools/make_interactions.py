@@ -1,5 +1,9 @@
 """Made-up users and items, drawn from a known law that a model can learn and no model can beat.
 
+    python tools/make_interactions.py TARGET.h5 --compression gzip
+
+makes TARGET-train.h5 and TARGET-val.h5, such as data/interactions.h5 of the generated project.
+
     p(item | user) = sum over topics of theta[user, topic] phi[topic, item]
 
 theta: Dirichlet draws. phi: one power law of popularity for all topics, times log-normal noise for each topic. The
@@ -9,10 +13,16 @@ of Mult-VAE (Liang et al., arXiv:1802.05814) with few latent dimensions.
 Shapes: U users, T topics, I items, N draws.
 """
 
+import argparse
+from pathlib import Path
+
 import numpy as np
+import template  # noqa: F401  makes the project importable
 import torch
 
 from fastgpu.convert.interactions import Columns, draw_hidden, make_arrays, make_csr, split_hidden
+from fastgpu.convert.writer import WriteOptions
+from fastgpu.convert.writing import write_files
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.storage.arrays import Arrays
 from fastgpu.training.ranking import rank
@@ -34,6 +44,24 @@ CHUNK_USERS = 4096
 SCORED_USERS = 512
 """Users that are scored at a time."""
 NDCG_AT = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("target", type=Path, help="TARGET.h5")
+    add("--users", type=int, default=6000, help="number of users; default: 6,000")
+    add("--items", type=int, default=1000, help="number of items; default: 1,000")
+    add("--mean-items", type=float, default=30, help="mean number of items of a user; default: 30")
+    add("--train-share", type=float, default=0.9, help="share of the users to train on; default: 0.9")
+    add("--seed", type=int, default=0)
+    add("--compression", choices=("none", "gzip"), default="none")
+    args = parser.parse_args()
+    parts = make_interactions(args.users, args.items, args.mean_items, train_share=args.train_share, seed=args.seed)
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
+    print(f"val: {scores}")
+    torch.set_num_threads(1)
+    write_files(parts, args.target, WriteOptions(compression=args.compression, replace=True), seed=args.seed)
 
 
 def make_interactions(
@@ -137,3 +165,7 @@ def _as_ragged(rows: np.ndarray | RaggedArray) -> Ragged:
     assert isinstance(rows, RaggedArray)
     offsets = rows.offsets.astype(np.int32)
     return Ragged(torch.from_numpy(rows.values), torch.from_numpy(offsets), offsets)
+
+
+if __name__ == "__main__":
+    main()

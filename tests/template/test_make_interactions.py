@@ -1,14 +1,16 @@
+import h5py
+import make_interactions
 import numpy as np
 from harness import read_rows
-
-from fastgpu.convert.synthetic_interactions import make_interactions
+from make_interactions import make_interactions as make
+from template import PROJECT
 
 
 def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
-    parts = make_interactions(600, 200, 20, train_share=0.8, seed=3)
+    parts = make(600, 200, 20, train_share=0.8, seed=3)
     again, other = (
-        make_interactions(600, 200, 20, train_share=0.8, seed=3),
-        make_interactions(600, 200, 20, train_share=0.8, seed=4),
+        make(600, 200, 20, train_share=0.8, seed=3),
+        make(600, 200, 20, train_share=0.8, seed=4),
     )
     assert [len(part) for part in parts.values()] == [480, 120]
     rows = {name: read_rows(part) for name, part in parts.items()}
@@ -29,22 +31,22 @@ def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
 
 
 def test_the_law_is_known_and_better_than_popularity():
-    known = make_interactions(3000, 500, 25, train_share=0.8, seed=0)["val"].attributes
+    known = make(3000, 500, 25, train_share=0.8, seed=0)["val"].attributes
     assert known["oracle_ndcg_at_100"] > 1.5 * known["popularity_ndcg_at_100"] > 0.1
 
 
-def test_the_command(convert):
-    result = convert(
-        "synthetic", "x.h5", "--kind", "interactions", "--rows", "100", "--items", "80", "--mean-items", "9"
+def test_the_included_data_are_made_by_the_tool(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["make_interactions.py", str(tmp_path / "interactions.h5"), "--compression", "gzip"]
     )
-    assert result.returncode == 0, result.stderr
-    assert "val: popularity_ndcg_at_100 0." in result.stdout
-    assert "90 rows, order random, seed 0, in x-train.h5" in result.stdout
-    assert "10 rows, order random, seed 0, in x-val.h5" in result.stdout
-
-
-def test_too_few_items_are_one_line(convert):
-    result = convert("synthetic", "x.h5", "--kind", "interactions", "--items", "40")
-    assert result.returncode == 2
-    assert "a mean of at most a quarter of the items" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    make_interactions.main()
+    output = capsys.readouterr().out
+    assert "val: popularity_ndcg_at_100 0.194, oracle_ndcg_at_100 0.399" in output
+    for name, fields in (("train", ["items"]), ("val", ["items", "held_out"])):
+        with (
+            h5py.File(tmp_path / f"interactions-{name}.h5") as made,
+            h5py.File(PROJECT / f"data/interactions-{name}.h5") as included,
+        ):
+            for field in fields:
+                for member in included[field]:
+                    np.testing.assert_array_equal(made[field][member], included[field][member])
