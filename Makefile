@@ -4,6 +4,7 @@
 # make slow     those of them that are marked as slow
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
+# make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
@@ -24,7 +25,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test slow check fix lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: demo test slow check fix goldens lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -37,7 +38,7 @@ demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
 # Two test processes share two CPUs: one thread each, or they wait for each other's threads.
-test slow check gpu: export OMP_NUM_THREADS := 1
+test slow check goldens gpu: export OMP_NUM_THREADS := 1
 PYTEST := "$(BIN)/python" -m pytest -n 2 --dist worksteal
 
 test: .venv/installed
@@ -61,6 +62,9 @@ fix: .venv/installed
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
 	"$(BIN)/python" tools/file_tree.py
+
+goldens: .venv/installed
+	"$(BIN)/python" tests/goldens/goldens.py
 
 lines: .venv/installed
 	"$(BIN)/python" tools/count_lines.py

@@ -1,0 +1,706 @@
+"""Goldens: what must not change while the code does.
+
+python tests/goldens/goldens.py                      all: g1, g2, g4 against goldens.json, g3 against the base commit
+python tests/goldens/goldens.py --only g1:ragged g4  some: the beginnings of their names (--list prints the names)
+python tests/goldens/goldens.py --write              g1 and g2: write goldens.json
+python tests/goldens/goldens.py g5                   speed of this tree / the base commit, by hand, on an idle machine
+
+    g1  which row comes when: SHA-256 of the row numbers of epochs 0 and 1, for nine kinds of rows, on 1, 2, 4 and 8
+        ranks, fresh and resumed inside epoch 0; and of the validation rows
+    g2  SHA-256 of the bytes of the batches, which are the same on the device, the host and the disk tier
+    g3  SHA-256 of the weights after about 60 steps of digits and of interactions, echoed 1, 2 and 2.5 times, on 1, 2
+        and 4 ranks. Kernels of floats differ among CPUs, so nothing is stored: the base commit trains on this machine,
+        and this tree has to reach the same weights, uninterrupted and after SIGKILL inside an epoch
+    g4  mistakes in the config: exit code 2, and one line that names the key or the file
+    g5  rows/s, warm and cold: both trees take turns in each round, and the median of the ratios is printed
+
+Rows carry their numbers, so g1 reads them from the batches: it holds for whatever plans and reads them. Pixels of JPEG
+files depend on the versions of the decoders: they are compared only where the versions are those of goldens.json.
+The base commit is the one that docs/given-up.md names.
+"""
+
+import argparse
+import hashlib
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import chdir, closing, contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+import torch
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FOLDER = "{{cookiecutter.project_slug}}"
+PROJECT = Path(os.environ.get("GOLDENS_PROJECT", ROOT / FOLDER))
+"""The project that is looked at. The variable names another one, such as that of the base commit for --write."""
+STORED = HERE / "goldens.json"
+sys.path[:0] = [str(PROJECT), str(ROOT / "tests" / "engine")]
+
+import train  # noqa: E402
+from harness import free_port, numbered, numbers_of, ragged  # noqa: E402
+from PIL import Image  # noqa: E402
+
+import workloads  # noqa: E402
+from fastgpu.feed import sizes, sources, tiers  # noqa: E402
+from fastgpu.process.config import Config  # noqa: E402
+from fastgpu.process.config_loader import load_config  # noqa: E402
+from fastgpu.process.launch import Launch, exit_with_message  # noqa: E402
+from fastgpu.process.world import World  # noqa: E402
+
+WORLDS = (1, 2, 4, 8)
+N_ROWS = 700
+BATCH_SIZE = 32
+POOL_BATCHES = 3
+RESUMED_AT = 2
+"""Number of the pool of epoch 0 with which the resumed run begins."""
+CPU = torch.device("cpu")
+SCRATCH = Path(tempfile.mkdtemp(prefix="goldens-"))
+"""A folder that is deleted at the end."""
+
+# ------------------------------------------------------------------------------------------ the doors of the engine
+# All that this script knows about the engine, besides the command line of train.py. Where the engine changes, this part
+# does; the goldens stay.
+
+
+class OneOfMany(World):
+    """A rank of a job whose other ranks are not there: they would have the same settings and rows."""
+
+    def all_gather(self, value: float) -> list[float]:
+        return [value] * self.world_size
+
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.world_size
+
+    def all_reduce_max(self, value: float) -> float:
+        return value
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        return value
+
+
+def call(function: Callable[..., Any], **known: Any) -> Any:
+    """Call a function with those of the known values that it takes."""
+    return function(**{name: known[name] for name in inspect.signature(function).parameters if name in known})
+
+
+@contextmanager
+def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterator[tuple[Any, Any, int]]:
+    """The feeds of the training and of the validation rows of one rank, and its batch size, as train.py opens them."""
+    cfg = Config.model_validate(config)
+    world = OneOfMany(rank, world_size, world_size, CPU)
+    sections = {name: getattr(cfg, name) for name in Config.model_fields}
+    both = call(sources.open_sources, **sections, world=world)
+    chosen = call(sizes.choose_sizes, **sections, sources=both, world=world, accumulation=1)
+    feeds = []
+    for source, seed in zip(both, (cfg.run.seed, None), strict=True):
+        order = tiers.make_order(source, chosen, world, seed=seed)
+        feeds.append(tiers.open_feed(source, order, chosen, world, loader=cfg.loader))
+    with closing(feeds[0]), closing(feeds[1]):
+        yield feeds[0], feeds[1], chosen.batch_size
+
+
+def pools(feed: Any, epoch: int, first: int = 0) -> Iterator[Any]:
+    """The rows of the pools of an epoch, beginning with pool number `first`."""
+    consumed = min(first * feed.order.pool_batches * feed.order.global_batch_size, feed.order.total_size)
+    for pool in feed.pools(epoch, consumed):
+        yield pool.rows
+
+
+def batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> Iterator[dict[str, Any]]:
+    """{field: tensor, or (values, offsets) of ragged rows} of each batch."""
+    for rows in pools(feed, epoch, first):
+        for batch in rows.batches(batch_size):
+            yield {name: columns_of(batch[name]) for name in batch.columns}
+
+
+def columns_of(column: Any) -> Any:
+    if isinstance(column, torch.Tensor):
+        return column.numpy()
+    offsets = column.offsets.numpy()
+    return column.values.numpy()[: offsets[-1]], offsets
+
+
+def exit_code_of(words: list[str]) -> int:
+    """What train.py does with a command line up to the first step, in this process."""
+    launch = Launch()
+    try:
+        with exit_with_message(launch):
+            cfg = load_config(words, workloads.find_options)
+            train.build(cfg, World(0, 1, 1, CPU))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    """The weights in the newest checkpoint of a run."""
+    newest = max(run.glob("checkpoints/last-*"), key=lambda path: int(path.name.removeprefix("last-")))
+    return torch.load(newest / "model.pt", weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+def write_rows(path: Path, rows: int = N_ROWS, start: int = 0, chunk: int = 16) -> str:
+    """An HDF5 file of numbered `images`, and `labels`, of which some are more frequent than others."""
+    numbers = np.arange(start, start + rows)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=numbered(rows, start=start), chunks=(chunk, 1, 4, 2))
+        file["labels"] = numbers * numbers % 7 % 5
+    return path.name
+
+
+def write_ragged(path: Path, rows: int, start: int = 0) -> str:
+    """An HDF5 file of the CSR matrix `items`, and the `number` of each row."""
+    array = ragged(range(start, start + rows))
+    with h5py.File(path, "w") as file:
+        group = file.create_group("items")
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, 1000)})
+        group["indptr"] = array.offsets
+        group.create_dataset("indices", data=array.values, chunks=(64,))
+        file["number"] = np.arange(start, start + rows)
+    return path.name
+
+
+def write_jpegs(path: Path, rows: int, start: int = 0) -> str:
+    """An HDF5 file of JPEG files of several sizes, and the `number` of each."""
+    rng = np.random.default_rng(start)
+    files = []
+    for _ in range(rows):
+        height, width = rng.integers(20, 40, 2)
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8)).resize((width, height)).save(file, "JPEG")
+        files.append(file.getvalue())
+    with h5py.File(path, "w") as file:
+        group = file.create_group("images")
+        group.attrs["codec"] = "jpeg"
+        group["indptr"] = np.cumsum([0, *map(len, files)])
+        group["values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["number"] = np.arange(start, start + rows)
+    return path.name
+
+
+OWN_DATASET = """
+from torch.utils.data import Dataset
+from harness import numbered
+
+class Own(Dataset):
+    def __init__(self, path):
+        self.images = numbered(int(path))
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        return self.images[row], row % 5
+"""
+
+
+def write_all(folder: Path) -> None:
+    """The files that the cases read."""
+    write_rows(folder / "rows.h5")
+    write_rows(folder / "val.h5", 90, 5000)
+    for number, (rows, chunk) in enumerate([(300, 16), (37, 5), (363, 40)]):
+        write_rows(folder / f"part-{number}.h5", rows, 1000 * number, chunk)
+    write_ragged(folder / "ragged.h5", N_ROWS)
+    write_ragged(folder / "ragged-val.h5", 90, 5000)
+    write_jpegs(folder / "jpegs.h5", 400)
+    write_jpegs(folder / "jpegs-val.h5", 50, 5000)
+    (folder / "golden_dataset.py").write_text(OWN_DATASET)
+
+
+PARTS = ["part-0.h5", "part-1.h5", "part-2.h5"]
+RAGGED = {"train": "ragged.h5", "val": "ragged-val.h5", "fields": {"items": "items", "number": "number"}}
+JPEGS = {"train": "jpegs.h5", "val": "jpegs-val.h5", "fields": {"images": "images", "number": "number"}}
+DATASET = {"train": str(N_ROWS), "val": "90", "dataset": "golden_dataset:Own"}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several-files": {"train": PARTS},
+    "ragged": RAGGED,
+    "jpeg-centre": JPEGS | {"image_size": 16},
+    "jpeg-random-part": JPEGS | {"image_size": 16, "min_crop_scale": 0.3},
+    "own-dataset": DATASET,
+    "validation-share": {"val": "10%"},
+    "weights": {"train": {"part-0.h5": 1, "part-1.h5": 2.5, "part-2.h5": 1}},
+    "balanced-classes": {"balance": "classes"},
+}
+"""{kind of rows: keys of the section `data`}"""
+PIXELS = ("jpeg-centre", "jpeg-random-part")
+
+
+def config_of(case: str, tier: str = "disk") -> dict[str, Any]:
+    """The config of a case, as config.yaml would give it."""
+    data = {
+        "train": "rows.h5",
+        "val": "val.h5",
+        "fields": {"images": "images", "labels": "labels"},
+        "batch_size": BATCH_SIZE,
+        "pool_batches": POOL_BATCHES,
+        "tier": tier,
+    }
+    return {
+        "workload": "minimal",
+        "run": {"seed": 3},
+        "data": data | CASES[case],
+        "loader": {"num_readers": 1, "num_workers": 0},
+        "dist": {"device": "cpu"},
+    }
+
+
+def row_ids(batch: dict[str, Any]) -> list[int]:
+    """The numbers of the rows of a batch. Fails if other fields are not those of the same rows."""
+    return batch["number"].tolist() if "number" in batch else numbers_of(batch["images"])
+
+
+def sha256(*parts: Any) -> str:
+    """Of arrays with their types and shapes, and of whatever json can write."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype.str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).tobytes())
+        else:
+            digest.update(json.dumps(part).encode())
+    return digest.hexdigest()[:32]
+
+
+# ------------------------------------------------------------------------------------------ g1, g2: rows and bytes
+
+
+class Ids(NamedTuple):
+    """The row numbers of each global batch: the batches of all ranks, one rank after the other."""
+
+    fresh: list[list[int]]
+    resumed: list[list[int]]
+    val: list[list[int]]
+
+
+def read_ids(case: str, world_size: int) -> Ids:
+    """What all ranks see: epochs 0 and 1; the same, beginning inside epoch 0; the validation rows."""
+    ranks = []
+    for rank in range(world_size):
+        with opened(config_of(case), rank, world_size) as (feed, val_feed, size):
+            fresh = [row_ids(batch) for epoch in (0, 1) for batch in batches(feed, size, epoch)]
+            resumed = [
+                row_ids(batch) for epoch in (0, 1) for batch in batches(feed, size, epoch, [RESUMED_AT, 0][epoch])
+            ]
+            val = [row_ids(batch) for batch in batches(val_feed, size, 0)]
+        ranks.append((fresh, resumed, val))
+    fresh, resumed, val = (
+        [list(chain(*parts)) for parts in zip(*of_ranks, strict=True)] for of_ranks in zip(*ranks, strict=True)
+    )
+    return Ids(fresh, resumed, val)
+
+
+def g1(name: str) -> dict[str, str]:
+    """{what: SHA-256} of one case, such as `ragged`."""
+    found = {}
+    first: Ids | None = None
+    for world_size in WORLDS:
+        ids = read_ids(name, world_size)
+        first = first or ids
+        if ids.fresh != first.fresh:
+            raise DiffersError(f"{world_size} ranks see other global batches than one")
+        if ids.resumed != ids.fresh[RESUMED_AT * POOL_BATCHES :]:
+            raise DiffersError(f"a run of {world_size} ranks that is resumed sees other rows than one that goes on")
+        found |= {f"{world_size} ranks, {kind}": sha256(getattr(ids, kind)) for kind in Ids._fields}
+    return found
+
+
+def g2(name: str) -> dict[str, str]:
+    """{what: SHA-256} of the batches of epoch 0 of one case, in bytes."""
+    found: dict[str, list[str]] = {}
+    for tier in ("disk", "host") if name == "jpeg-random-part" else ("disk", "host", "device"):
+        with opened(config_of(name, tier)) as (feed, val_feed, size):
+            for split, each in (("train", feed), ("val", val_feed)):
+                digests = []
+                for batch in batches(each, size, 0):  # a batch is valid until the next one is asked for
+                    for field in sorted(batch):
+                        columns = batch[field] if isinstance(batch[field], tuple) else (batch[field],)
+                        digests.append(sha256(field, *columns))
+                found.setdefault(split, []).append(sha256(digests))
+    for split, of_tiers in found.items():
+        if len(set(of_tiers)) > 1:
+            raise DiffersError(f"the tiers give other {split} rows")
+    return {split: of_tiers[0] for split, of_tiers in found.items()}
+
+
+class DiffersError(Exception):
+    """What was found is not what should be."""
+
+
+def decoders() -> dict[str, str]:
+    """Versions of what decodes images."""
+    found = {}
+    for package in ("Pillow", "simplejpeg"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+# ------------------------------------------------------------------------------------------ g3: weights
+
+SHORT = {
+    "digits": {
+        "workload": "images",
+        "data": {
+            "train": "digits.h5::/train",
+            "val": "digits.h5::/val",
+            "fields": {"images": "images", "labels": "labels"},
+        },
+        "model": {"width": 8, "flip": True, "crop_padding": 1},
+        "batch_size": 64,
+    },
+    "interactions": {
+        "workload": "recsys",
+        "data": {
+            "train": "interactions-train.h5",
+            "val": "interactions-val.h5",
+            "fields": {"items": "items"},
+            "val_fields": {"items": "items", "held_out": "held_out"},
+        },
+        "model": {"hidden_dim": 32, "latent_dim": 8},
+        "batch_size": 200,
+    },
+}
+"""{data that the template ships: config}"""
+EPOCHS = {1: 3, 2: 2, 2.5: 1}
+"""{data.echo: train.epochs}"""
+
+
+def base_commit() -> str:
+    """The last commit before the cuts."""
+    found = re.search(r"at commit `([0-9a-f]+)`", (ROOT / "docs" / "given-up.md").read_text())
+    assert found, "docs/given-up.md names no commit"
+    return found[1]
+
+
+@cache
+def base_project() -> Path:
+    """The project at the base commit, unpacked."""
+    target = SCRATCH / "base"
+    target.mkdir()
+    archive = subprocess.run(["git", "archive", base_commit()], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    subprocess.run(["tar", "-x", "-C", target], input=archive.stdout, check=True)
+    return target / FOLDER
+
+
+def write_short(folder: Path, name: str, echo: float) -> None:
+    """config.yaml of a run, and its data."""
+    short: dict[str, Any] = SHORT[name]
+    data = short["data"] | {"batch_size": short["batch_size"], "pool_batches": 3, "echo": float(echo), "tier": "disk"}
+    config = {
+        "workload": short["workload"],
+        "run": {"name": "a", "checkpoint_every_steps": 4, "resume": "auto"},
+        "data": data,
+        "loader": {"num_readers": 1},
+        "model": short["model"],
+        "train": {"epochs": EPOCHS[echo], "precision": "fp32"},
+        "dist": {"device": "cpu"},
+        "log": {"every_steps": 10},
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    for file in ("digits.h5", "interactions-train.h5", "interactions-val.h5"):
+        (folder / file).symlink_to(ROOT / FOLDER / "data" / file)
+
+
+def start_ranks(project: Path, folder: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """train.py as so many processes, without torchrun, which would take seconds to start."""
+    port = free_port()
+    processes = []
+    for rank in range(ranks):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        launch = names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
+        environment = os.environ | {name: str(value) for name, value in launch.items()}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        with (folder / f"rank{rank}.txt").open("ab") as log:
+            command = [sys.executable, str(project / "train.py")]
+            processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
+    return processes
+
+
+def train_short(project: Path, folder: Path, ranks: int, *, kill: bool = False) -> str:
+    """Train to the end; returns the SHA-256 of the weights. kill: by SIGKILL inside an epoch, and resume."""
+    if kill:
+        processes = start_ranks(project, folder, ranks)
+        while not list(folder.glob("runs/a/checkpoints/last-*/state.json")):
+            if any(process.poll() is not None for process in processes):
+                raise DiffersError(f"a rank ended by itself: {(folder / 'rank0.txt').read_text()[-500:]}")
+            time.sleep(0.002)
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        codes = [process.wait() for process in processes]
+        if codes != [-signal.SIGKILL] * ranks:
+            raise DiffersError(f"it was over before it could be killed: {codes}")
+    processes = start_ranks(project, folder, ranks)
+    codes = [process.wait(600) for process in processes]
+    if any(codes):
+        raise DiffersError(f"{project}: {(folder / 'rank0.txt').read_text()[-500:]}")
+    weights = weights_of(folder / "runs" / "a")
+    return sha256(*(part for name in sorted(weights) for part in (name, weights[name].numpy())))
+
+
+def g3(name: str) -> dict[str, str]:
+    """Compare this tree with the base commit: digits:echo2:ranks4"""
+    data, echo, ranks = re.fullmatch(r"(\w+):echo([\d.]+):ranks(\d)", name).groups()  # type: ignore[union-attr]
+    times = float(echo)
+    digests = {}
+    for what, project in (("base", base_project()), ("this tree", PROJECT), ("killed and resumed", PROJECT)):
+        folder = SCRATCH / f"{name}-{what}".replace(" ", "-").replace(":", "-")
+        write_short(folder, data, times)
+        digests[what] = train_short(project, folder, int(ranks), kill=what == "killed and resumed")
+        if digests[what] != digests["base"]:
+            raise DiffersError(f"{what}: other weights than at {base_commit()}")
+    return {}
+
+
+# ------------------------------------------------------------------------------------------ g4: mistakes
+
+GOOD = """\
+workload: minimal
+run: {name: a}
+data: {train: rows.h5, val: val.h5, fields: {x: x, y: y}, batch_size: 16}
+dist: {device: cpu}
+"""
+"""A config without a mistake."""
+MISTAKES: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
+    # name: (YAML of a second file, words of the command line, what the line has to name)
+    "misspelt key": ("data:\n  batch_siz: 5", [], ("data.batch_siz", "data.batch_size", "more.yaml:2")),
+    "misspelt section": ("optm: {lr: 5}", [], ("optm", "more.yaml:1")),
+    "misspelt word": ("", ["data.batch_siz=3"], ("data.batch_siz", "command line")),
+    "key of no section": ("batch_size: 5", [], ("batch_size", "data.batch_size")),
+    "key of another section": ("train: {lr: 1}", [], ("train.lr", "optim.lr")),
+    "unknown key": ("data:\n  zzz: 5", [], ("data.zzz",)),
+    "text for a number": ("data: {batch_size: abc}", [], ("data.batch_size", "abc")),
+    "quoted number": ("data: {batch_size: '512'}", [], ("data.batch_size",)),
+    "boolean for a number": ("data: {batch_size: true}", [], ("data.batch_size",)),
+    "fraction for a whole number": ("", ["data.batch_size=1.5"], ("data.batch_size",)),
+    "number for a text": ("run: {name: 9}", [], ("run.name",)),
+    "text for a boolean": ("", ["train.compile=maybe"], ("train.compile", "maybe")),
+    "number for a section": ("data: 5", [], ("data",)),
+    "empty section": ("data:", [], ("data",)),
+    "settings of the workload as a number": ("model: 5", [], ("model",)),
+    "field without a name": ("data: {fields: {x: }}", [], ("data.fields",)),
+    "no such choice": ("data: {tier: devic}", [], ("data.tier", "device")),
+    "no such optimizer": ("", ["optim.name=adamx"], ("optim.name", "adamx")),
+    "no such precision": ("", ["train.precision=fp8"], ("train.precision", "fp8")),
+    "batch of nothing": ("", ["data.batch_size=0"], ("data.batch_size",)),
+    "negative learning rate": ("optim: {lr: -1}", [], ("optim.lr",)),
+    "learning rate that is no number": ("optim: {lr: .nan}", [], ("optim.lr",)),
+    "echo below one": ("", ["data.echo=0.5"], ("data.echo",)),
+    "warmup above one": ("", ["optim.warmup_share=2"], ("optim.warmup_share",)),
+    "negative epochs": ("", ["train.epochs=-1"], ("train.epochs",)),
+    "negative seed": ("", ["run.seed=-1"], ("run.seed",)),
+    "name of a run with a path": ("run: {name: ../x}", [], ("run.name", "../x")),
+    "key twice": ("data:\n  echo: 1\n  echo: 2", [], ("more.yaml:3", "data.echo")),
+    "section twice": ("data: {echo: 1}\ndata: {echo: 2}", [], ("more.yaml:2", "data")),
+    "word twice": ("", ["optim.lr=1", "optim.lr=2"], ("optim.lr",)),
+    "no YAML": ("data: [", [], ("more.yaml:1",)),
+    "a list": ("- a", [], ("more.yaml",)),
+    "a tag that runs code": ("run: {name: !!python/name:os.system }", [], ("more.yaml:1",)),
+    "no such config": ("", ["--config", "nowhere.yaml"], ("nowhere.yaml",)),
+    "config is a folder": ("", ["--config", "."], (".",)),
+    "word without a value": ("", ["foo"], ("foo",)),
+    "flag of torchrun": ("", ["--nproc-per-node=gpu"], ("--nproc-per-node=gpu", "torchrun")),
+    "no such workload": ("", ["workload=minimol"], ("workload", "minimol")),
+    "workload in capitals": ("", ["workload=Minimal"], ("workload", "Minimal")),
+    "unknown setting of the workload": ("", ["model.hiden_dim=3"], ("model.hiden_dim",)),
+    "setting of the workload of another type": ("", ["model.hidden_dim=x"], ("model.hidden_dim",)),
+    "no such file": ("", ["data.train=nowhere.h5"], ("data.train", "nowhere.h5")),
+    "no such file for validation": ("", ["data.val=nowhere.h5"], ("data.val", "nowhere.h5")),
+    "no file matches": ("", ["data.train=nowhere-*.h5"], ("data.train", "nowhere-*.h5")),
+    "no HDF5 file": ("", ["data.train=text.h5"], ("text.h5",)),
+    "no such group": ("", ["data.train=rows.h5::/training"], ("rows.h5", "training")),
+    "no such field": ("", ["data.fields={x: xx, y: y}"], ("xx", "rows.h5")),
+    "batch larger than the rows": ("", ["data.batch_size=4096"], ("data.batch_size", "4096")),
+    "share as a number": ("", ["data.val=10"], ("data.val",)),
+    "parts that do not divide": ("", ["optim.accumulation_steps=3"], ("data.batch_size", "optim.accumulation_steps")),
+    "no such Dataset": ("", ["data.dataset=nowhere:Rows"], ("data.dataset", "nowhere")),
+    "balance without labels": ("", ["data.balance=classes"], ("data.balance", "labels")),
+    "no GPU": ("", ["dist.device=gpu"], ("dist.device", "gpu")),
+}
+
+
+def write_good(folder: Path) -> None:
+    """A config without a mistake, its data, and a file that is no HDF5 file."""
+    rng = np.random.default_rng(0)
+    for name in ("rows.h5", "val.h5"):
+        with h5py.File(folder / name, "w") as file:
+            file.create_dataset("x", data=rng.standard_normal((200, 6), np.float32), chunks=(20, 6))
+            file["y"] = rng.standard_normal(200, np.float32)
+    (folder / "config.yaml").write_text(GOOD)
+    (folder / "text.h5").write_text("no rows")
+
+
+def g4(name: str) -> dict[str, str]:
+    """Exit code 2 and one line that names the place of the mistake."""
+    text, words, named = MISTAKES[name.replace("-", " ")]
+    Path("more.yaml").write_text(text)
+    files = ["--config", "config.yaml", "--config", "more.yaml"]
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), redirect_stdout(io.StringIO()):
+        code = exit_code_of([*files, *words])
+    lines = [line for line in stderr.getvalue().splitlines() if not line.startswith("warning:")]
+    if code != 2:
+        raise DiffersError(f"exit code {code}, not 2: {lines}")
+    if len(lines) != 1 or not lines[0].startswith("error: "):
+        raise DiffersError(f"not one line: {lines}")
+    if missing := [word for word in named if word not in lines[0]]:
+        raise DiffersError(f"{missing} are not named: {lines[0]}")
+    return {}
+
+
+# ------------------------------------------------------------------------------------------ g5: speed
+
+
+def g5(n_rounds: int) -> None:
+    """Print rows/s of this tree / those of the base commit: our disk tier on the data sets of bench/run.py.
+
+    bench/worker.py of each tree is the contender, driven by bench/processes.py of this one: both read the same files.
+    """
+    sys.path.insert(0, str(ROOT / "bench"))
+    import data
+    import processes
+    from contenders import OURS
+
+    trees = {"base": base_project().parent / "bench", "this": ROOT / "bench"}
+
+    def rows_per_s(tree: str, spec: Any, *, cold: bool) -> float:
+        processes.HERE = trees[tree]
+        process = processes.Process(OURS, spec, n_workers=2, is_peer=False)
+        try:
+            files = process.ask("files", 900)["files"]
+            if cold:
+                processes.make_cold(files)
+                result = process.ask("run", 120, lead_s=(0, 0), span_s=(0, 20), step_s=0.0)
+            else:
+                with processes.kept_warm(files):
+                    result = process.ask("run", 120, lead_s=(0.5, 0.5), span_s=(2, 2), step_s=0.0)
+        finally:
+            process.close(5)
+        return result["rows"] / result["seconds"]
+
+    for spec in data.FULL:
+        data.make(spec)
+        for cold in (False, True):
+            ratios = []
+            for number in range(n_rounds):
+                turns = list(trees) if number % 2 else list(reversed(trees))
+                speeds = {tree: rows_per_s(tree, spec, cold=cold) for tree in turns}
+                ratios.append(speeds["this"] / speeds["base"])
+            spread = f"[{min(ratios):.3f}-{max(ratios):.3f}]"
+            what = "cold" if cold else "warm"
+            print(f"{spec.name}, {what}: this / {base_commit()}: {statistics.median(ratios):.3f} {spread}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------ all of them
+
+GROUPS: dict[str, tuple[Callable[[str], dict[str, str]], list[str]]] = {
+    "g1": (g1, list(CASES)),
+    "g2": (g2, list(CASES)),
+    "g4": (g4, [name.replace(" ", "-") for name in MISTAKES]),
+    "g3": (g3, [f"{name}:echo{echo}:ranks{ranks}" for name in SHORT for echo in EPOCHS for ranks in (1, 2, 4)]),
+}
+WRITERS: dict[str, Callable[[Path], None]] = {"g1": write_all, "g2": write_all, "g4": write_good}
+NAMES = [f"{group}:{name}" for group, (_, names) in GROUPS.items() for name in names]
+
+
+def selected(only: list[str]) -> list[str]:
+    """The names that begin so; all, if nothing is asked for."""
+    if unknown := [each for each in only if not any(name.startswith(each) for name in NAMES)]:
+        sys.exit(f"error: {unknown[0]} is none of the goldens; --list prints them")
+    return [name for name in NAMES if not only or any(name.startswith(each) for each in only)]
+
+
+def compare(name: str, stored: dict[str, Any], *, write: bool) -> str:
+    """What is wrong with a golden; empty if nothing is. write: keep what is found."""
+    group, _, case = name.partition(":")
+    run = GROUPS[group][0]
+    folder = SCRATCH / group
+    if group in WRITERS and not folder.exists():
+        folder.mkdir()
+        WRITERS[group](folder)
+    try:
+        with chdir(folder if group in WRITERS else SCRATCH):
+            found = run(case)
+    except DiffersError as difference:
+        return str(difference)
+    except Exception as error:  # one golden that breaks must not hide the others
+        return f"{type(error).__name__}: {error}"
+    if not found:
+        return ""
+    if write:
+        stored["goldens"][name] = found
+        return ""
+    if group == "g2" and case in PIXELS and decoders() != stored["decoders"]:
+        return ""
+    expected = stored["goldens"].get(name, {})
+    wrong = [what for what in expected | found if expected.get(what) != found.get(what)]
+    return f"other rows: {'; '.join(wrong)}" if wrong else ""
+
+
+def main() -> int:
+    """Returns the exit code: 1 if a golden is not what it was."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("speed", nargs="?", choices=["g5"], help="measure the speed instead")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--write", action="store_true", help="write goldens.json (g1 and g2)")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--rounds", type=int, default=5, help="of g5")
+    args = parser.parse_args()
+    names = selected(args.only or (["g1", "g2"] if args.write else []))
+    if args.list:
+        print(*names, sep="\n")
+        return 0
+    torch.set_num_threads(1)
+    try:
+        if args.speed:
+            g5(args.rounds)
+            return 0
+        stored = json.loads(STORED.read_text()) if STORED.exists() else {"goldens": {}}
+        if args.write:
+            stored["decoders"] = decoders()
+        elif decoders() != stored["decoders"]:
+            print(f"note: pixels of JPEG files are not compared: {decoders()}, not {stored['decoders']}")
+        n_wrong = 0
+        start = time.monotonic()
+        for name in names:
+            began = time.monotonic()
+            problem = compare(name, stored, write=args.write)
+            n_wrong += bool(problem)
+            if problem or name.startswith("g3"):
+                print(
+                    f"{'DIFFERS' if problem else 'same'}  {name}  {time.monotonic() - began:.1f} s  {problem}",
+                    flush=True,
+                )
+        if args.write and not n_wrong:
+            STORED.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+        print(f"{len(names) - n_wrong} of {len(names)} goldens hold, {time.monotonic() - start:.0f} s")
+        return int(n_wrong > 0)
+    finally:
+        shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
