@@ -39,8 +39,7 @@ from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.run.checkpoint import Stateful
-from fastgpu.run.damaged import DamagedRows
-from fastgpu.run.describe import describe_feed, describe_validation
+from fastgpu.run.describe import describe_feed
 from fastgpu.run.model_files import describe_model
 from fastgpu.run.run import Run
 from fastgpu.training.apex import choose_kernels
@@ -204,11 +203,6 @@ def train(cfg: Config, world: World) -> int:
         closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
         at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
-        if not cfg.train.epochs:
-            metrics = validate(parts, parts.val_feed.pools(at.epoch), world)
-            DamagedRows(sources, world).tell()
-            world.print_once(describe_validation(run.folder, at.step, metrics))
-            return 0
         at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))

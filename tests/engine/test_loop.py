@@ -371,20 +371,6 @@ def test_training_stops_early_and_a_resumed_run_says_that_it_is_over(folder, mon
     assert "training is over" not in capsys.readouterr().out
 
 
-def test_no_epochs_validate_and_write_nothing(folder, capsys):
-    train("train.epochs=2", "train.ema=0.9")
-    capsys.readouterr()
-    run = folder / "runs/a"
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    train("train.epochs=0", "run.resume=auto", "train.ema=0.9")
-    mse = val_points(run)[-1]["val/mse"]
-    assert f"runs/a at step 42: val/mse {mse:.4g}\n" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    train("train.epochs=0", "run.name=b")
-    assert "a new, untrained model (run.resume=auto validates a trained one): val/mse" in capsys.readouterr().out
-    assert [path.name for path in (folder / "runs").iterdir()] == ["a"]
-
-
 # ---------------------------------------------------------------------------------------------- another run than before
 
 

@@ -190,8 +190,8 @@ class Optim(Section):
 class Train(Section):
     """Length and numerics of training."""
 
-    epochs: CountOrZero = 20
-    """Passes over the training rows. 0: validate and write nothing; with `run.resume=auto`, the last checkpoint."""
+    epochs: Count = 20
+    """Passes over the training rows."""
     stop_after_epochs_without_gain: CountOrZero = 0
     """Stop early when the metric run.best_metric has not become better for this many epochs. 0: never."""
     precision: Precision | Auto = "auto"

@@ -1,7 +1,6 @@
 """The decisions of a run as lines for a person."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -58,9 +57,3 @@ def _describe_mixture(mixture: Mixture, epoch_rows: int) -> str:
 def describe_metrics(metrics: Mapping[str, float]) -> str:
     """`val/top1_pct 97.5, val/loss 0.0812`"""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
-def describe_validation(folder: Path, step: int, metrics: Mapping[str, float]) -> str:
-    """The result of a run that only validates. step: that of the checkpoint; 0: nothing was trained."""
-    subject = f"{folder} at step {step}" if step else "a new, untrained model (run.resume=auto validates a trained one)"
-    return f"{subject}: {describe_metrics(metrics)}"

@@ -75,7 +75,7 @@ class Run:
         with world.raise_on_every_rank():
             if world.is_main:
                 path = folder.find_folder(settings)
-                if is_resumed and self._epochs and path.exists():
+                if is_resumed and path.exists():
                     self._lock = folder.lock(path)  # before its checkpoints are read
                 changes = folder.find_changes(path, config) if is_resumed else {}
                 folder.refuse_another(path, settings, changes)
@@ -95,7 +95,7 @@ class Run:
         world.print_once(folder.describe_changes(changes))
         if self.progress.validate_on(description["val_rows"]):
             warn("resumed with other validation rows: the best value so far was measured on others and is forgotten")
-        if 0 < self._epochs <= self.progress.epoch:
+        if self._epochs <= self.progress.epoch:
             world.print_once(
                 f"{self.folder}: epoch {self.progress.epoch} is done, so nothing is left to train; raise train.epochs "
                 f"({self._epochs})"
