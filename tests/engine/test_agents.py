@@ -142,7 +142,6 @@ def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, jobs):
         assert agent.returncode == 0, output
     points = metrics_of(run)
     assert points[-1]["step"] == 40 * 21
-    assert any(name.startswith("machine1/") for point in points for name in point)
     alone = run_train(*WORDS, "run.name=alone", ranks=2, cwd=folder)
     assert alone.returncode == 0, alone.stderr
     assert same_weights(run, folder / "runs/alone")

@@ -706,7 +706,7 @@ def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(tmp_path):
     )
     assert re.fullmatch(line, second.stderr), first.stderr + second.stderr
     assert first.stderr.count("\n") == 1
-    assert first.stderr.startswith("error: rank 0 lost the others: rank 1")
+    assert first.stderr.startswith("error: rank 0 lost the others")
 
 
 def test_items_of_another_number_of_values_than_are_named_are_one_line():

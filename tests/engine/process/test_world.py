@@ -1,9 +1,7 @@
-import dataclasses
-import json
-import re
 import signal
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,12 +9,9 @@ import torch
 import torch.distributed as dist
 from harness import ALONE, CPU, in_world
 
-from fastgpu.process import world as world_module
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, RankError, UserError
-from fastgpu.process.world import World, _allow_connections, _flight_recorder, join
-
-NAMES = ("gpu0/power_w", "host/rss_gib")
+from fastgpu.process.world import World, _check_device, join
 
 
 def error_of(function: Callable[[], Any]) -> str | None:
@@ -43,18 +38,8 @@ def raise_on_one_rank(world: World) -> None:
             raise UserError("disk of rank 1 is full")
 
 
-def gather_as_many(world: World) -> dict[str, float]:
-    """The counters as they are logged if two machines are too many to log each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world_module, "MAX_MACHINES", 1)
-        own = {"gpu0/power_w": 300.0} if world.rank else {}
-        return world.gather_by_node({"host/rss_gib": float(world.rank), **own}, NAMES)
-
-
 def use_world(world: World) -> dict[str, Any]:
     """Everything that two ranks do together, in one job: starting processes takes seconds."""
-    as_first_local_rank = dataclasses.replace(world, local_world_size=1, local_rank=0)
-    as_second_local_rank = dataclasses.replace(world, local_rank=1)
     store = torch.distributed.distributed_c10d._get_default_store().underlying_store
     store.set(f"rank {world.rank}", "here")
     return {
@@ -67,10 +52,6 @@ def use_world(world: World) -> dict[str, Any]:
         "value of one rank": error_of(lambda: world.check_same({"x.py": "ab"} if world.rank else {})),
         "everywhere": error_of(lambda: world.check_everywhere(True, "no room")),
         "not everywhere": error_of(lambda: world.check_everywhere(world.rank == 0, "no room")),
-        "one machine": world.gather_by_node({"host/rss_gib": float(world.rank)}, NAMES),
-        "two machines": as_first_local_rank.gather_by_node({"host/rss_gib": float(world.rank)}, NAMES),
-        "many machines": gather_as_many(as_first_local_rank),
-        "gpus of the second rank": as_second_local_rank.gpus,
         "key": store.underlying_store.get(f"attempt0/rank {world.rank}"),
     }
 
@@ -116,22 +97,6 @@ def test_a_condition_that_fails_on_one_rank_fails_on_every_rank(ranks):
         assert rank["not everywhere"] == "no room"
 
 
-def test_values_of_each_machine_come_together(ranks):
-    for number, rank in enumerate(ranks):
-        assert rank["one machine"] == {"host/rss_gib": float(number)}
-        assert rank["gpus of the second rank"] is None  # one monitor for each machine
-    assert ranks[0]["two machines"] == {"host/rss_gib": 0.0, "machine1/host/rss_gib": 1.0}
-    assert ranks[0]["many machines"] == {
-        "host/rss_gib": 0.0,
-        "min/gpu0/power_w": 300.0,
-        "max/gpu0/power_w": 300.0,
-        "min/host/rss_gib": 0.0,
-        "max/host/rss_gib": 1.0,
-    }
-    assert ALONE.gather_by_node({"a": 1.0}, []) == {"a": 1.0}
-    assert ALONE.gpus == []
-
-
 def test_addresses_of_the_ranks_are_kept_apart_for_each_restart(ranks):
     assert [rank["key"] for rank in ranks] == [b"here"] * 2
 
@@ -171,13 +136,12 @@ def test_more_processes_than_gpus(monkeypatch):
 def store(monkeypatch) -> dist.Store:
     """The store of a job of two ranks, of which this process is the first. It has no process group."""
     store = dist.HashStore()
-    rank_1 = dist.PrefixStore("peers", dist.PrefixStore("attempt0", store))
-    rank_1.set("at1", json.dumps(["node-b", 7]))
-    rank_1.add("compared", 1)
+    others = dist.PrefixStore("devices", dist.PrefixStore("attempt0", store))
+    others.add("compared", 1)
     monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    return rank_1
+    return others
 
 
 def end_by(error: Exception) -> None:
@@ -185,32 +149,30 @@ def end_by(error: Exception) -> None:
         raise error
 
 
+@pytest.mark.usefixtures("store")
 @pytest.mark.parametrize(
-    ("error", "raised", "note"),
+    ("error", "kind", "raised"),
     [
-        (RankError("its disk is gone"), "its disk is gone", "its disk is gone"),
-        (UserError("data.train is x"), "data.train is x", "data.train is x"),
-        (ValueError("a\nbug"), "a\nbug", "ValueError: a bug"),
+        (RankError("its disk is gone"), RankError, "its disk is gone"),
+        (UserError("data.train is x"), UserError, "data.train is x"),
+        (ValueError("a bug"), ValueError, "a bug"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError, "mat1 and mat2"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
-            "rank 0 on .* ran out of memory",
-            "ran out of memory (CUDA out of memory); lower data.batch_size",
+            RankError,
+            r"rank 0 on .* ran out of memory \(CUDA out of memory\); lower data.batch_size",
         ),
+        (
+            RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+            RankError,
+            "^rank 0 lost the others; torchrun names the rank that failed first$",
+        ),
+        (dist.DistBackendError("NCCL communicator was aborted"), RankError, "rank 0 lost the others"),
     ],
 )
-def test_what_ends_a_rank_is_left_for_the_others(store, error, raised, note):
-    with pytest.raises(type(error) if not isinstance(error, torch.OutOfMemoryError) else RankError, match=raised):
+def test_what_ends_a_rank_is_one_line_unless_it_is_a_bug(error, kind, raised):
+    with pytest.raises(kind, match=raised):
         end_by(error)
-    assert note in json.loads(store.get("end0"))
-
-
-def test_what_ended_another_rank_is_one_line(store):
-    store.set("end1", json.dumps("its disk is gone (at 12:00:00)"))
-    with pytest.raises(RankError) as raised:
-        end_by(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
-    assert str(raised.value) == (
-        "rank 0 lost the others: rank 1 (process 7 on node-b) ended: its disk is gone (at 12:00:00)"
-    )
 
 
 def test_ranks_that_never_meet_are_one_line_too(store, monkeypatch):
@@ -218,30 +180,20 @@ def test_ranks_that_never_meet_are_one_line_too(store, monkeypatch):
         raise dist.DistStoreError("timed out")
 
     monkeypatch.setattr(dist, "init_process_group", fail)
-    store.delete_key("at1")
-    with pytest.raises(RankError, match="rank 0 lost the others: rank 1 has not been heard of"):
+    with pytest.raises(RankError, match="rank 0 lost the others"):
         end_by(AssertionError("not reached"))
 
 
-def test_a_node_without_its_gpu_is_named(store):
-    message = "the device is cuda on rank 1 (node-b) and cpu on rank 0 (node-a)"
-    store.set("another device", json.dumps(message))
-    with pytest.raises(UserError, match=re.escape(message)):
-        end_by(AssertionError("not reached"))
+def test_a_rank_with_another_device_is_named_on_every_rank():
+    store = dist.HashStore()
 
+    def check(rank: int) -> str:
+        world = World(rank, 8, 8, torch.device("cuda" if rank == 5 else "cpu"))
+        with pytest.raises(UserError) as raised:
+            _check_device(store, world)
+        return str(raised.value)
 
-def test_the_flight_recorder_is_for_nccl():
-    assert _flight_recorder(CPU) == ""
-    assert "TORCH_FR_DUMP_TEMP_FILE" in _flight_recorder(torch.device("cuda"))
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [((1024, 4096), (4096, 4096)), ((2048, 4096), None), ((1024, -1), (-1, -1)), ((-1, -1), None)],
-)
-def test_rank_0_may_hold_a_connection_to_each_rank(monkeypatch, limits, expected):
-    chosen = []
-    monkeypatch.setattr(world_module.resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(world_module.resource, "setrlimit", lambda _, value: chosen.append(value))
-    _allow_connections(1024)
-    assert chosen == ([expected] if expected else [])
+    with ThreadPoolExecutor(8) as threads:
+        messages = {*threads.map(check, range(8))}
+    assert len(messages) == 1
+    assert messages.pop().startswith("the device is cuda on rank 5 (")

@@ -165,11 +165,6 @@ def test_means_between_two_calls_minima_and_energy(start):
     assert monitor.scalars(rows_per_s=2000.0) == {}
 
 
-def test_values_of_other_machines_are_merged(start):
-    monitor = start(None, merge=lambda own: own | {"machine1/host/rss_gib": 2.0})
-    assert monitor.scalars(1.0) == {"machine1/host/rss_gib": 2.0}
-
-
 def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch):
     """psutil compares with the last call of the same thread, so the first value of a thread is a false zero."""
     n_calls: dict[int, int] = {}

@@ -116,11 +116,6 @@ def test_the_summary_has_every_gpu_and_the_last_validation(tmp_path):
     assert re.fullmatch(r"  data wait +3\.01 % of the time", next(line for line in lines if "wait" in line))
 
 
-def test_other_machines_are_named():
-    points = [{"step": 1, "time_s": 1.0, "machine1/gpu0/util_pct": 90.0, "machine1/host/cpu_user_pct": 5.0}]
-    assert [row.title for row in summary(points)] == ["GPU-Util, machine1/gpu0", "CPU, user, machine1"]
-
-
 # ---------------------------------------------------------------------------------------------- verdicts
 
 

@@ -13,7 +13,7 @@ from fastgpu.telemetry.ceiling import FILE, step_identity
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
 from fastgpu.telemetry.report import read_metrics
-from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag, machine_names
+from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag
 
 
 @pytest.fixture
@@ -58,29 +58,14 @@ def test_names_are_of_the_form_group_name_unit():
     assert len({tag.name for tag in TAGS}) == len(TAGS)
 
 
-def test_tags_of_every_gpu_and_machine_are_found():
-    for name in (
-        "gpu0/util_pct",
-        "gpu11/util_pct",
-        "machine3/gpu0/util_pct",
-        "machine1/host/rss_gib",
-        "min/gpu0/util_pct",
-    ):
+def test_tags_of_every_gpu_are_found():
+    for name in ("gpu0/util_pct", "gpu11/util_pct", "host/rss_gib"):
         tag = find_tag(name)
         assert tag is not None
         assert tag.name.replace("<n>", "0").split("/")[-1] == name.split("/")[-1]
     assert find_tag("val/loss").title == "validation loss"
     assert find_tag("val/top1_pct").name == "val/<metric>"
-    assert find_tag("machine1/train/loss") is None
     assert find_tag("steps") is None
-
-
-def test_the_names_of_a_machine_are_those_that_it_logs(logged):
-    names = machine_names(2)
-    assert {name for name in logged if name.startswith(("gpu0/", "host/"))} <= set(names)
-    assert "gpu1/power_w" in names
-    assert len(set(names)) == len(names)
-    assert all(find_tag(name).is_of_machine for name in names)
 
 
 def test_a_mean_over_the_run_is_weighted_by_a_sum_of_the_points():

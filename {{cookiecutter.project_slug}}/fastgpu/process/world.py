@@ -3,12 +3,10 @@
 import gc
 import hashlib
 import json
-import math
-import resource
 import signal
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,13 +18,8 @@ from torch import Tensor
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, RankError, UserError, warn
-from fastgpu.process.peers import Peers, is_lost_peer
 from fastgpu.process.signals import end_soon
 
-MAX_MACHINES = 16
-"""Counters of so many machines are logged one by one. At 128 machines of 8 GPUs, a point would have 13,000 scalars."""
-SPARE_FILES = 512
-"""Open files besides the connections of the store: of the data, the log, NCCL."""
 SAME = "all ranks need the same settings, rows and code"
 
 
@@ -48,13 +41,11 @@ class World:
         return self.rank == 0
 
     @property
-    def gpus(self) -> list[str] | None:
-        """UUIDs of the GPUs that the ranks of this machine use, in their order; None on all but the first local rank.
+    def gpus(self) -> list[str]:
+        """UUIDs of the GPUs that the ranks of this machine use, in their order.
 
         CUDA's numbers are not NVML's where CUDA_VISIBLE_DEVICES hides or reorders GPUs; a MIG slice has its own UUID.
         """
-        if self.local_rank:
-            return None
         count = self.local_world_size if self.device.type == "cuda" else 0
         return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
 
@@ -104,28 +95,6 @@ class World:
         if self.world_size > 1:
             dist.broadcast_object_list(box, source, device=self.device)
         return box[0]
-
-    def gather_by_node(self, values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-        """The values of the first rank of every machine: those of rank 0 by name, others as `machine1/<name>`.
-
-        Of more than MAX_MACHINES machines, the lowest and the highest value of each name are returned instead of the
-        others, as `min/<name>` and `max/<name>`. names: all that any machine may have, the same on every rank. Values
-        with other names are lost on several machines. Only tensors of a fixed size are exchanged.
-        """
-        if self.world_size == self.local_world_size:
-            return dict(values)
-        is_first = [rank == 1.0 for rank in self.all_gather(float(self.local_rank == 0))]
-        table = torch.zeros((sum(is_first), len(names)), dtype=torch.float64, device=self.device)
-        if self.local_rank == 0:
-            own = [values.get(name, math.nan) for name in names]
-            table[sum(is_first[: self.rank])] = torch.tensor(own, dtype=torch.float64)
-        self.all_reduce_sum(table)
-        rows = {f"machine{number}/" if number else "": row for number, row in enumerate(table)}
-        if len(rows) > MAX_MACHINES:
-            lowest = table.nan_to_num(math.inf).amin(0)
-            rows = {"": table[0], "min/": lowest, "max/": table.nan_to_num(-math.inf).amax(0)}
-        named = {prefix: zip(names, row.tolist(), strict=True) for prefix, row in rows.items()}
-        return {prefix + name: each for prefix, row in named.items() for name, each in row if math.isfinite(each)}
 
     @contextmanager
     def raise_on_every_rank(self) -> Iterator[None]:
@@ -194,12 +163,9 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
         )
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
-    if world.is_main:
-        _allow_connections(world.world_size)
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
-    peers = Peers(dist.PrefixStore("peers", store), launch)
     try:
-        peers.check_device(device.type)
+        _check_device(dist.PrefixStore("devices", store), world)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -211,45 +177,48 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
         signal.signal(signal.SIGTERM, end_soon)
         yield world
         dist.barrier()
-    except RankError as error:  # this rank alone cannot go on
-        peers.tell(str(error))
+    except RankError:  # this rank alone cannot go on
         raise
     except UserError as error:  # raised on every rank, see `raise_on_every_rank`
-        peers.tell(str(error))  # unless a difference between ranks went unnoticed
         traceback.clear_frames(error.__traceback__)
         _leave()
         raise
     except BaseException as error:
-        if is_lost_peer(error):
-            raise RankError(f"rank {world.rank} lost the others: {peers.explain()}{_flight_recorder(device)}") from None
+        if _is_lost_peer(error):
+            raise RankError(f"rank {world.rank} lost the others; torchrun names the rank that failed first") from None
         if isinstance(error, torch.OutOfMemoryError):
-            text = (
+            raise RankError(
                 f"rank {world.rank} on {socket.gethostname()} ran out of memory ({str(error).split('.')[0]}); lower "
                 "data.batch_size, or raise optim.accumulation_steps"
-            )
-            peers.tell(text)
-            raise RankError(text) from None
-        peers.tell(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            ) from None
         raise
     _leave()
 
 
-def _allow_connections(world_size: int) -> None:
-    """Raise the limit of open files, often 1024, for rank 0: it may hold the store, to which every rank has a
-    connection. Ranks beyond the limit could not join ("Connection reset by peer")."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < world_size + SPARE_FILES:  # -1: there is none
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _check_device(store: dist.Store, world: World) -> None:
+    """Raise UserError on every rank if a rank has another type of device than rank 0: the two could never meet."""
+    device, host = world.device.type, socket.gethostname()
+    if world.is_main:
+        store.set("first", json.dumps([device, host]))
+    first_device, first_host = json.loads(store.get("first"))  # waits for rank 0
+    if device != first_device:
+        message = (
+            f"the device is {device} on rank {world.rank} ({host}) and {first_device} on rank 0 ({first_host}); "
+            "check nvidia-smi on both machines, or set dist.device"
+        )
+        store.set("another", message)
+    if store.add("compared", 1) >= world.world_size:
+        store.set("all compared", "")
+    store.wait(["all compared"])
+    if store.check(["another"]):
+        raise UserError(store.get("another").decode())
 
 
-def _flight_recorder(device: torch.device) -> str:
-    """What to do next where the others have said nothing: nccl can write down who waits for whom."""
-    if device.type != "cuda":
-        return ""
-    return (
-        "; TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=/tmp/nccl_rank_ make "
-        "nccl write who waits for whom, and torchfrtrace reads it"
-    )
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone, hangs or has gone another way."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
 def _leave() -> None:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
-from fastgpu.telemetry.tags import machine_names
 from fastgpu.training.parallel import average_buffers
 
 STOPPED = "stopped.json"
@@ -131,10 +129,7 @@ class Run:
             self._record = Record(self.folder)
             self._record.write_description(card, self._description["directions"])
             self._record.write_config(self._config)
-        gpus = self._world.gpus
-        counters = machine_counters(gpus) if gpus is not None else None
-        names = machine_names(int(self._world.all_reduce_max(self._world.local_world_size)))
-        self._monitor = Monitor(counters, partial(self._world.gather_by_node, names=names))
+        self._monitor = Monitor(machine_counters(self._world.gpus) if self._world.is_main else None)
         machine = self._world.identity | {"row_bytes": sources[0].row_bytes}
         self._log = Log(
             self.folder if self._world.is_main else None,

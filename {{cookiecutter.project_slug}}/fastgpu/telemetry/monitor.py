@@ -29,7 +29,6 @@ LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", 
 """The reasons (nvmlClocksEventReason<name>) that hold the clocks down although there is work."""
 Counter = Callable[[], dict[str, float]]
 """A function that returns {name: value}; its own name is used in messages."""
-Merge = Callable[[dict[str, float]], dict[str, float]]
 
 
 class Counters:
@@ -71,10 +70,9 @@ def machine_counters(gpus: Sequence[str], nvml: Any = None) -> Counters:
 class Monitor:
     """Reads counters in a thread from its creation to `close`."""
 
-    def __init__(self, counters: Counters | None, merge: Merge = dict, *, poll_s: float = POLL_S):
-        """counters: None if another process of this machine reads them. merge: joins the values of all machines."""
+    def __init__(self, counters: Counters | None, *, poll_s: float = POLL_S):
+        """counters: None if this process reads none."""
         self._counters = counters or Counters([])
-        self._merge = merge
         self._poll_s = poll_s
         self._values: dict[str, list[float]] = {}
         self._lock = threading.Lock()
@@ -86,7 +84,7 @@ class Monitor:
             self._is_ready.wait()
 
     def scalars(self, rows_per_s: float) -> dict[str, float]:
-        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`. Every rank has to call it.
+        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`.
 
         rows_per_s: trained rows of the job, for the energy of a row.
         """
@@ -99,7 +97,7 @@ class Monitor:
             if tag.endswith("/power_w") and rows_per_s:
                 energy_tag = tag.replace("power_w", "energy_j_per_1000_rows")
                 scalars[energy_tag] = 1000 * scalars[tag] / rows_per_s
-        return self._merge(scalars)
+        return scalars
 
     def take_missing(self) -> list[str]:
         """Counters that turned out to be unreadable since the last call, with the reason."""

@@ -1,8 +1,7 @@
 """Every scalar that a run logs: one table for TensorBoard's charts, the summary and report.html.
 
-A tag is `group/name_unit`. A job on several machines logs the tags of `gpu<n>` and `host` once for each machine, those
-of the second one as `machine1/host/...`. On more than 16 machines the lowest and the highest value of any machine take
-the place of all but the first one's, as `min/host/...` and `max/host/...`.
+A tag is `group/name_unit`. A job on several machines logs the tags of `gpu<n>` and `host` of
+the first one.
 """
 
 import re
@@ -35,21 +34,15 @@ class Tag(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """A regular expression that matches the names of this tag on every machine."""
-        pattern = self.name.replace("<n>", r"\d+").replace("<metric>", r"\w+")
-        return rf"((machine\d+|min|max)/)?{pattern}" if self.is_of_machine else pattern
-
-    @property
-    def is_of_machine(self) -> bool:
-        """Whether every machine has this scalar."""
-        return self.name.startswith(("gpu", "host/"))
+        """A regular expression that matches the names of this tag."""
+        return self.name.replace("<n>", r"\d+").replace("<metric>", r"\w+")
 
     def names(self, logged: Iterable[str]) -> list[str]:
         """The logged names that belong to this tag."""
         return [name for name in logged if find_tag(name) is self]
 
     def title_of(self, name: str) -> str:
-        """The title of one name: `SM activity, gpu0`; `CPU, user, machine1`; `validation top1_pct`."""
+        """The title of one name: `SM activity, gpu0`; `validation top1_pct`."""
         group, _, metric = name.rpartition("/")
         if name == self.name or not self.title:
             return self.title or name
@@ -96,13 +89,6 @@ TAGS = (
     Tag("host/disk_read_mb_per_s", "MB/s", title="disk reads", chart="disk reads, MB/s"),
     Tag("host/page_cache_refaults_per_s", "pages/s", chart="page cache refaults, pages/s"),
 )
-
-
-def machine_names(n_gpus: int) -> list[str]:
-    """The names of all scalars that a machine with so many GPUs may have."""
-    names = [tag.name for tag in TAGS if tag.is_of_machine]
-    of_gpus = [name.replace("<n>", str(number)) for number in range(n_gpus) for name in names if "<n>" in name]
-    return [name for name in names if "<n>" not in name] + of_gpus
 
 
 @cache
