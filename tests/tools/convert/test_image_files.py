@@ -124,13 +124,12 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
 def test_files_of_an_earlier_split_are_named(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 20})
     assert "warning" not in convert("images", "photos", "new/x.h5", "--split", "0.8,0.1,0.1").stdout
-    (tmp_path / "new/x-test.h5").rename(tmp_path / "new/x-test-00000-of-00001.h5")
     result = convert("images", "photos", "new/x.h5", "--split", "0.9", "--seed", "1", "--force")
     assert result.stdout.count("warning") == 1
-    assert "warning: new/x-test-00000-of-00001.h5 was here before: if it is of the same source, it" in result.stdout
+    assert "warning: new/x-test.h5 was here before: if it is of the same source, it" in result.stdout
     whole = convert("images", "photos", "new/x.h5").stdout
-    assert "warning: new/x-test-00000-of-00001.h5, new/x-train.h5, new/x-val.h5 was here before" in whole
-    assert "warning: new/x-test-00000-of-00001.h5, new/x.h5 was here before" in (
+    assert "warning: new/x-test.h5, new/x-train.h5, new/x-val.h5 was here before" in whole
+    assert "warning: new/x-test.h5, new/x.h5 was here before" in (
         convert("images", "photos", "new/x.h5", "--split", "0.9", "--force").stdout
     )
 

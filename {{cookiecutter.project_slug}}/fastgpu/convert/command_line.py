@@ -64,8 +64,7 @@ def _add_target_flags(parser: ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="file to write; it has a temporary name until it is complete")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
     parser.add_argument("--keep-order", action="store_true", help="write the rows in the order of the source")
-    parser.add_argument("--compression", choices=("none", "gzip", "lz4", "zstd"), default="none", help="default: none")
-    parser.add_argument("--shards", type=int, default=1, help="number of files to write")
+    parser.add_argument("--compression", choices=("none", "gzip"), default="none", help="default: none")
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
 
@@ -76,7 +75,7 @@ def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequenc
     from fastgpu.convert.writing import write_files
 
     seed = None if args.keep_order else args.seed
-    options = WriteOptions(args.shards, args.compression, args.threads, args.force)
+    options = WriteOptions(args.compression, args.threads, args.force)
     write_files(parts, args.target, options, seed=seed, is_dry_run=args.dry_run, skipped_lines=skipped_lines)
 
 

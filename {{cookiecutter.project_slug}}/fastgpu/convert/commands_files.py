@@ -1,7 +1,7 @@
 """Files and arrays:
 
 python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, sparse matrices of scipy; --split 0.9
-python convert.py repack old-*.h5 train.h5 --shards 8               HDF5 files -> train-00000-of-00008.h5, ...
+python convert.py repack old-*.h5 train.h5                          HDF5 files -> one that is read fastest
 python convert.py repack --dataset mine:Photos photos/ train.h5     a torch Dataset of your own, decoded once
 python convert.py info train.h5                                     rows, classes, layout, and what would be faster
 python convert.py verify train.h5                                   every block that is damaged
@@ -75,13 +75,12 @@ def repack(args: Namespace) -> None:
 
 def _refuse_own_output(args: Namespace) -> None:
     """Raise UserError if the target is one of several sources, as when a pattern matches it."""
-    from fastgpu.convert.writer import shard_paths
     from fastgpu.storage.store import expand
 
     sources = {Path(file).resolve() for path in args.source for file, _ in expand("SOURCE", path)}
-    targets = {path.resolve() for path in shard_paths(args.target, args.shards)}
-    if (shared := sources & targets) and sources - targets:
-        problem = f"{min(shared)} is to be written, and is one of the {len(sources)} files of SOURCE"
+    target = args.target.resolve()
+    if target in sources and sources - {target}:
+        problem = f"{target} is to be written, and is one of the {len(sources)} files of SOURCE"
         raise UserError(f"{problem}, so its old rows would be in it again; choose another name")
 
 

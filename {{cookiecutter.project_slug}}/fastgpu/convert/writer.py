@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,7 +32,7 @@ from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import codecs
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 
-Compression = Literal["none", "gzip", "lz4", "zstd"]
+Compression = Literal["none", "gzip"]
 
 FORMAT = 1
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
@@ -49,8 +48,6 @@ STATISTICS_PIXELS = 1024
 class WriteOptions(NamedTuple):
     """How files are written."""
 
-    shards: int = 1
-    """Number of files. With more than one, train.h5 becomes train-00000-of-00008.h5 and so on."""
     compression: Compression = "none"
     threads: int = 2
     """Threads that hash, compress and write."""
@@ -59,15 +56,14 @@ class WriteOptions(NamedTuple):
 
 
 class Writer:
-    """Takes rows in their final order. A context manager that leaves complete files, unless it is left by an exception.
+    """Takes rows in their final order. A context manager that leaves a whole file, unless it is left by an exception.
 
         with complete_or_absent(Path("train.h5")) as folder, Writer(folder / "train.h5", 1000, fields) as writer:
             writer.append({"images": images, "labels": labels})
 
     n_rows: number of rows that will come; another number raises ValueError at the end. may_be_fewer: fewer rows are
-    allowed, and the last file is then shorter. attributes: facts about the rows (class_names, mean, std, source); for
-    uint8 and uint16 images without `mean`, the mean and standard deviation of each channel are added. Raises UserError
-    if a codec is not installed.
+    allowed, and the file is then shorter. attributes: facts about the rows (class_names, mean, std, source); for
+    uint8 and uint16 images without `mean`, the mean and standard deviation of each channel are added.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class Writer:
         options: WriteOptions = WriteOptions(),  # noqa: B008 (an immutable tuple)
         may_be_fewer: bool = False,
     ):
-        self.paths = shard_paths(target, options.shards)
+        self.path = target
         self.options = options
         self.n_rows = 0
         """Rows written so far."""
@@ -92,11 +88,11 @@ class Writer:
         self.attributes = dict(attributes or {})
         """Facts about the rows. More may be added until the context ends."""
         self._statistics = None if "mean" in self.attributes else ImageStatistics(fields, n_rows)
-        self._borders = [number * n_rows // options.shards for number in range(options.shards + 1)]
-        self._n_shards = 0  # that were opened
         self._file: h5py.File | None = None
         self._columns: dict[str, Column | RaggedColumn] = {}
-        self._filters = compression_filters(options.compression)
+        self._filters: dict[str, Any] = {}
+        if options.compression == "gzip":
+            self._filters = {"compression": "gzip", "compression_opts": 1}
         self._threads = ThreadPoolExecutor(options.threads, "writer")
 
     def append(self, rows: Mapping[str, Any]) -> None:
@@ -110,18 +106,11 @@ class Writer:
             if isinstance(column, np.ndarray) and column.dtype.kind == "f":
                 is_finite = np.isfinite(column).all(tuple(range(1, column.ndim)))
                 self.n_not_finite[name] += n_new - int(is_finite.sum())
-        start = 0
-        while start < n_new:
-            if self.n_rows == self._borders[self._n_shards]:
-                self._open_shard()
-            border = self._borders[self._n_shards]
-            stop = min(n_new, start + border - self.n_rows)
-            for name, column in self._columns.items():
-                column.append(_slice(rows[name], start, stop))
-            self.n_rows += stop - start
-            start = stop
-            if self.n_rows == border:
-                self._finish_shard()
+        if n_new and not self._file:
+            self._open()
+        for name, column in self._columns.items():
+            column.append(rows[name])
+        self.n_rows += n_new
 
     def __enter__(self) -> "Writer":
         return self
@@ -136,11 +125,9 @@ class Writer:
                 with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
                     self._file.close()
 
-    def _open_shard(self) -> None:
-        path = self.paths[self._n_shards]
-        n_rows = self._borders[self._n_shards + 1] - self._borders[self._n_shards]
-        self._n_shards += 1
-        self._file = h5py.File(path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
+    def _open(self) -> None:
+        n_rows = self._n_announced_rows
+        self._file = h5py.File(self.path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
         block_rows = choose_block_rows(n_rows, self._fields)
         for name, field in self._fields.items():
             if field.is_ragged:
@@ -150,26 +137,19 @@ class Writer:
                 data = _create(self._file, name, field, n_rows, block_rows=block_rows[name], filters=self._filters)
                 self._columns[name] = Column(data, self._threads)
 
-    def _finish_shard(self) -> None:
-        assert self._file
-        for column in self._columns.values():
-            column.finish()
-        self._file.close()
-
     def _finish(self) -> None:
         """Write what waits, and the attributes."""
-        if self.n_rows != self._n_announced_rows:
-            if not self._may_be_fewer:
-                raise ValueError(f"{self.n_rows} rows came, but {self._n_announced_rows} were announced")
-            if self._n_shards < len(self.paths):
-                raise UserError(f"{self.n_rows:,} rows do not fill {len(self.paths)} shards; use fewer")
-            self._finish_shard()
+        if self.n_rows != self._n_announced_rows and not self._may_be_fewer:
+            raise ValueError(f"{self.n_rows} rows came, but {self._n_announced_rows} were announced")
+        if not self._file:
+            raise UserError("all rows are broken, so none is left to write")
+        for column in self._columns.values():
+            column.finish()
         if self._statistics:
             self.attributes |= self._statistics.attributes()
         self.attributes["fastgpu_format"] = FORMAT
-        for path in self.paths:
-            with h5py.File(path, "r+", libver="latest") as file:
-                _write_attributes(file, self.attributes)
+        _write_attributes(self._file, self.attributes)
+        self._file.close()
 
 
 def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
@@ -182,55 +162,24 @@ def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
         group.attrs[name] = array
 
 
-def shard_paths(target: Path, n_shards: int) -> list[Path]:
-    """The files that `target` becomes."""
-    if n_shards == 1:
-        return [target]
-    return [target.with_name(f"{target.stem}-{i:05d}-of-{n_shards:05d}{target.suffix}") for i in range(n_shards)]
-
-
 def check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int) -> None:
-    """Raise UserError if files are in the way, or the disk is too small."""
-    if not 1 <= options.shards <= n_rows:
-        raise UserError(f"--shards is {options.shards}, for {n_rows:,} rows; use 1 to {n_rows}")
+    """Raise UserError if a file is in the way, or the disk is too small."""
+    if not n_rows:
+        raise UserError(f"{target} would have no rows")
     folder = target.parent
     while not folder.exists():  # it is made when the first file is
         folder = folder.parent
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; write to another")
-    paths = shard_paths(target, options.shards)
-    existing = [path for path in paths if path.exists()]
-    if existing and not options.replace:
-        raise UserError(f"{existing[0]} exists; choose another name, or --force")
-    other_shards = set(folder.glob(f"{target.stem}-?????-of-?????{target.suffix}")) - set(paths)
-    if options.shards > 1 and other_shards:
-        raise UserError(f"{min(other_shards)} is a shard of another file; remove it, or choose another name")
+    if target.exists() and not options.replace:
+        raise UserError(f"{target} exists; choose another name, or --force")
     free = shutil.disk_usage(folder).free
     if options.compression == "none" and n_bytes > free:
         sizes = f"needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}"
         raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
 
 
-def _slice(rows: np.ndarray | RaggedArray, start: int, stop: int) -> Any:
-    if isinstance(rows, np.ndarray):
-        return rows[start:stop]
-    offsets = rows.offsets[start : stop + 1]
-    return RaggedArray(rows.values[offsets[0] :], offsets - offsets[0])
-
-
 # ---------------------------------------------------------------------------------------------- datasets
-
-
-def compression_filters(compression: Compression) -> dict[str, Any]:
-    """Arguments of h5py's create_dataset. Raises UserError if the codec is not installed."""
-    if compression == "none":
-        return {}
-    if compression == "gzip":
-        return {"compression": "gzip", "compression_opts": 1}
-    if not (codecs.imagecodecs and find_spec("hdf5plugin")):
-        raise UserError(f'--compression {compression} needs: pip install ".[codecs]"; or use gzip')
-    plugin = import_module("hdf5plugin")
-    return dict(plugin.LZ4() if compression == "lz4" else plugin.Zstd(clevel=1))
 
 
 def choose_block_rows(n_rows: int, fields: Mapping[str, Field]) -> dict[str, int]:
@@ -377,9 +326,10 @@ class RaggedColumn:
         """The next rows. Their memory may be used again afterwards."""
         if self._codecs is not None:
             self._codecs |= {CODECS.get(byte, "other") for byte in np.unique(rows.values[rows.offsets[:-1]]).tolist()}
-        self._values.append(rows.values[: rows.offsets[-1]])
-        self._indptr.append(self._n_values + rows.offsets[1:].astype(INDPTR.dtype))
-        self._n_values += int(rows.offsets[-1])
+        start, stop = int(rows.offsets[0]), int(rows.offsets[-1])
+        self._values.append(rows.values[start:stop])
+        self._indptr.append(self._n_values - start + rows.offsets[1:].astype(INDPTR.dtype))
+        self._n_values += stop - start
 
     def finish(self) -> None:
         """Write what waits. Item numbers become a CSR matrix as anndata writes it, whose values are all 1."""

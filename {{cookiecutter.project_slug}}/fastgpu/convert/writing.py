@@ -3,7 +3,6 @@
 Rows take the random order, the reader threads and the pools of training, and then go to a `Writer`.
 """
 
-import glob
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +58,7 @@ def write_files(
         remove_unfinished(target.parent)
     writers = {}
     for name, source in parts.items():
-        path = target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target
+        path = _path_of(target, name)
         attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
         may_skip = isinstance(source, DecodedRows)
         check_target(path, options, len(source), len(source) * source.row_bytes)
@@ -68,7 +67,7 @@ def write_files(
     first = next(iter(parts.values()))
     print(first.name, *describe_rows(parts, next(iter(texts.values()))), sep="\n", flush=True)
     if is_dry_run:
-        paths = ", ".join(_join_paths(target, writer) for writer in writers.values())
+        paths = ", ".join(str(_path_of(target, name)) for name in parts)
         print("--dry-run: nothing is written; it would be", paths)
         return
     with complete_or_absent(target), ExitStack() as stack:
@@ -81,23 +80,26 @@ def write_files(
     messages = _list_skipped(target, "lines", skipped_lines)
     for name, source in parts.items():
         writer = writers[name]
-        messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_join_paths(target, writer)}")
+        messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_path_of(target, name)}")
         messages += describe_statistics(writer.attributes)
         messages += [f"  {name}: NaN or infinity in {n:,} rows" for name, n in writer.n_not_finite.items() if n]
         if isinstance(source, DecodedRows):
             messages += [f"  {remark}" for remark in source.remarks]
-            messages += _list_skipped(target.with_name(writer.paths[0].name), "images", source.reasons)
+            messages += _list_skipped(_path_of(target, name), "images", source.reasons)
     print(*messages, sep="\n")
     _warn_of_old_splits(parts, target)
+
+
+def _path_of(target: Path, split: str) -> Path:
+    return target.with_name(f"{target.stem}-{split}{target.suffix}") if split else target
 
 
 def _warn_of_old_splits(parts: Mapping[str, Source], target: Path) -> None:
     """Say which files of an earlier conversion, into other splits, still lie beside the new ones."""
     old: list[str] = []
     for split in {"", *SPLITS} - set(parts):
-        stem = f"{target.stem}-{split}" if split else target.stem
-        shards = target.parent.glob(f"{glob.escape(stem)}-?????-of-?????{target.suffix}")
-        old += [str(path) for path in (target.with_name(stem + target.suffix), *shards) if path.exists()]
+        path = _path_of(target, split)
+        old += [str(path)] if path.exists() else []
     if old:
         names = ", ".join(sorted(old))
         warn(f"{names} was here before: if it is of the same source, it has rows of the new files; delete it")
@@ -110,13 +112,6 @@ def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:
     path = path.with_name(f"{path.name}.skipped.txt")
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return [f"broken {kind} that were skipped: {len(lines):,}, listed in {path}"]
-
-
-def _join_paths(target: Path, writer: Writer) -> str:
-    text = ", ".join(str(target.with_name(path.name)) for path in writer.paths[:2])
-    if len(writer.paths) > 2:
-        text += f" and {len(writer.paths) - 2} more"
-    return text
 
 
 def _check_broken(parts: Mapping[str, Source]) -> None:

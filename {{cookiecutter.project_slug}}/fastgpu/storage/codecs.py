@@ -59,7 +59,7 @@ def can_decode(filters: Sequence[Filter]) -> bool:
 
 
 def encode(data: Bytes, filters: Sequence[Filter]) -> Bytes:
-    """A chunk as it lies in the file. Knows shuffle, gzip, and with imagecodecs lz4 and zstd."""
+    """A chunk as it lies in the file. Knows shuffle and gzip."""
     for code, parameters in filters:
         data = _ENCODERS[code](data, parameters)
     return data
@@ -106,8 +106,6 @@ def _shuffle(data: Bytes, parameters: Parameters) -> bytes:
 _ENCODERS: dict[int, Encoder] = {1: lambda data, parameters: zlib.compress(data, parameters[0]), 2: _shuffle}
 _DECODERS: dict[int, Decoder] = {1: _unzip, 2: _unshuffle}
 if imagecodecs:
-    _ENCODERS[32004] = lambda data, parameters: imagecodecs.lz4h5_encode(data)
-    _ENCODERS[32015] = lambda data, parameters: imagecodecs.zstd_encode(data, level=parameters[0] if parameters else 1)
     _DECODERS[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)
     _DECODERS[32001] = lambda data, parameters, size: imagecodecs.blosc_decode(data, out=size, numthreads=1)
     _DECODERS[32004] = lambda data, parameters, size: imagecodecs.lz4h5_decode(data, out=size)

@@ -170,7 +170,7 @@ def open_store(
 
 def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
     """Say that files of a set are missing, as after a conversion or a copy that was cut short."""
-    matches = [re.fullmatch(r"(.+)-\d{5}-of-(\d{5})(\.\w+)", path) for path in paths]  # names of `convert.py --shards`
+    matches = [re.fullmatch(r"(.+)-\d{5}-of-(\d{5})(\.\w+)", path) for path in paths]  # names of shards
     for stem, count, suffix in sorted({match.groups() for match in matches if match}):
         shards = [f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count))]
         missing = [path for path in shards if not Path(path).exists()]
