@@ -325,18 +325,24 @@ def g1(name: str) -> dict[str, str]:
     return found
 
 
+def sha256_of_batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> str:
+    digests = []
+    for batch in batches(feed, batch_size, epoch, first):  # a batch is valid until the next one is asked for
+        for field in sorted(batch):
+            columns = batch[field] if isinstance(batch[field], tuple) else (batch[field],)
+            digests.append(sha256(field, *columns))
+    return sha256(digests)
+
+
 def g2(name: str) -> dict[str, str]:
-    """{what: SHA-256} of the batches of epoch 0 of one case, in bytes."""
+    """{what: SHA-256} of the batches of one case, in bytes: of epoch 0, and of a rank that is resumed in epoch 1."""
     found: dict[str, list[str]] = {}
     for tier in ("disk", "host") if name == "jpeg-random-part" else ("disk", "host", "device"):
         with opened(config_of(name, tier)) as (feed, val_feed, size):
-            for split, each in (("train", feed), ("val", val_feed)):
-                digests = []
-                for batch in batches(each, size, 0):  # a batch is valid until the next one is asked for
-                    for field in sorted(batch):
-                        columns = batch[field] if isinstance(batch[field], tuple) else (batch[field],)
-                        digests.append(sha256(field, *columns))
-                found.setdefault(split, []).append(sha256(digests))
+            found.setdefault("train", []).append(sha256_of_batches(feed, size, 0))
+            found.setdefault("val", []).append(sha256_of_batches(val_feed, size, 0))
+        with opened(config_of(name, tier), 1, 2) as (feed, _, size):
+            found.setdefault("train, rank 1 of 2, resumed", []).append(sha256_of_batches(feed, size, 1, RESUMED_AT))
     for split, of_tiers in found.items():
         if len(set(of_tiers)) > 1:
             raise DiffersError(f"the tiers give other {split} rows")
@@ -574,7 +580,7 @@ def g4(name: str) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------ g5: speed
 
 
-def g5(n_rounds: int) -> None:
+def g5(n_rounds: int, *, quick: bool) -> None:
     """Print rows/s of this tree / those of the base commit: our disk tier on the data sets of bench/run.py.
 
     bench/worker.py of each tree is the contender, driven by bench/processes.py of this one: both read the same files.
@@ -588,20 +594,17 @@ def g5(n_rounds: int) -> None:
 
     def rows_per_s(tree: str, spec: Any, *, cold: bool) -> float:
         processes.HERE = trees[tree]
-        process = processes.Process(OURS, spec, n_workers=2, is_peer=False)
-        try:
+        with processes.Process(OURS, spec, n_workers=2, is_peer=False) as process:
             files = process.ask("files", 900)["files"]
-            if cold:
+            if cold:  # the first epoch, with its start
                 processes.make_cold(files)
-                result = process.ask("run", 120, lead_s=(0, 0), span_s=(0, 20), step_s=0.0)
+                result = process.ask("run", 120, lead_s=None, span_s=(0, 20), step_s=0.0)
             else:
                 with processes.kept_warm(files):
                     result = process.ask("run", 120, lead_s=(0.5, 0.5), span_s=(2, 2), step_s=0.0)
-        finally:
-            process.close(5)
         return result["rows"] / result["seconds"]
 
-    for spec in data.FULL:
+    for spec in data.QUICK if quick else data.FULL:
         data.make(spec)
         for cold in (False, True):
             ratios = []
@@ -668,6 +671,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write goldens.json (g1 and g2)")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--rounds", type=int, default=5, help="of g5")
+    parser.add_argument("--quick", action="store_true", help="of g5: small files, a test of the measurement itself")
     args = parser.parse_args()
     names = selected(args.only or (["g1", "g2"] if args.write else []))
     if args.list:
@@ -676,7 +680,7 @@ def main() -> int:
     torch.set_num_threads(1)
     try:
         if args.speed:
-            g5(args.rounds)
+            g5(args.rounds, quick=args.quick)
             return 0
         stored = json.loads(STORED.read_text()) if STORED.exists() else {"goldens": {}}
         if args.write:
