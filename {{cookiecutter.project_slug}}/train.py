@@ -33,7 +33,7 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_sources
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
-from fastgpu.process.identity import identify_code, identify_job
+from fastgpu.process.identity import identify_job
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import echo_passes
@@ -102,7 +102,7 @@ def build(cfg: Config, world: World) -> Parts:
     order = make_order(source, sizes, world, seed=cfg.run.seed)
     val_order = make_order(val_source, sizes, world, seed=None)
     precision = mixed_precision(cfg.train.precision, world.device)
-    world.check_same({"the order of rows": order.identity, "train.precision": precision.name, **identify_code()})
+    world.check_same({"the order of rows": order.identity, "train.precision": precision.name})
     feed = open_feed(source, order, sizes, world, loader=cfg.loader)
     val_feed = open_feed(val_source, val_order, sizes, world, loader=cfg.loader)
 

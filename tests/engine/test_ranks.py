@@ -2,14 +2,12 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import h5py
 import pytest
 import train as script
-from harness import ROOT, in_world, run_ranks
+from harness import in_world, run_ranks
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -31,16 +29,12 @@ CASES = {
 
 
 def build_cases(world: World, folder: Path) -> dict[str, str | None]:
-    """{case: the error of train.build}, and `code` for a file of the project that only rank 1 has imported."""
+    """{case: the error of train.build}"""
     os.chdir(folder)
     errors: dict[str, str | None] = {}
     for name, (own, _) in CASES.items():
         shared = ["data.val=10%"] if "data.val=10%" in own else []
         errors[name] = build_error([*shared, *(own if world.rank else ())], world)
-    if world.rank:
-        sys.modules["convert"] = ModuleType("convert")
-        sys.modules["convert"].__file__ = str(ROOT / "convert.py")
-    errors["code"] = build_error([], world)
     return errors
 
 
@@ -70,8 +64,6 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
         else:
             assert error, name
             assert error.startswith(beginning), name
-    assert ranks[0]["code"].startswith("convert.py is ")
-    assert "on rank 1" in ranks[0]["code"]
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_values_that_differ_are_named_with_both_ranks(ranks):
         assert rank["same values"] is None
         assert rank["other value"] == (
             f"run.seed is 1 on rank 1 ({host}) and 0 on rank 0 ({host}) (1 more differ); all ranks need the same "
-            "settings, rows and code"
+            "settings, rows and versions"
         )
         assert rank["different"] == f"the step is 1 on rank 1 ({host}) and 0 on rank 0 ({host}); share the folder"
         assert "x.py is ab on rank 1" in rank["value of one rank"]

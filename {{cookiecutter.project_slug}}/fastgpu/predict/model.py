@@ -19,7 +19,7 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.run.checkpoint import newest_first
-from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description, warn_of_changed_code
+from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description
 from workloads import Workload
 
 
@@ -63,7 +63,6 @@ def load_model(folder: str | Path) -> Trained:
     card = read_description(folder)
     where = f"{folder} does not fit workloads/{card['workload']}.py"
     make = workloads.load(card["workload"])
-    warn_of_changed_code(folder, card)
     described = DescribedSource(card)
     try:
         workload = make(_read_options(card), described, described)

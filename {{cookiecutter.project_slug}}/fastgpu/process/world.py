@@ -20,7 +20,7 @@ from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, RankError, UserError, warn
 from fastgpu.process.signals import end_soon
 
-SAME = "all ranks need the same settings, rows and code"
+SAME = "all ranks need the same settings, rows and versions"
 
 
 @dataclass(frozen=True)

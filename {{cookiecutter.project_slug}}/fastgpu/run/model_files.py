@@ -6,7 +6,7 @@ They need no other file: neither the training data nor model.pt, which is for re
     workload, options      the module in workloads/ and its settings
     fields                 {name: dtype, shape, is_ragged, n_items, dataset} of the training and validation rows
     attributes             what the training file says about its rows, and `Workload.card()`
-    rows, val_rows, code   digests of the training and validation rows, and of the module of the workload
+    rows, val_rows         digests of the training and validation rows
     metrics, directions    values of the last validation, and which values are better
     epoch, step            when the weights were saved
     batch_size, precision, channels_last    how the model was validated
@@ -27,7 +27,6 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.identity import identify_code
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import Field
@@ -76,7 +75,6 @@ def describe_model(
         "attributes": attributes,
         "rows": _digest_of_rows(train),
         "val_rows": _digest_of_rows(val),
-        "code": _digest_of_code(config["workload"]),
         "directions": dict(directions),
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
@@ -109,45 +107,23 @@ def _digest_of_rows(source: Source) -> str:
     return hashlib.sha256(str(source.identity).encode()).hexdigest()[:12]
 
 
-def _digest_of_code(workload: str) -> object:
-    """Digest of workloads/<workload>.py, which must have been imported. Empty if that is no file."""
-    return identify_code().get(f"workloads/{workload}.py", "")
-
-
-def warn_of_changed_code(folder: Path, saved: Mapping[str, Any]) -> None:
-    """Say that the workload of a checkpoint is not the one it was trained with. saved: its model.json."""
-    code = _digest_of_code(saved["workload"])
-    if code != saved.get("code", code):
-        warn(
-            f"workloads/{saved['workload']}.py has changed since {folder} was saved; where the shapes of the weights "
-            "fit, nothing else tells whether they still mean the same"
-        )
-
-
 def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoch: bool) -> None:
-    """Compare the rows and the code that a checkpoint was trained with to those it is to be resumed with.
+    """Compare the rows that a checkpoint was trained with to those it is to be resumed with.
 
-    description: see `describe_model`. is_inside_epoch: whether it was saved with a part of an epoch trained. Prints
-    warnings. Raises UserError if the classes have other numbers, or if the rows changed inside an epoch. A checkpoint
-    without model.json is not compared.
+    description: see `describe_model`. is_inside_epoch: whether it was saved with a part of an epoch trained. Raises
+    UserError if the classes have other numbers, or if the rows changed inside an epoch. A checkpoint without model.json
+    is not compared.
     """
     if not (folder / DESCRIPTION).exists():
         return
     saved = _read_json(folder / DESCRIPTION, "format")
     sources = DescribedSource(saved, str(folder)), DescribedSource(description, "data.train")
-    check_meaning("run.resume", *sources)
-    warn_of_changed_code(folder, saved)
-    if description["rows"] == saved.get("rows", description["rows"]):
-        return
-    if is_inside_epoch:
+    check_meaning("run.resume", *sources, preparation=False)
+    if is_inside_epoch and description["rows"] != saved.get("rows", description["rows"]):
         raise UserError(
             f"{folder} was saved inside an epoch, and the rows of data.train are not those of that epoch; resume with "
             "the file as it was, or use another run.name"
         )
-    warn(
-        "resumed with other rows: those of data.train, without the share that data.val may hold out, are not those "
-        "that the run was trained on so far"
-    )
 
 
 class ModelToUse(NamedTuple):
