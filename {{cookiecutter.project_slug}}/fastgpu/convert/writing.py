@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.partial import complete_or_absent, exit_if_signalled, partial_folder, remove_unfinished
+from fastgpu.convert.partial import complete_or_absent, exit_if_signalled
 from fastgpu.convert.reading import MAX_SKIPPED_SHARE, DecodedRows, describe_broken
 from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.summary import describe_rows, describe_statistics
@@ -54,25 +54,22 @@ def write_files(
     """
     orders = {name: _choose_order(source, seed) for name, source in parts.items()}
     texts = {name: _describe_order(source, orders[name]) for name, source in parts.items()}
-    if not is_dry_run:
-        remove_unfinished(target.parent)
-    writers = {}
     for name, source in parts.items():
-        path = _path_of(target, name)
-        attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
-        may_skip = isinstance(source, DecodedRows)
-        check_target(path, options, len(source), len(source) * source.row_bytes)
-        file = partial_folder(target) / path.name
-        writers[name] = Writer(file, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
+        check_target(_path_of(target, name), options, len(source), len(source) * source.row_bytes)
     first = next(iter(parts.values()))
     print(first.name, *describe_rows(parts, next(iter(texts.values()))), sep="\n", flush=True)
     if is_dry_run:
         paths = ", ".join(str(_path_of(target, name)) for name in parts)
         print("--dry-run: nothing is written; it would be", paths)
         return
-    with complete_or_absent(target), ExitStack() as stack:
+    writers = {}
+    with complete_or_absent(target) as folder, ExitStack() as stack:
         for name, source in parts.items():
-            stack.enter_context(writers[name])
+            attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
+            may_skip = isinstance(source, DecodedRows)
+            path = folder / _path_of(target, name).name
+            writer = Writer(path, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
+            writers[name] = stack.enter_context(writer)
             _copy_rows(source, orders[name], writers[name], name=name)
         _check_broken(parts)
         for name, source in parts.items():
