@@ -143,22 +143,6 @@ def test_a_csv_names_files_below_a_root(tmp_path, convert):
     assert rows_of(tmp_path / "out.h5") == {n: n % 3 for n in range(6)}
 
 
-def test_paths_of_a_csv_may_lack_their_ending(tmp_path, convert):
-    """As in the lists of ids that competitions give."""
-    folder_of(tmp_path / "photos", {"all": 6})
-    lines = [f"all/photo {n:03d} é,{n % 3}" for n in range(6)]
-    (tmp_path / "x.csv").write_text("\n".join(["path,label", *lines]), encoding="utf-8")
-    command = ("images", "x.csv", "out.h5", "--root", "photos", "--size", "4")
-    assert "x.csv: photos/all/photo 000 é does not exist, but photo 000 é.png does; add --ending .png" in (
-        convert(*command).stderr
-    )
-    assert "--ending is .png, which is for the paths of a CSV; drop it" in (
-        convert("images", "photos", "x.h5", "--ending", ".png").stderr
-    )
-    assert convert(*command, "--ending", ".png").returncode == 0
-    assert rows_of(tmp_path / "out.h5") == {n: n % 3 for n in range(6)}
-
-
 def test_a_name_in_two_unicode_forms_is_one_class(tmp_path, convert):
     folder_of(tmp_path / "photos", {"caf\u00e9": 3, "cafe\u0301": 2, "bar": 1})
     assert convert("images", "photos", "out.h5", "--size", "4").returncode == 0

@@ -30,7 +30,6 @@ def add_commands(command_line: CommandLine) -> None:
     text = "columns of the CSV with paths and labels; default: path,label. With several labels, such as "
     add("--columns", default="path,label", help=f"{text}path,smile,hat, they are attributes of 0 and 1")
     add("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
-    add("--ending", default="", help="what the paths of a CSV lack, such as .jpg")
     add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
 
     parser = command_line.add(pixels, ".csv file")
@@ -52,7 +51,7 @@ def add_commands(command_line: CommandLine) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.image_files import add_ending, list_csv, list_folder, list_pairs
+    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs
 
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
@@ -65,11 +64,8 @@ def images(args: Namespace) -> None:
     else:
         columns = parse_columns(args.columns)
         listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
-        listing = add_ending(listing, root, args.ending)
     if args.split_by and not listing.splits:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
-    if args.ending and not listing.lines:
-        raise UserError(f"--ending is {args.ending}, which is for the paths of a CSV; drop it")
     listing = listing._replace(root=root)
     _write_images(listing.parts(args.split, args.seed), args)
 

@@ -1,6 +1,5 @@
 """Image files as rows of one shape: lists of files with their labels or masks, decoded in the reader threads."""
 
-import glob
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,22 +131,6 @@ def _list_sub_folders(folder: Path) -> list[str]:
     if loose := sorted(path.name for path in folder.iterdir() if path.is_file() and is_image(path.name)):
         print(f"images beside the class folders of {folder}, which are left out: {len(loose):,} ({list_first(loose)})")
     return folders
-
-
-def add_ending(listing: Listing, root: Path, ending: str) -> Listing:
-    """The same files, with an ending added to their names.
-
-    Raises UserError with the ending if there is none, the first file does not exist, and with an ending it does.
-    """
-    if ending:
-        return listing._replace(names=[name + ending for name in listing.names])
-    first = root / listing.names[0]
-    if not first.exists():
-        longer = (path.name for path in first.parent.glob(f"{glob.escape(first.name)}.*") if is_image(path.name))
-        if found := min(longer, default=""):
-            cure = f"add --ending {found.removeprefix(first.name)}"
-            raise UserError(f"{listing.source}: {first} does not exist, but {found} does; {cure}")
-    return listing
 
 
 def list_images(root: Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
