@@ -431,38 +431,45 @@ def write_short(folder: Path, name: str, echo: float) -> None:
         (folder / file).symlink_to(ROOT / FOLDER / "data" / file)
 
 
-def start_ranks(project: Path, folder: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
-    """train.py as so many processes, without torchrun, which would take seconds to start."""
+@contextmanager
+def started(project: Path, folder: Path, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """train.py as so many processes, without torchrun, which would take seconds to start. They end with the block."""
     port = free_port()
     processes = []
-    for rank in range(ranks):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        launch = names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
-        environment = os.environ | {name: str(value) for name, value in launch.items()}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        with (folder / f"rank{rank}.txt").open("ab") as log:
-            command = [sys.executable, str(project / "train.py")]
-            processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
-    return processes
+    try:
+        for rank in range(ranks):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            launch = names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
+            environment = os.environ | {name: str(value) for name, value in launch.items()}
+            environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+            with (folder / f"rank{rank}.txt").open("ab") as log:
+                command = [sys.executable, str(project / "train.py")]
+                processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def train_short(project: Path, folder: Path, ranks: int, *, kill: bool = False) -> str:
     """Train to the end; returns the SHA-256 of the weights. kill: by SIGKILL inside an epoch, and resume."""
+    log = folder / "rank0.txt"
     if kill:
-        processes = start_ranks(project, folder, ranks)
-        while not list(folder.glob("runs/a/checkpoints/last-*/state.json")):
-            if any(process.poll() is not None for process in processes):
-                raise DiffersError(f"a rank ended by itself: {(folder / 'rank0.txt').read_text()[-500:]}")
-            time.sleep(0.002)
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-        codes = [process.wait() for process in processes]
+        with started(project, folder, ranks) as processes:
+            while not list(folder.glob("runs/a/checkpoints/last-*/state.json")):
+                if any(process.poll() is not None for process in processes):
+                    raise DiffersError(f"a rank ended by itself: {log.read_text()[-500:]}")
+                time.sleep(0.002)
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            codes = [process.wait() for process in processes]
         if codes != [-signal.SIGKILL] * ranks:
             raise DiffersError(f"it was over before it could be killed: {codes}")
-    processes = start_ranks(project, folder, ranks)
-    codes = [process.wait(600) for process in processes]
+    with started(project, folder, ranks) as processes:
+        codes = [process.wait(600) for process in processes]
     if any(codes):
-        raise DiffersError(f"{project}: {(folder / 'rank0.txt').read_text()[-500:]}")
+        raise DiffersError(f"{project}: {log.read_text()[-500:]}")
     weights = weights_of(folder / "runs" / "a")
     return sha256(*(part for name in sorted(weights) for part in (name, weights[name].numpy())))
 
@@ -678,6 +685,7 @@ def main() -> int:
         print(*names, sep="\n")
         return 0
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so nothing is left behind
     try:
         if args.speed:
             g5(args.rounds, quick=args.quick)
