@@ -143,14 +143,6 @@ def test_a_csv_names_files_below_a_root(tmp_path, convert):
     assert rows_of(tmp_path / "out.h5") == {n: n % 3 for n in range(6)}
 
 
-def test_a_name_in_two_unicode_forms_is_one_class(tmp_path, convert):
-    folder_of(tmp_path / "photos", {"caf\u00e9": 3, "cafe\u0301": 2, "bar": 1})
-    assert convert("images", "photos", "out.h5", "--size", "4").returncode == 0
-    with h5py.File(tmp_path / "out.h5") as file:
-        assert attributes_of(file, "")["class_names"] == ["bar", "caf\u00e9"]
-        assert np.bincount(file["labels"]).tolist() == [1, 5]
-
-
 def test_all_broken_images_are_listed_and_nothing_is_left(tmp_path, convert):
     folder_of(tmp_path / "all", {"all": 30})
     for number in range(3, 28):

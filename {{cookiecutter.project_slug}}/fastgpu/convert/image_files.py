@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unicodedata import normalize
 
 import numpy as np
 from PIL import UnidentifiedImageError
@@ -114,7 +113,7 @@ def list_folder(folder: Path) -> Listing:
         if not images:
             print(f"{folder / name} has no images and is not a class")
         names += images
-    class_of = [normalize("NFC", name.split("/")[1 if is_split else 0]) for name in names]
+    class_of = [name.split("/")[1 if is_split else 0] for name in names]
     classes, labels = np.unique(class_of, return_inverse=True)
     splits = {}
     if is_split:
