@@ -112,7 +112,7 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     """The arguments of each call of a program in the head of a recipe."""
     commands = re.findall(rf"^#.*? {program} (.*?)\s*\\?$", text, re.MULTILINE)
     assert commands, f"no {program} command"
-    return [shlex.split(command) for command in commands]
+    return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
 def test_every_recipe_is_tried():
