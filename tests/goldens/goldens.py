@@ -20,6 +20,7 @@ The base commit is the one that docs/given-up.md names.
 """
 
 import argparse
+import atexit
 import hashlib
 import inspect
 import io
@@ -74,6 +75,7 @@ RESUMED_AT = 2
 CPU = torch.device("cpu")
 SCRATCH = Path(tempfile.mkdtemp(prefix="goldens-"))
 """A folder that is deleted at the end."""
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 # ------------------------------------------------------------------------------------------ the doors of the engine
 # All that this script knows about the engine, besides the command line of train.py. Where the engine changes, this part
@@ -686,32 +688,29 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so nothing is left behind
-    try:
-        if args.speed:
-            g5(args.rounds, quick=args.quick)
-            return 0
-        stored = json.loads(STORED.read_text()) if STORED.exists() else {"goldens": {}}
-        if args.write:
-            stored["decoders"] = decoders()
-        elif decoders() != stored["decoders"]:
-            print(f"note: pixels of JPEG files are not compared: {decoders()}, not {stored['decoders']}")
-        n_wrong = 0
-        start = time.monotonic()
-        for name in names:
-            began = time.monotonic()
-            problem = compare(name, stored, write=args.write)
-            n_wrong += bool(problem)
-            if problem or name.startswith("g3"):
-                print(
-                    f"{'DIFFERS' if problem else 'same'}  {name}  {time.monotonic() - began:.1f} s  {problem}",
-                    flush=True,
-                )
-        if args.write and not n_wrong:
-            STORED.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
-        print(f"{len(names) - n_wrong} of {len(names)} goldens hold, {time.monotonic() - start:.0f} s")
-        return int(n_wrong > 0)
-    finally:
-        shutil.rmtree(SCRATCH, ignore_errors=True)
+    if args.speed:
+        g5(args.rounds, quick=args.quick)
+        return 0
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {"goldens": {}}
+    if args.write:
+        stored["decoders"] = decoders()
+    elif decoders() != stored["decoders"]:
+        print(f"note: pixels of JPEG files are not compared: {decoders()}, not {stored['decoders']}")
+    n_wrong = 0
+    start = time.monotonic()
+    for name in names:
+        began = time.monotonic()
+        problem = compare(name, stored, write=args.write)
+        n_wrong += bool(problem)
+        if problem or name.startswith("g3"):
+            print(
+                f"{'DIFFERS' if problem else 'same'}  {name}  {time.monotonic() - began:.1f} s  {problem}",
+                flush=True,
+            )
+    if args.write and not n_wrong:
+        STORED.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    print(f"{len(names) - n_wrong} of {len(names)} goldens hold, {time.monotonic() - start:.0f} s")
+    return int(n_wrong > 0)
 
 
 if __name__ == "__main__":
