@@ -23,7 +23,6 @@ WORDS_OF = {
 SPEAK_OF_BOTH = {
     "constraints.txt",
     "fastgpu/storage/unconverted.py",  # it recognises files of either kind
-    "tests/fastgpu/storage/test_unconverted.py",
 }
 
 
@@ -117,11 +116,10 @@ def test_convert_has_the_commands_of_the_workload(baked, workload):
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_a_project_is_clean(baked, answer):
-    """Its tests pass, too: `make test` runs those of `both` in place, the next test those of the others."""
     project = baked(answer)
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
         run_in(project, ["-m", *command])
-    run_pytest(project, "--collect-only")
+    run_pytest(project)
 
 
 @pytest.mark.slow
@@ -199,14 +197,10 @@ def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, worklo
 @pytest.mark.slow
 @pytest.mark.parametrize(("room", "workload"), [("convert", "images"), ("diagnose", "recsys"), ("predict", "images")])
 def test_a_leaf_room_can_be_deleted(own_copy, room, workload):
-    """The project trains, and its tests pass: its own, and those of the rooms that are nearest to the deleted one."""
+    """The project trains, and its tests pass."""
     project = own_copy(workload)
     shutil.rmtree(project / "fastgpu" / room)
-    shutil.rmtree(project / "tests/fastgpu" / room)
     (project / f"{room}.py").unlink()
-    (project / f"tests/test_{room}.py").unlink(missing_ok=True)
     assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "run.name=first"]).stdout
     assert (project / "runs/first/report.html").exists()
-    run_pytest(project, "--collect-only")
-    own_tests = [path.relative_to(project).as_posix() for path in project.glob("tests/test_*.py")]
-    run_pytest(project, "tests/fastgpu/telemetry", "tests/fastgpu/run", "tests/fastgpu/feed", *own_tests)
+    run_pytest(project)

@@ -1,0 +1,52 @@
+"""What the training loop asks of a workload, as one check. Use it for your own workloads, too."""
+
+import json
+
+import torch
+
+from fastgpu.rows.rows import Rows
+from workloads import Workload
+
+ON_A_CPU = ("dist.device=cpu", "dist.strategy=ddp", "data.tier=disk", "train.precision=fp32", "train.compile=false")
+"""Words for train.py: a test runs on a CPU, whatever config.yaml says."""
+
+
+def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> None:
+    """Check a workload against the protocol in workloads/__init__.py.
+
+    train_batch, val_batch: some rows of each kind, on the CPU.
+    """
+    metrics = workload.metrics
+    assert metrics
+    assert set(metrics.values()) <= {"higher", "lower"}
+
+    model = workload.model()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    batch = workload.transform(train_batch, torch.Generator().manual_seed(0))
+    assert len(batch) == len(train_batch)
+    loss = workload.loss(model, batch)
+    assert loss.shape == ()
+    assert torch.isfinite(loss)
+    loss.backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+    model.eval()
+    with torch.no_grad():
+        whole = workload.score(model, val_batch)
+        parts = [workload.score(model, part) for part in val_batch.batches(-(-len(val_batch) // 3))]
+    assert set(whole) == set(metrics)
+    for name in metrics:  # sums over the parts of a batch are the sums of the whole
+        total = torch.stack([torch.as_tensor(part[name].total).double() for part in parts]).sum()
+        torch.testing.assert_close(total, torch.as_tensor(whole[name].total).double(), rtol=1e-4, atol=1e-4)
+        assert sum(int(part[name].n) for part in parts) == int(whole[name].n)
+    if can_predict(workload):
+        with torch.no_grad():
+            predicted = workload.predict(model, val_batch)
+        assert predicted
+        assert all(len(value) == len(val_batch) for value in predicted.values())
+    json.dumps(workload.card())
+
+
+def can_predict(workload: Workload) -> bool:
+    """Whether the workload has a method `predict` of its own. Training does not need it."""
+    return getattr(type(workload), "predict", None) not in (None, Workload.predict)

@@ -1,0 +1,103 @@
+"""The rows that config.yaml names, if they are there: kinds, values, and that validation rows are not trained on."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from fastgpu.rows.rows import Ragged, Rows
+
+MAX_ROWS = 5_000
+"""Rows of each split that are looked at."""
+
+
+def first_pools(feed, max_rows: int = MAX_ROWS) -> Iterator[Rows]:
+    """Pools from the beginning of an epoch. Each is valid until the next one is asked for."""
+    n_rows = 0
+    for pool in feed.pools(0):
+        yield pool.rows.slice(0, min(len(pool.rows), max_rows - n_rows))
+        n_rows += len(pool.rows)
+        if n_rows >= max_rows:
+            return
+
+
+def values_of(column: torch.Tensor | Ragged) -> torch.Tensor:
+    """All values of a column."""
+    return column.values if isinstance(column, Ragged) else column
+
+
+def row_keys(rows: Rows, names: list[str]) -> set[int]:
+    """A number for the bytes of each row."""
+    columns = [rows[name] for name in names]
+    keys = set()
+    for number in range(len(rows)):
+        row = [values_of(column[number : number + 1]).contiguous().numpy().tobytes() for column in columns]
+        keys.add(hash(tuple(row)))
+    return keys
+
+
+@pytest.fixture
+def parts(build):
+    return build()
+
+
+def test_the_first_block_of_each_file_is_as_it_was_written(config):
+    """convert.py writes the SHA-256 of each block of rows; `convert.py verify` checks all of them."""
+    if config.data.dataset != "none":
+        pytest.skip("the rows come from a Dataset")
+    for named in (config.data.train, config.data.val):
+        for path in [named] if isinstance(named, str) else named:
+            name, _, group = path.partition("::")
+            for file_name in sorted(Path().glob(name)) if not Path(name).is_absolute() else [Path(name)]:
+                with h5py.File(file_name) as file:
+                    check_first_blocks(file[group or "/"])
+
+
+def check_first_blocks(group: h5py.Group) -> None:
+    """Compare the first block of each dataset with its checksum, if it has one."""
+    for name in group.get("fastgpu_sha256", {}):
+        rows = group[name]
+        if isinstance(rows, h5py.Dataset) and rows.chunks:
+            block = rows[: rows.chunks[0]]
+            assert hashlib.sha256(block.tobytes()).digest() == bytes(group["fastgpu_sha256"][name][0]), rows
+
+
+def test_both_splits_have_the_fields_of_the_config(parts):
+    data = parts.config.data
+    assert parts.source.fields.keys() == data.fields.keys()
+    assert parts.val_source.fields.keys() == (data.val_fields or data.fields).keys()
+    for name in parts.source.fields.keys() & parts.val_source.fields.keys():
+        assert parts.source.fields[name].dtype == parts.val_source.fields[name].dtype
+
+
+def test_no_value_is_nan_or_infinite(parts):
+    for feed in (parts.feed, parts.val_feed):
+        for rows in first_pools(feed):
+            for name in rows.columns:
+                values = values_of(rows[name])
+                assert not values.is_floating_point() or bool(values.isfinite().all()), name
+
+
+def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
+    names = parts.source.attributes.get("class_names")
+    for feed in (parts.feed, parts.val_feed):
+        for rows in first_pools(feed):
+            if "labels" not in rows.columns or rows["labels"].is_floating_point():
+                pytest.skip("the rows have no labels that are whole numbers")
+            assert int(rows["labels"].min()) >= 0
+            assert not names or rows["labels"].dim() > 1 or int(rows["labels"].max()) < len(names)
+
+
+def test_most_validation_rows_are_not_trained_on(parts):
+    """A few equal rows are no mistake: pictures repeat, and users like the same two items."""
+    names = sorted(parts.source.fields.keys() & parts.val_source.fields.keys())
+    trained_on: set[int] = set()
+    for rows in first_pools(parts.feed):
+        trained_on |= row_keys(rows, names)
+    validated: set[int] = set()
+    for rows in first_pools(parts.val_feed):
+        validated |= row_keys(rows, names)
+    assert len(validated & trained_on) < 0.5 * len(validated)

@@ -1,0 +1,78 @@
+"""The workload of config.yaml on its first rows, and what any workload in workloads/ may be asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from contract import can_predict, check_workload
+
+import workloads
+from fastgpu.process.config_loader import load_config
+from fastgpu.rows.rows import Rows
+
+PROJECT = Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in PROJECT.glob("workloads/[a-z]*.py"))
+MAX_ROWS = 32
+
+
+def first_batch(feed) -> Rows:
+    """A copy of the first rows of an epoch, on the CPU."""
+    rows = next(iter(feed.pools(0))).rows
+    rows = rows.slice(0, min(len(rows), MAX_ROWS))
+    copy = rows.empty_like(torch.device("cpu"))
+    copy.copy_(rows)
+    return copy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workload_has_all_members_of_the_protocol(name):
+    assert workloads.load(name).Options()
+
+
+@pytest.fixture
+def parts(build):
+    return build()
+
+
+def test_the_workload_keeps_the_contract(parts):
+    check_workload(parts.workload, first_batch(parts.feed), first_batch(parts.val_feed))
+
+
+def test_a_few_rows_can_be_learned_by_heart(parts):
+    """The loss of one batch, trained on a hundred times without augmentation, falls by a fifth or more."""
+    batch = first_batch(parts.feed)
+    model = parts.workload.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(100):
+        torch.manual_seed(0)  # dropout, and noise of a latent vector
+        loss = parts.workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert min(losses) < losses[0] - 0.2 * abs(losses[0])
+
+
+def test_a_model_built_again_from_its_card_gives_equal_outputs(parts):
+    """The options and what `card` returned are all that a checkpoint keeps of the data."""
+    if not can_predict(parts.workload):
+        pytest.skip("the workload has no method predict")
+    card = json.loads(json.dumps(parts.workload.card()))
+    described = parts.source
+    described.attributes = {**described.attributes, **card}
+    config = load_config(["dist.device=cpu"], workloads.find_options)
+    make = workloads.load(config.workload)
+    again = make(make.Options(**parts.config.model), described, described)
+    model = parts.workload.model().eval()
+    rebuilt = again.model()
+    rebuilt.load_state_dict(model.state_dict())
+    rebuilt.eval()
+    batch = first_batch(parts.val_feed)
+    with torch.no_grad():
+        expected = parts.workload.predict(model, batch)
+        found = again.predict(rebuilt, batch)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
