@@ -22,7 +22,7 @@ DESCRIPTIONS = {
     "data/interactions-val.h5": "The same, for validation.",
     "docs/": "Pages for the users of this project.",
     "launch/": "One torchrun on each node, by Slurm, Kubernetes, Kubeflow or SkyPilot; delete what you do not use.",
-    "tests/": "Tests of your project. Those of fastgpu/ lie in tests/fastgpu/, one file for each module.",
+    "tests/": "Tests of your config, data, workload and one short run.",
 }
 """Entries that have no docstring. Everything else that is not Python is left out: tools find it by its name."""
 

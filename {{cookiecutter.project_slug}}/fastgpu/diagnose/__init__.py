@@ -1,6 +1,6 @@
 """Finds out which part of the training loop is the slowest, and which setting would help. Used by diagnose.py only.
 
-Nothing else imports this room: delete `fastgpu/diagnose`, `diagnose.py` and `tests/fastgpu/diagnose` if you do not need
+Nothing else imports this room: delete `fastgpu/diagnose` and `diagnose.py` if you do not need
 it. A training run reads its result, `diagnosis.json`, as plain numbers (fastgpu/telemetry/ceiling.py).
 
     preflight.py   looks at versions, GPUs, memory and files before anything is measured
