@@ -11,7 +11,6 @@ the others to be measured.
     copy      the copy from host to device, and a large matrix product: what the GPU could do
     a case    rows from the page cache, the disk, host memory and the device, and those of two DataLoaders, one tuned
               and one with its defaults, all in front of the same step; see gpu_cases.py
-    decoding  JPEG files decoded on the GPU: by torchcodec alone, and by a feed without a step
     echo      train.py behind a source that is too slow, with data.echo 1, 2 and auto
     causes    diagnose.py where a cause was planted: what it names, what it predicts, and what its cure gives
 
@@ -43,7 +42,6 @@ from train import Parts, build, train_step
 
 import workloads
 from fastgpu.feed.tiers import Feed
-from fastgpu.images.gpu_decoding import load_decoder
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
@@ -56,8 +54,6 @@ FOLDER = Path(__file__).parent / "data" / "gpu"
 LR = 1e-3
 COPY_BYTES = 256 << 20
 MATRIX_SIDE = 8192
-DECODED_AT_ONCE = 1024
-"""JPEG files in one call of the decoder alone."""
 N_REPEATS = 20
 LEAD_S = 1.0
 """Time of the same work before a measurement: the clocks rise, and NVML's watts are the mean of the last second."""
@@ -71,8 +67,7 @@ TIERS = {"disk tier": "disk", "host tier": "host", "device tier": "device"}
 """{contender: data.tier}"""
 TUNED = "DataLoader, tuned"
 NAIVE = "DataLoader, defaults"
-ON_GPU = "disk tier, decoded on the GPU"
-CONTENDERS = (FIXED, *TIERS, ON_GPU, COLD, TUNED, NAIVE)
+CONTENDERS = (FIXED, *TIERS, COLD, TUNED, NAIVE)
 JPEG_CASE = "ResNet-50, JPEG files"
 CAUSES = "causes"
 """The part whose planted causes are saved one by one."""
@@ -167,14 +162,8 @@ class CaseBench:
         self.results = {name: Measured([], "") for name in CONTENDERS}
         self.feeds: dict[str, Feed] = {}
         world = World(rank=0, world_size=1, local_world_size=1, device=device)
-        for name, tier in {**TIERS, ON_GPU: "disk", COLD: "disk"}.items():
-            settings = [f"data.tier={tier}"]
-            if name == ON_GPU:
-                if not case.is_encoded:
-                    self.results[name] = Measured([], "nothing to decode")
-                    continue
-                settings.append("data.decode_on=gpu")
-            config = load_config(["--config", str(case.config), *settings], workloads.find_options)
+        for name, tier in {**TIERS, COLD: "disk"}.items():
+            config = load_config(["--config", str(case.config), f"data.tier={tier}"], workloads.find_options)
             try:
                 parts = build(config, world)
             except UserError as error:  # such rows cannot be kept there
@@ -215,7 +204,7 @@ class CaseBench:
         n_steps = self.parts.sizes.pool_batches + 1
         for _ in range(min(n_steps, 30)):
             next(self.loops[name])
-        if self.device.type != "cuda" or name in (TUNED, NAIVE, ON_GPU):  # a decoder waits, in a thread of its own
+        if self.device.type != "cuda" or name in (TUNED, NAIVE):
             return
         if sync := find_sync(self.loops[name], n_steps):
             self.results[name] = Measured([], sync)
@@ -304,46 +293,6 @@ def measure_copy(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measure_decoding(case: Case, device: torch.device, effort: Effort) -> dict[str, Any]:
-    """{"torchcodec": [...], "feed": [...]}: images/s of the decoder alone, and of a feed without a step.
-
-    Both decode the same JPEG files; the feed also reads them, cuts out random parts and resizes these.
-    """
-    if device.type != "cuda":
-        return {}
-    world = World(rank=0, world_size=1, local_world_size=1, device=device)
-    settings = ["--config", str(case.config), "data.tier=disk", "data.decode_on=gpu"]
-    try:
-        parts = build(load_config(settings, workloads.find_options), world)
-    except UserError as error:
-        return {"note": str(error)}
-    decode = load_decoder()
-    encoded = [case.dataset.encoded[row] for row in range(DECODED_AT_ONCE)]
-    files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in encoded]
-    pools = endless(parts.feed, parts.sizes.batch_size, lambda: None)
-    found: dict[str, Any] = {"torchcodec": [], "feed": []}
-    for _ in range(effort.rounds):  # all of them before the feed begins to read ahead
-        found["torchcodec"].append(_rate(lambda: len(decode(files, device=device)), device, effort.seconds))
-    for _ in range(effort.rounds):
-        found["feed"].append(_rate(lambda: sum(len(batch) for batch in next(pools)), device, effort.seconds))
-    parts.feed.close()
-    parts.val_feed.close()
-    return found
-
-
-def _rate(work: Callable[[], int], device: torch.device, seconds: float) -> float:
-    """Rows a second. work: does something to some rows, and returns their number."""
-    for _ in range(4):  # what was prepared ahead
-        work()
-    wait_for(device)
-    t0 = time.perf_counter()
-    n_rows = 0
-    while time.perf_counter() - t0 < seconds:
-        n_rows += work()
-    wait_for(device)
-    return n_rows / (time.perf_counter() - t0)
-
-
 def _events_s(work: Callable[[], object]) -> list[float]:
     """Seconds that the device needs, several times, after a lead-in."""
     t0 = time.perf_counter()
@@ -390,16 +339,6 @@ def tables(parts: dict[str, Any]) -> list[publish.Table]:
             "diagnose.py measures them."
         )
         page.append(_rows_table("planted causes", parts[CAUSES], note))
-    if parts.get("decoding"):
-        found = parts["decoding"]
-        cells = [found["note"], "", ""]
-        if "note" not in found:
-            shares = publish.ratios(found["feed"], found["torchcodec"])
-            cells = [publish.spread(found[name], ",.0f") for name in ("torchcodec", "feed")]
-            cells.append(publish.spread(shares, ".2f"))
-        note = f"torchcodec alone: {DECODED_AT_ONCE} files a call. The feed also reads, cuts and resizes; no step."
-        columns = ["torchcodec alone, images/s", "feed, images/s", "feed / torchcodec"]
-        page.append(publish.Table("JPEG files decoded on the GPU", columns, [cells], note))
     if parts.get("copy"):
         cells = [publish.spread(parts["copy"]["h2d_gb_per_s"], ".1f"), publish.spread(matmul, ".0f")]
         note = (
@@ -493,9 +432,7 @@ def done_before(path: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="feed ratio and data wait on a GPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument(
-        "--parts", nargs="*", choices=["copy", *CASES, "decoding", "echo", CAUSES], help="these parts only"
-    )
+    parser.add_argument("--parts", nargs="*", choices=["copy", *CASES, "echo", CAUSES], help="these parts only")
     parser.add_argument("--again", action="store_true", help="measure parts again that the result has already")
     parser.add_argument("--seconds", type=float, help="of one contender in one round (2)")
     parser.add_argument("--out", type=Path, default=publish.RESULTS, help="folder of the result (bench/results)")
@@ -526,7 +463,6 @@ def main() -> None:
 
     work: dict[str, Callable[[], Any]] = {"copy": lambda: measure_copy(device)}
     work |= {name: lambda name=name: run_case(name) for name in CASES}
-    work["decoding"] = lambda: measure_decoding((TINY_CASES if is_cpu else CASES)[JPEG_CASE](folder), device, effort)
     work["echo"] = lambda: measure_echo(folder, is_tiny=is_cpu)
     work[CAUSES] = run_causes
     result = publish.result_path("gpu", publish.machine(), args.out).with_suffix(".json")

@@ -60,8 +60,6 @@ class Case(NamedTuple):
     """The same rows for a DataLoader, one at a time."""
     to_rows: ToRows
     collate: Callable[[list[Any]], Any] | None = None
-    is_encoded: bool = False
-    """Whether the rows are JPEG files."""
 
     def batches(self, batch_size: int, device: torch.device, *, is_tuned: bool) -> Iterator[list[Rows]]:
         """Batches of a DataLoader without end, each in a list of its own.
@@ -189,7 +187,7 @@ def jpeg_images(folder: Path, *, n_rows: int, size: int, batch_size: int, model:
     data |= {"image_size": size, "min_crop_scale": MIN_SCALE}
     model = {"flip": True, "crop_padding": 0, **model}
     config = write_config(folder / f"jpeg-{n_rows}.yaml", "images", data, model, with_sgd=True)
-    return Case(config, path, path.stat().st_size // n_rows, JpegRows(path, size), image_rows, is_encoded=True)
+    return Case(config, path, path.stat().st_size // n_rows, JpegRows(path, size), image_rows)
 
 
 # ---------------------------------------------------------------------------------------------- users and items

@@ -32,7 +32,6 @@ ONLY_FOR = {
         "fastgpu/images/decoded.py",
         "fastgpu/images/encoded.py",
         "fastgpu/images/files.py",
-        "fastgpu/images/gpu_decoding.py",
         "fastgpu/training/augment.py",
     ],
     "recsys": [

@@ -218,10 +218,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path: 
         assert [row[0] for row in table.rows] == list(gpu.CONTENDERS)
         assert {len(row) for row in table.rows} == {len(table.columns)}
         for contender, measured in content["data"][name]["contenders"].items():
-            if contender == gpu.ON_GPU:
-                reason = "this run is on a CPU" if name == gpu.JPEG_CASE else "nothing to decode"
-                assert reason in measured["note"]
-            elif not measured["rounds"]:  # other parts of images in each epoch cannot stay on the device
+            if not measured["rounds"]:  # other parts of images in each epoch cannot stay on the device
                 assert (name, contender) == (gpu.JPEG_CASE, "device tier")
                 assert "decodes other parts" in measured["note"]
             assert all(each["steps_per_s"] > 0 for each in measured["rounds"])

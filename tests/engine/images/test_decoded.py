@@ -380,8 +380,8 @@ def test_an_echo_of_pixels_cannot_be_encoded(write):
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
         sizes_of(write_encoded(tmp_path / "x.h5", FILES))
-    message = "data.min_crop_scale, data.decode_on and data.on_damaged_image have no effect: "
-    for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}, {"on_damaged_image": "skip"}, {"decode_on": "gpu"}):
+    message = "data.min_crop_scale and data.on_damaged_image have no effect: "
+    for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}, {"on_damaged_image": "skip"}):
         sizes_of(write(90), **values)
         assert message in capsys.readouterr().out
 

@@ -196,7 +196,6 @@ def test_what_else_would_help():
     command = "python convert.py repack x"
     assert judge(slow_decoding, Facts(repack_command=command)).see_also.endswith(command)
     assert "gzip" in judge(slow_decoding, Facts(filters="gzip")).see_also
-    assert judge(slow_decoding, Facts(can_decode_on_gpu=True)).see_also == "data.decode_on=gpu"
 
 
 def test_messages_name_keys_of_the_config():

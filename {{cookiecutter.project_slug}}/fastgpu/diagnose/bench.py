@@ -155,9 +155,6 @@ class Bench:
             ),
             repack_command=repack if uses_workers else "",
             faster=tuple(faster) if self.world.device.type == "cuda" else (),
-            can_decode_on_gpu=self.world.device.type == "cuda"
-            and bool(source.decoding)
-            and config.data.decode_on == "cpu",
         )
 
     def trace(self, n_steps: int, path: Path) -> None:

@@ -75,7 +75,7 @@ def open_feeds(
     if placement.tier == "disk" and not only_real:
         cached = source.through_page_cache()
         feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
-    copies_rows = isinstance(feeds.real, StreamedFeed) and not feeds.real.decodes_on_device
+    copies_rows = isinstance(feeds.real, StreamedFeed)
     if placement.device.type == "cuda" and copies_rows and not only_real:
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
         staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)

@@ -198,8 +198,6 @@ class Facts(NamedTuple):
     """Settings that each make the transform do less."""
     repack_command: str = ""
     """The command that decodes the user's own Dataset once and for all."""
-    can_decode_on_gpu: bool = False
-    """Whether the CPU decodes images that the GPU could decode."""
     faster: tuple[Setting, ...] = ()
     """Settings that are not in use and may make a step faster."""
 
@@ -462,8 +460,6 @@ def _with_step(m: Measured, step_s: float) -> float:
 def _see_also(cause: Cause, facts: Facts) -> str:
     if cause == "DECODE" and facts.repack_command:
         return f"decode once instead of in each epoch: {facts.repack_command}"
-    if cause == "DECODE" and facts.can_decode_on_gpu:
-        return "data.decode_on=gpu"
     if cause == "DECODE" and facts.filters:
         return f"store the rows without {facts.filters}: python convert.py repack"
     if cause == "READ":

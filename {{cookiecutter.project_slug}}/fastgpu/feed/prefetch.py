@@ -8,8 +8,7 @@ A slot holds one pool: staging memory on the host and, on a GPU, its twin on the
                     is recorded behind everything it has queued, and the slot is free again
 
 The memory of the pools is allocated once. Nothing in the steady loop allocates on the device, makes the host wait for
-the device, or calls `record_stream`; a decoder of images does the first two, on the copy stream and in the thread that
-queues the copies. On a CPU, host and device memory are the same and there are no events.
+the device, or calls `record_stream`. On a CPU, host and device memory are the same and there are no events.
 """
 
 import atexit
@@ -30,7 +29,7 @@ import torch
 
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import BlockRead, PoolDecoder, PoolPlan, PoolReader, Source
+from fastgpu.rows.contract import BlockRead, PoolPlan, PoolReader, Source
 from fastgpu.rows.rows import Rows
 
 JOB_BYTES = 1 << 20
@@ -98,15 +97,12 @@ class Prefetcher:
         device: torch.device,
         *,
         loader: Loader,
-        decoder: PoolDecoder | None = None,
     ):
-        """loader: prefetch_pools, pin_memory and timeout_s are used. decoder: makes the rows on the device, of those of
-        `source`."""
+        """loader: prefetch_pools, pin_memory and timeout_s are used."""
         self._source = source
         self._name = source.name
         self._timeout_s = loader.timeout_s
         self._reader = reader
-        self._decoder = decoder
         self._device = device
         self._lengths = source.lengths
         self._block_start = np.empty(0, np.int64)
@@ -127,11 +123,10 @@ class Prefetcher:
     def _make_slot(self, source: Source, capacity: Capacity, pin_memory: bool) -> _Slot:
         pinned = pin_memory and self._stream is not None
         host = Rows.empty(source.fields, capacity.n_rows, torch.device("cpu"), pinned=pinned, n_values=capacity.values)
-        on_device = self._decoder.make_pool(host) if self._decoder else None
         if self._stream is None:
-            return _Slot(host, on_device or host, None, None)
+            return _Slot(host, host, None, None)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
-        return _Slot(host, on_device or host.empty_like(self._device), copied, torch.cuda.Event())
+        return _Slot(host, host.empty_like(self._device), copied, torch.cuda.Event())
 
     def start(self, plans: Iterator[PoolPlan]) -> None:
         """Begin to read. Pools that an earlier start has prepared are dropped."""
@@ -306,21 +301,9 @@ class Prefetcher:
         if self._stream and slot.copied and slot.used:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(slot.used)
-                self._move(plan, slot)
+                slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
                 slot.copied.record(self._stream)
-        else:
-            self._move(plan, slot)
-        if not self._closing.is_set():  # the decoder may have left out rows
-            self._ready.put((plan, slot))
-
-    def _move(self, plan: PoolPlan, slot: _Slot) -> None:
-        """From slot.host to slot.device."""
-        if self._decoder:
-            for _ in self._decoder.decode(plan, slot.host, slot.device):
-                if self._closing.is_set():
-                    return
-        elif slot.device is not slot.host:
-            slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
+        self._ready.put((plan, slot))
 
 
 def _describe_read(thread_id: int) -> str:

@@ -88,8 +88,7 @@ def choose_sizes(
             batch_bytes = batch_size * source.row_bytes
             n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
         else:
-            readers_decode = source.decoding and data.decode_on == "cpu"
-            max_readers = available_cpus() if readers_decode else MAX_READERS
+            max_readers = available_cpus() if source.decoding else MAX_READERS
             n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
         if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
             warn("loader.prefetch_pools has no effect on the device tier")
@@ -133,7 +132,7 @@ def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Sourc
 
 def auto_pool_rows(source: Source) -> int:
     """The rows of 256 MiB, but at most 8 million (2^23), and at most all."""
-    return min(len(source), POOL_BYTES // source.pool_row_bytes, MAX_POOL_ROWS)
+    return min(len(source), POOL_BYTES // source.row_bytes, MAX_POOL_ROWS)
 
 
 def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: int = MAX_READERS) -> int:

@@ -28,8 +28,6 @@ def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[
     Each node may have its own copy of the files, under another name.
     """
     identities: dict[str, object] = {}
-    if data.decode_on == "gpu" and world.device.type != "cuda":
-        raise UserError("data.decode_on is gpu, but this run is on a CPU; use cpu")
     with world.raise_on_every_rank():
         source = open_source(data, "train", loader, hdf5)
         val_source = open_source(data, "val", loader, hdf5)
@@ -115,9 +113,6 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
                 "on, such as 224"
             )
-        codecs = "+".join(sorted({field.codec for field in source.fields.values() if field.codec}))
-        if data.decode_on == "gpu" and "jpeg" not in codecs:
-            raise UserError(f"data.decode_on is gpu, which decodes JPEG files, but {source.name} has {codecs}; use cpu")
         masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
         if masks and (data.min_crop_scale < 1 or len(data.image_sizes) > 1):
             raise UserError(
@@ -127,7 +122,7 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
         sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
         if split == "val":
             sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
-        options = {"min_scale": data.min_crop_scale, "echo": echo, "on_gpu": data.decode_on == "gpu"}
+        options = {"min_scale": data.min_crop_scale, "echo": echo}
         decoded = decode_images(source, sizes, **options)
         if data.on_damaged_image == "skip":
             if decoded.lengths:
@@ -136,8 +131,8 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
             decoded.damaged = {}
         return decoded
     used = data.image_size or data.val_image_size or data.min_crop_scale < 1
-    if used or data.on_damaged_image != "stop" or data.decode_on != "cpu":
-        keys = "data.image_size, data.val_image_size, data.min_crop_scale, data.decode_on and data.on_damaged_image"
+    if used or data.on_damaged_image != "stop":
+        keys = "data.image_size, data.val_image_size, data.min_crop_scale and data.on_damaged_image"
         warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 

@@ -115,15 +115,9 @@ class StreamedFeed:
 
     def __init__(self, source: Source, order: BlockSampler, placement: Placement, loader: Loader):
         self.order = order
-        decoder = source.open_decoder(order, placement.device)
-        self.decodes_on_device = decoder is not None
-        if decoder:
-            self._reader = decoder.open_reader(placement.n_readers)
-            source = decoder.encoded
-        else:
-            self._reader = source.open_reader(order, placement.n_readers)
+        self._reader = source.open_reader(order, placement.n_readers)
         capacity = pool_capacity(source, order)
-        self._prefetcher = Prefetcher(source, self._reader, capacity, placement.device, loader=loader, decoder=decoder)
+        self._prefetcher = Prefetcher(source, self._reader, capacity, placement.device, loader=loader)
         self._next: tuple[int, int] | None = None  # (epoch, consumed) of the pools that are being read now
         self._pools: Iterator[tuple[PoolPlan, Rows]] = iter(())
 
@@ -178,7 +172,7 @@ def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
             f"{source.name} has {most:,} values, and at most {MAX_VALUES:,} fit the device or host tier; use "
             "data.tier=disk"
         )
-    batch_size = min(len(source), max(1, LOAD_BYTES // LOAD_BATCHES // source.pool_row_bytes))
+    batch_size = min(len(source), max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
     rows = Rows.empty(source.fields, len(source), placement.device, n_values=n_values)
     for name, lengths in source.lengths.items():

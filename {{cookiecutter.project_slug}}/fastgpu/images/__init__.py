@@ -3,5 +3,4 @@
 files.py         opens and prepares image files
 encoded.py       rows that are image files: what part of one is decoded, and to which size
 decoded.py       a source whose rows are pixels, made of another source's encoded images
-gpu_decoding.py  the same, made by the GPU
 """

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import UnidentifiedImageError
 
 from fastgpu.images.encoded import (
@@ -17,20 +16,18 @@ from fastgpu.images.encoded import (
     simplejpeg,
 )
 from fastgpu.images.files import Preprocessing
-from fastgpu.images.gpu_decoding import GpuDecoder
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import (
     BlockRead,
     BlockReader,
     DerivedSource,
-    PoolDecoder,
     PoolPlan,
     PoolReader,
     Source,
 )
 from fastgpu.rows.field import Field
 from fastgpu.rows.order import echo_passes
-from fastgpu.rows.rows import RaggedArray, Rows, beginnings
+from fastgpu.rows.rows import RaggedArray, beginnings
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
@@ -61,15 +58,13 @@ class DecodedImages(DerivedSource):
         centre_share: float | None = None,
         *,
         echo: float = 1.0,
-        on_gpu: bool = False,
     ):
         """size: (height, width) of the rows, or {number of epochs done: (height, width) from then on}; `fields` has the
         largest, and `read` gives it.
 
         min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
         largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it. echo: number of
-        passes over each pool, each of which takes other random parts (see `echo_passes`). on_gpu: pools of a GPU are
-        decoded there (see `GpuDecoder`).
+        passes over each pool, each of which takes other random parts (see `echo_passes`).
         """
         super().__init__(encoded.name, encoded)
         self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
@@ -78,7 +73,6 @@ class DecodedImages(DerivedSource):
         self._size = max(self._sizes.values(), key=math.prod)
         self._min_scale = min_scale
         self._varies = min_scale < 1 or len(self._sizes) > 1
-        self._is_on_gpu = on_gpu
         self.echo = echo
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
         self.block_rows = encoded.block_rows
@@ -125,8 +119,7 @@ class DecodedImages(DerivedSource):
             for epoch, (height, width) in self._sizes.items()
         )
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
-        place = "by torchcodec on the GPU" if self._is_on_gpu else f"by {library} in the reader threads"
-        return f"{codecs}, decoded {place} to {sizes}: {part}"
+        return f"{codecs}, decoded by {library} in the reader threads to {sizes}: {part}"
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
@@ -137,20 +130,6 @@ class DecodedImages(DerivedSource):
         if self._varies and order.shuffle:
             return _EpochReader(self, order, n_readers)
         return super().open_reader(order, n_readers)
-
-    @property
-    def pool_row_bytes(self) -> int:
-        """See `Source.pool_row_bytes`."""
-        return max(self.row_bytes, self._source.row_bytes) if self._is_on_gpu else self.row_bytes
-
-    @property
-    def encoded(self) -> Source:
-        """The rows with their images as they are stored."""
-        return self._source
-
-    def open_decoder(self, order: "BlockSampler", device: torch.device) -> PoolDecoder | None:
-        """See `Source.open_decoder`."""
-        return GpuDecoder(self, order, device) if self._is_on_gpu and device.type == "cuda" else None
 
     def find_box(self, image: EncodedImage, size: tuple[int, int], draws: Sequence[float]) -> Box:
         """The part of an image that is taken: a random one of (N_DRAWS,) numbers, or the centre if there are none."""
@@ -202,21 +181,6 @@ class DecodedImages(DerivedSource):
             else:
                 out[name][read.places] = column
         return following
-
-    def decode_row(self, row: int, seed: tuple[int, int, int] | None, shapes: Mapping[str, tuple[int, ...]]) -> Rows:
-        """What a reader thread makes of one row. seed, shapes: see `_EpochRead`; seed is None for the centre.
-
-        Raises RankError if it is damaged and no other one may stand in for it.
-        """
-        read = self._read_of(row, 0)
-        if seed:
-            read = _mark(read, seed, shapes)
-        n_values = {name: int(lengths[row]) for name, lengths in self.lengths.items()}
-        rows = Rows.empty(self.fields, 1, torch.device("cpu"), n_values=n_values)
-        for name, n in n_values.items():
-            rows[name].host_offsets[1] = n
-        self.read([read], rows.numpy())
-        return rows
 
     def _read_of(self, row: int, place: int) -> BlockRead:
         """A read of one row to a place."""

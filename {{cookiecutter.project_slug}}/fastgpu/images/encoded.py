@@ -45,16 +45,12 @@ class Box(NamedTuple):
 
 
 class EncodedImage:
-    """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says.
-
-    `is_plain_jpeg`: whether any JPEG decoder makes the same upright colors of it.
-    """
+    """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says."""
 
     def __init__(self, data: np.ndarray):
         """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
         self._data = data
         self._is_jpeg = False
-        colors = ""
         orientation = 1
         if simplejpeg and data[:2].tobytes() == b"\xff\xd8":
             try:
@@ -62,18 +58,11 @@ class EncodedImage:
                 self._is_jpeg = colors in JPEG_COLORS
             except ValueError:
                 pass  # Pillow may know better, or say what is wrong
-        self.is_plain_jpeg = self._is_jpeg and colors != "RGB"
         if self._is_jpeg:
             check_size(self.height, self.width)
         if not self._is_jpeg or _may_have_exif(data.data):
             with open_image(io.BytesIO(data.data)) as image:
                 orientation = image.getexif().get(EXIF_ORIENTATION, 1)
-                if simplejpeg is None:
-                    has_usual_colors = image.mode in ("RGB", "L") and image.info.get("adobe_transform") != 0
-                    self.is_plain_jpeg = image.format == "JPEG" and has_usual_colors
-                own_exif = Image.Exif()
-                own_exif.load(image.info.get("exif", b""))
-                self.is_plain_jpeg &= own_exif.get(EXIF_ORIENTATION, 1) == orientation  # it may be that of XMP data
                 self.height, self.width = image.height, image.width
         self._is_on_its_side = EXIF_ON_ITS_SIDE <= orientation <= max(FLIPS)
         self._flips = FLIPS.get(orientation, ())
@@ -109,13 +98,6 @@ class EncodedImage:
             part_CHW = part_CHW.transpose(0, 2, 1)
         return np.flip(part_CHW, self._flips) if self._flips else part_CHW
 
-    def widen(self, box: Box, size: tuple[int, int]) -> Box:
-        """The part that `decode` takes of a JPEG file: whole pixels of the image at 1/2, 1/4 or 1/8 of its size."""
-        factor = _reduction((box.height, box.width), size)
-        top, height = _widen(box.top, box.height, self.height, factor, is_flipped=1 in self._flips)
-        left, width = _widen(box.left, box.width, self.width, factor, is_flipped=2 in self._flips)
-        return Box(top, left, height, width)
-
     def _decode_whole(self, size: tuple[int, int], factor: int) -> np.ndarray:
         """All pixels as they are stored, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full.
 
@@ -136,14 +118,6 @@ class EncodedImage:
 def _reduction(part: tuple[int, int], size: tuple[int, int]) -> int:
     """1, 2, 4 or 8: the most by which a part, (height, width), may be decoded smaller and still fill `size`."""
     return max(n for n in (1, 2, 4, 8) if n == 1 or (part[0] >= n * size[0] and part[1] >= n * size[1]))
-
-
-def _widen(start: int, length: int, whole: int, factor: int, *, is_flipped: bool) -> tuple[int, int]:
-    """(start, length) of whole groups of `factor` pixels around those, counted from the other end if `is_flipped`."""
-    first = whole - start - length if is_flipped else start
-    stop = min(whole, -(-(first + length) // factor) * factor)
-    first -= first % factor
-    return (whole - stop if is_flipped else first), stop - first
 
 
 def _may_have_exif(data: memoryview) -> bool:

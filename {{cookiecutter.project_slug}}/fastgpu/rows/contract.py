@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
@@ -81,25 +80,6 @@ class PoolReader(Protocol):
         """End the threads or processes of the reader."""
 
 
-class PoolDecoder(Protocol):
-    """Makes the rows of pools on the device, of other rows that the reader threads read."""
-
-    encoded: "Source"
-    """Those other rows."""
-
-    def open_reader(self, n_threads: int) -> PoolReader:
-        """A reader of the other rows."""
-
-    def make_pool(self, host: Rows) -> Rows:
-        """Memory on the device for what the rows of `host` become."""
-
-    def decode(self, plan: PoolPlan, host: Rows, device: Rows) -> Iterator[None]:
-        """Queue the work that fills the first `plan.n_rows` rows of `device`, on the current stream, a part at a time.
-
-        `host` has the rows that were read, in the same order; it is overwritten after the work is done.
-        """
-
-
 class Source(Protocol):
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
@@ -131,11 +111,6 @@ class Source(Protocol):
     def row_bytes(self) -> int:
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
-
-    @property
-    def pool_row_bytes(self) -> int:
-        """Bytes of one row in the larger of the two memories of a pool: that of the host and that of the device."""
-        return self.row_bytes
 
     @property
     def max_damaged(self) -> int:
@@ -192,10 +167,6 @@ class Source(Protocol):
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
         """A reader of this source in that order. n_readers: number of threads or worker processes."""
         return BlockReader(self, order, n_readers)
-
-    def open_decoder(self, order: "BlockSampler", device: torch.device) -> PoolDecoder | None:
-        """What makes the rows on that device. None: they are read as they are, and copied to it."""
-        return None
 
 
 class DerivedSource(Source):
