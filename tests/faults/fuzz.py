@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
-TESTS = PROJECT / "tests" / "fastgpu"
-sys.path[:0] = [str(path) for path in (PROJECT, TESTS, TESTS / "convert", ROOT / "bench")]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(path) for path in (PROJECT, TESTS / "engine", TESTS / "tools/convert", ROOT / "bench")]
 
 import convert
 import h5py

@@ -8,7 +8,6 @@ import torch
 from contract import can_predict, check_workload
 
 import workloads
-from fastgpu.process.config_loader import load_config
 from fastgpu.rows.rows import Rows
 
 PROJECT = Path(__file__).parents[1]
@@ -60,11 +59,10 @@ def test_a_model_built_again_from_its_card_gives_equal_outputs(parts):
     if not can_predict(parts.workload):
         pytest.skip("the workload has no method predict")
     card = json.loads(json.dumps(parts.workload.card()))
-    described = parts.source
-    described.attributes = {**described.attributes, **card}
-    config = load_config(["dist.device=cpu"], workloads.find_options)
-    make = workloads.load(config.workload)
-    again = make(make.Options(**parts.config.model), described, described)
+    for source in (parts.source, parts.val_source):
+        source.attributes = {**source.attributes, **card}
+    make = workloads.load(parts.config.workload)
+    again = make(make.Options(**parts.config.model), parts.source, parts.val_source)
     model = parts.workload.model().eval()
     rebuilt = again.model()
     rebuilt.load_state_dict(model.state_dict())
