@@ -197,9 +197,9 @@ def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(pr
 
 @pytest.mark.slow
 def test_a_mistake_ends_the_node_before_torchrun_starts(project):
-    with started(project, kubernetes_node(), port=free_port(), words="data.train=missing.h5") as nodes:
+    with started(project, kubernetes_node(), port=free_port(), words="data.dataset=missing:Rows") as nodes:
         (printed,) = outputs(nodes)
     assert nodes[0].returncode == 2
     assert printed.splitlines()[-1].startswith("error: ")
-    assert "missing.h5" in printed.splitlines()[-1]
+    assert "missing" in printed.splitlines()[-1]
     assert not (project / "runs/train").exists()
