@@ -11,7 +11,7 @@ the others to be measured.
     copy      the copy from host to device, and a large matrix product: what the GPU could do
     a case    rows from the page cache, the disk, host memory and the device, and those of two DataLoaders, one tuned
               and one with its defaults, all in front of the same step; see gpu_cases.py
-    echo      train.py behind a source that is too slow, with data.echo 1, 2 and auto
+    echo      train.py behind a source that is too slow, with data.echo 1 and 2
     causes    diagnose.py where a cause was planted: what it names, what it predicts, and what its cure gives
 
 train.build makes what is measured, and the loop is that of train.py: batches, the transform of the workload, the step,

@@ -20,7 +20,7 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.telemetry.clock import Throughput
 
-ECHOES = ("1", "2", "auto")
+ECHOES = ("1", "2")
 N_EPOCHS = 4
 POOL_BATCHES = 4
 """The feed reads ahead while validation runs: in few large pools, a whole epoch."""

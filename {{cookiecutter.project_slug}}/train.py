@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgpu.feed.echo import free_echo, remaining_batches
+from fastgpu.feed.echo import remaining_batches
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_sources
 from fastgpu.feed.tiers import Feed, make_order, open_feed
@@ -202,8 +202,7 @@ def train(cfg: Config, world: World) -> int:
         closing(parts.val_feed),
         closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
-        at = run.progress  # epoch, step, rows taken from the epoch, echo; zeros for a new run
-        at.echo = at.echo if cfg.data.echo == "auto" else cfg.data.echo
+        at = run.progress  # epoch, step, rows taken from the epoch; zeros for a new run
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
@@ -211,14 +210,13 @@ def train(cfg: Config, world: World) -> int:
 
         batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order
-        read_before = feed.read_time
         while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
             for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
                 place = (cfg.run.seed, at.epoch, pool.plan.number)
-                passes = echo_passes(at.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
+                passes = echo_passes(cfg.data.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
                 fresh_rows = float(at.epoch * epoch_rows + at.consumed)
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
-                for _ in range(at.pool_steps):  # trained on before the run was resumed, or in an earlier pass
+                for _ in range(at.pool_steps):  # trained on before the run was resumed
                     fresh_rows += step_rows
                 seed = make_seed(world, *place)
                 for number, batch in remaining_batches(pool, batch_size, passes, seed, n_done=at.pool_steps):
@@ -237,9 +235,8 @@ def train(cfg: Config, world: World) -> int:
                     if run.is_asked_to_stop(parts.model_to_use):
                         run.report(fresh_rows, lr)
                         return run.stop()
-                if pool.plan.is_last_pass:
-                    at.consumed = pool.plan.consumed
-                    at.pool_steps = 0
+                at.consumed = pool.plan.consumed
+                at.pool_steps = 0
                 run.save_if_due(parts.model_to_use)
             if run.clock.steps:  # none have been made if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
@@ -247,11 +244,6 @@ def train(cfg: Config, world: World) -> int:
             metrics = validate(parts, run.until_asked_to_stop(parts.val_feed.pools(at.epoch)), world)
             if run.is_asked_to_stop(parts.model_to_use):
                 return run.stop()
-            if cfg.data.echo == "auto" and run.epoch_throughput.trained_rows:
-                read_s = world.all_reduce_max(feed.read_time.since(read_before).s_per_row)
-                train_s = run.epoch_throughput.train_s_per_row * world.world_size
-                run.set_echo(free_echo(read_s, train_s, workload.is_random))
-                read_before = feed.read_time
             run.end_epoch(parts.model_to_use, metrics)
         run.finish()
     return 0

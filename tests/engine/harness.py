@@ -118,7 +118,6 @@ def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> No
     metrics = workload.metrics
     assert metrics
     assert set(metrics.values()) <= {"higher", "lower"}
-    assert isinstance(workload.is_random, bool)
     model = workload.model()
     assert all(parameter.device == CPU for parameter in model.parameters())
     batch = workload.transform(train_batch, rng)

@@ -435,28 +435,6 @@ class SlowRows(Dataset):
         return np.full(6, row / 128, np.float32), row / 128
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("is_random", "factor"), [(True, 4), (False, 2)])
-def test_echo_auto_trains_again_while_slow_rows_come(folder, monkeypatch, is_random, factor):
-    """The first epoch measures it, the others echo."""
-    monkeypatch.setattr(minimal.Workload, "is_random", is_random)
-    monkeypatch.setattr(SlowRows, "__module__", "test_loop")
-    options = (
-        "data.echo=auto",
-        "data.dataset=test_loop:SlowRows",
-        "data.batch_size=16",
-        "data.pool_batches=2",
-        "loader.num_workers=0",
-        "log.every_steps=1",
-        "run.resume=auto",
-    )
-    train(*options, "train.epochs=1")
-    train(*options, "train.epochs=3")
-    points = [point["data/echo"] for point in metrics_of(folder / "runs/a") if "data/echo" in point]
-    assert points == pytest.approx([1] * 8 + [factor] * 8 * factor * 2)
-    assert f"  echo: {factor}.0\n" in (folder / "runs/a/config-2.yaml").read_text()
-
-
 # ---------------------------------------------------------------------------------------------- mistakes
 
 

@@ -46,12 +46,6 @@ class Workload(Protocol):
         """{name: which values are better}. The first metric decides which checkpoint is the best one."""
 
     @property
-    @abstractmethod
-    def is_random(self) -> bool:
-        """Whether a row looks different each time it is trained on (augmentation, dropout of the input). It limits
-        data.echo=auto to 4 passes if True and to 2 if False."""
-
-    @property
     def summary(self) -> str:
         """What the workload understood of the rows, in one line. It is printed when a run starts."""
         return ""

@@ -157,12 +157,6 @@ class Workload(workloads.Workload):
             return {"accuracy_pct": "higher", "loss": "lower"}
         return {"top1_pct": "higher", "top5_pct": "higher", "loss": "lower"}
 
-    @property
-    def is_random(self) -> bool:
-        o = self.options
-        has_crop = o.crop_padding > 0 or o.min_crop_scale < 1
-        return o.flip or has_crop or o.color_jitter > 0 or o.cutout_size > 0 or o.mixup_alpha > 0
-
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits or numbers (B, K)."""
         o = self.options

@@ -42,10 +42,6 @@ class Workload(workloads.Workload):
     def metrics(self) -> dict[str, Direction]:
         return {"mse": "lower"}
 
-    @property
-    def is_random(self) -> bool:
-        return False
-
     def model(self) -> nn.Module:
         hidden_dim = self.options.hidden_dim
         return nn.Sequential(nn.Linear(self.n_inputs, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, self.n_outputs))

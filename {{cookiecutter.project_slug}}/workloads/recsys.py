@@ -78,10 +78,6 @@ class Workload(workloads.Workload):
     def metrics(self) -> dict[str, Direction]:
         return {f"ndcg_at_{NDCG_AT}": "higher", **{f"recall_at_{k}": "higher" for k in RECALL_AT}}
 
-    @property
-    def is_random(self) -> bool:
-        return self.options.dropout > 0
-
     def model(self) -> nn.Module:
         """Items (N,), offsets (B + 1,) -> logits (B, I), penalty."""
         return AutoEncoder(self.n_items, self.options)

@@ -68,10 +68,6 @@ class Workload(workloads.Workload):
     def metrics(self) -> dict[str, Direction]:
         return {"image_miou_pct": "higher", "pixel_accuracy_pct": "higher", "loss": "lower"}
 
-    @property
-    def is_random(self) -> bool:
-        return self.options.flip or self.options.crop_padding > 0
-
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K, H, W)."""
         return nn.Sequential(self.normalize, UNet(self.shape_CHW, self.n_classes, self.options.width))

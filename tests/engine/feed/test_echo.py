@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import is_ragged, ragged
 
-from fastgpu.feed.echo import echo, free_echo, max_echo
+from fastgpu.feed.echo import echo
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Ragged, Rows
 
@@ -67,15 +67,6 @@ def test_the_mean_of_the_passes_is_exact(factor):
     passes = [echo_passes(factor, number) for number in range(1000)]
     assert sum(passes) == round(1000 * factor)
     assert max(passes) - min(passes) <= 1
-
-
-@pytest.mark.parametrize(
-    ("read_s", "is_random", "factor"),
-    [(0.0, True, 1), (0.5, True, 1), (2.5, True, 2.5), (2.5, False, 2), (9.0, True, 4), (1.234, True, 1.23)],
-)
-def test_the_free_factor_is_the_time_to_read_over_the_time_to_train(read_s, is_random, factor):
-    assert free_echo(3 * read_s, 3.0, is_random) == factor
-    assert factor <= max_echo(is_random)
 
 
 def test_ragged_rows_are_echoed_whole():

@@ -91,28 +91,6 @@ def test_readers_have_a_lower_priority_than_the_loop(store):
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_read_time_is_the_time_of_reading_and_not_of_waiting_for_the_loop(store, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
-
-    def read(reads, out):
-        now[0] += 0.25 * sum(len(block.places) for block in reads)
-
-    prefetcher = make_prefetcher(store, read, n_readers=1, n_slots=1)  # reading and training take turns
-    prefetcher.start(order_of(store).pools(0))
-    middle = None
-    for number, _ in enumerate(prefetcher):
-        if number == 3:
-            middle = prefetcher.read_time
-            assert middle.s_per_row == 0.25
-            assert middle.n_rows == 4 * 16
-        now[0] += 1000
-    end = prefetcher.read_time
-    assert end.n_rows == 120
-    assert end.since(middle).s_per_row == 0.25
-    assert end.since(end).s_per_row == 0  # no row was read
-
-
 def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store):
     order = order_of(store)
     prefetcher = make_prefetcher(store, n_slots=2)

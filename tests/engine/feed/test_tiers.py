@@ -142,22 +142,6 @@ def test_batches_are_views_of_a_pool_on_a_cpu(store):
     feed.close()
 
 
-def test_read_time_counts_the_rows_that_are_read(store):
-    feed = feed_of(store)
-    before = feed.read_time
-    rows_of(feed, 0)
-    read_time = feed.read_time.since(before)
-    assert read_time.n_rows >= 144
-    assert read_time.seconds > 0
-    feed.close()
-
-
-def test_the_device_tier_needs_no_time_to_read(store):
-    feed = feed_of(store, "device")
-    rows_of(feed, 0)
-    assert feed.read_time.s_per_row == 0
-
-
 # ---------------------------------------------------------------------------------------------- ragged rows
 
 

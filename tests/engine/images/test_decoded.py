@@ -77,10 +77,8 @@ def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]
     return rows
 
 
-def expected_pixels(
-    row: int, epoch: int, min_scale: float, size: tuple[int, int] = SIZE, *, echo_pass: int = 0
-) -> bytes:
-    (draws,) = draw((5, epoch, echo_pass), np.array([row])).tolist()
+def expected_pixels(row: int, epoch: int, min_scale: float, size: tuple[int, int] = SIZE) -> bytes:
+    (draws,) = draw((5, epoch), np.array([row])).tolist()
     return decode_random(np.frombuffer(FILES[row], np.uint8), size, draws, min_scale).tobytes()
 
 
@@ -141,35 +139,6 @@ def test_sizes_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
     assert sorted(chain(*parts)) == sorted(expected)
     for consumed in (40, 48, 88):  # inside a pool, at the end of one, at the end of the epoch
         assert rows_of(feed_of(source), 1, consumed) == expected[consumed:]
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_each_pass_over_a_pool_takes_other_parts_of_the_same_rows(store, tier):
-    feed = feed_of(DecodedImages(store, SIZE, 0.2, echo=2.25), tier)
-    for epoch, n_passes in enumerate([(2, 2, 2, 3), (2, 2, 2, 3)]):
-        seen: dict[int, list[list[int]]] = {}
-        for pool in feed.pools(epoch):
-            plan = pool.plan
-            rows = pool.rows["labels"].tolist()
-            passes = seen.setdefault(plan.number, [])
-            assert plan.echo_pass == len(passes)
-            passes.append(rows)
-            assert plan.is_last_pass == (len(passes) == n_passes[plan.number])
-            assert plan.is_last == (plan.is_last_pass and plan.number == 3)
-            for row, image in zip(rows, pool.rows["images"].numpy(), strict=True):
-                assert image.tobytes() == expected_pixels(row, epoch, 0.2, echo_pass=plan.echo_pass)
-        assert tuple(len(passes) for passes in seen.values()) == n_passes
-        assert all(rows == passes[0] for passes in seen.values() for rows in passes)
-    feed.close()
-
-
-def test_passes_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
-    source = DecodedImages(store, SIZE, 0.2, echo=3)
-    expected = rows_of(feed_of(source), 1)
-    assert len(expected) == 3 * 88
-    parts = [rows_of(feed_of(source, shard=Shard(rank, 2, 4)), 1) for rank in range(2)]
-    assert sorted(chain(*parts)) == sorted(expected)
-    assert rows_of(feed_of(source), 1, consumed=48) == expected[3 * 48 :]
 
 
 def test_epochs_may_have_sizes_of_their_own_without_random_parts(store):
@@ -362,19 +331,6 @@ def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tm
         UserError, match=r"data\.tier is device, but each epoch decodes other parts .* use disk, or host"
     ):
         sizes_of(path, image_size=16, min_crop_scale=0.3, tier="device")
-
-
-@pytest.mark.parametrize("values", [{"echo": "auto"}, {"min_crop_scale": 1.0}])
-def test_an_echo_of_encoded_images_needs_parts_to_draw_and_a_number(tmp_path, values):
-    settings = {"image_size": 16, "min_crop_scale": 0.5, "echo": 2.0, "echo_at": "encoded"}
-    with pytest.raises(UserError, match=r"data\.echo_at is encoded, which needs .*; otherwise use decoded"):
-        sizes_of(write_encoded(tmp_path / "x.h5", FILES), **(settings | values))
-    assert sizes_of(tmp_path / "x.h5", **settings).tier == "disk"
-
-
-def test_an_echo_of_pixels_cannot_be_encoded(write):
-    with pytest.raises(UserError, match=r"data\.echo_at is encoded, which needs encoded images in \S+rows\.h5"):
-        sizes_of(write(90), min_crop_scale=0.5, echo=2.0, echo_at="encoded")
 
 
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):

@@ -236,7 +236,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, capsys, file, dam
 
 
 def test_no_flipped_bit_of_the_state_is_accepted(tmp_path, capsys):
-    progress = Progress(epoch=2, consumed=5, step=44, echo=2.5, best=0.5, metric="val/loss")
+    progress = Progress(epoch=2, consumed=5, step=44, best=0.5, metric="val/loss")
     save(tmp_path, "last", progress, parts(1.0), order=ORDER)
     path = tmp_path / "checkpoints" / "last-000000044" / "state.json"
     content = path.read_bytes()

@@ -110,7 +110,6 @@ def test_only_what_is_learned_is_compared(tmp_path):
     assert find_changes(run, CONFIG) == {}
     assert find_changes(run, CONFIG | {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}) == {}
     assert find_changes(run, CONFIG | {"model.depth": 3}) == {}  # the run knew no such setting
-    assert find_changes(run, CONFIG | {"data.echo": "auto"}) == {}
     changed = CONFIG | {"run.seed": 1, "optim.lr": 0.1, "data.fields": {"images": "y"}}
     assert find_changes(run, changed) == {
         "run.seed": ("0", "1"),

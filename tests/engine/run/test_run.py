@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import yaml
 from short_run import CARD, CONFIG, STEPS_PER_EPOCH, started_run, train_epoch
 from torch import nn
 
@@ -40,13 +39,6 @@ def test_the_config_of_a_run_is_a_valid_config_file(tmp_path, model):
         pass  # a resumed run adds its own
     assert load_config(["--config", str(tmp_path / "a" / "config.yaml")]).flat() == CONFIG
     assert load_config(["--config", str(tmp_path / "a" / "config-2.yaml")]).data.pool_batches == 4
-
-
-def test_the_echo_factor_that_was_found_is_in_the_config(tmp_path, model):
-    with started_run(tmp_path, model) as run:
-        run.set_echo(2.5)
-        assert run.progress.echo == 2.5
-    assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["data"]["echo"] == 2.5
 
 
 def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model, monkeypatch):

@@ -38,7 +38,6 @@ def test_waits_and_rates(time):
     assert clock.steps == 6
     throughput = clock.take()
     assert throughput == pytest.approx((3.0, 0.6, 30, 60, 6))
-    assert throughput.train_s_per_row == pytest.approx(0.04)
     assert throughput.scalars() == pytest.approx(
         {
             "train/step_ms": 500,

@@ -172,8 +172,6 @@ def test_without_augmentation_the_images_are_not_even_copied(store):
 )
 def test_each_augmentation_changes_the_rows_each_time_and_can_be_trained_on(store, key, value):
     workload = make_workload(store, **{key: value})
-    assert workload.is_random
-    assert not make_workload(store).is_random
     batch = labelled()
     generator = rng()
     first = workload.transform(batch, generator)
@@ -693,37 +691,6 @@ def test_predictions_are_made_at_the_size_of_validation(image_folder):
     predict.main(predict.parse([str(last), "--evaluate", "jpegs.h5", "--json"]), ALONE, terminal)
     points = [point for point in metrics_of(image_folder / "runs/a") if "val/loss" in point]
     assert json.loads(terminal.getvalue())["loss"] == points[-1]["val/loss"]
-
-
-@pytest.mark.slow
-def test_an_echo_of_encoded_images_trains_on_other_pixels_by_the_same_schedule(image_folder, monkeypatch):
-    """Three batches in a pool, trained on 2, 3, 2, ... times."""
-    write_jpegs(image_folder / "jpegs.h5")
-    common = ["data.train=jpegs.h5", "data.val=jpegs.h5", "data.image_size=8", "data.min_crop_scale=0.3"]
-    common += ["data.batch_size=8", "data.pool_batches=3", "train.epochs=2", "log.every_steps=1", "optim.lr=0.01"]
-
-    def train(name: str, echo: float, echo_at: str, *more: str) -> Path:
-        script.train(
-            load_config([*common, f"run.name={name}", f"data.echo={echo}", f"data.echo_at={echo_at}", *more]), ALONE
-        )
-        return image_folder / "runs" / name
-
-    assert same_weights(train("once", 1, "decoded"), train("once-encoded", 1, "encoded"))
-    decoded = train("decoded", 2.5, "decoded")
-    encoded = train("encoded", 2.5, "encoded")
-    assert not same_weights(encoded, decoded)
-    for tag in ("step", "train/lr", "data/echo"):
-        values = [[point[tag] for point in metrics_of(run) if tag in point] for run in (encoded, decoded)]
-        assert values[0]
-        assert values[0] == values[1]
-    assert same_weights(encoded, train("host", 2.5, "encoded", "data.tier=host"))
-
-    for n_steps in (6, 14, 24):  # inside the last pass over a pool, at the end of a pass, in the next epoch
-        name = f"stopped-{n_steps}"
-        with monkeypatch.context() as patch:
-            patch.setattr(script, "train_step", stopping(script.train_step, n_steps))
-            train(name, 2.5, "encoded")
-        assert same_weights(encoded, train(name, 2.5, "encoded", "run.resume=auto"))
 
 
 def test_numbers_are_learned(image_folder):

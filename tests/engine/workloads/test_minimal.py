@@ -119,7 +119,6 @@ class Workload:
         pass
 
     metrics = {"error": "lower"}
-    is_random = False
 
     def __init__(self, options, train, val):
         self.width = int(os.environ["WIDTH"])

@@ -71,7 +71,6 @@ def batch_of(n_rows: int) -> Rows:
 @pytest.mark.parametrize("options", [{}, {"flip": False, "crop_padding": 0}], ids=["augmented", "plain"])
 def test_the_workload_fits_the_protocol(shapes, options):
     workload = make_workload(shapes, **options)
-    assert workload.is_random == (not options)
     assert workload.summary == "images: 1 x 16 x 16 (channels x height x width), uint8; masks: 3 classes"
     check_workload(workload, batch_of(12), batch_of(12))
 

@@ -12,7 +12,6 @@ import torch
 
 from fastgpu.diagnose.ceilings import Device, Loop, Meter, measure, open_feeds, read_pool
 from fastgpu.diagnose.verdict import Cause, Facts, Measured, Setting
-from fastgpu.feed.prefetch import ReadTime
 from fastgpu.feed.tiers import Feed, Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
@@ -102,8 +101,6 @@ class SlowSource(Source):
 class SlowCopies:
     """A feed behind a slow bus: each pool takes its time there, while the pool before is trained on."""
 
-    read_time = ReadTime()
-
     def __init__(self, feed: Feed, bytes_per_s: float):
         self.order = feed.order
         self._feed = feed
@@ -128,8 +125,6 @@ class SlowCopies:
 
 class ReadyFeed:
     """A feed of one pool that is there already."""
-
-    read_time = ReadTime()
 
     def __init__(self, pool: Pool, order: BlockSampler):
         self.order = order

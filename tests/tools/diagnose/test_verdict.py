@@ -37,7 +37,7 @@ CASES = [
     (measured(1.0, 4.0, supply=4.0, cached=0.5), HOST, "READ", ("data.tier=host", 4.0)),
     (measured(1.0, 4.0, supply=4.0, cached=3.9), HOST, "DECODE", ("data.tier=host", 4.0)),
     (measured(1.0, 3.0, supply=3.0, cached=0.5), Facts(), "READ", ("data.echo=3", 3.0)),
-    (measured(1.0, 9.0, supply=9.0, cached=0.5), Facts(max_echo=2.0), "READ", ("data.echo=2", 2.0)),
+    (measured(1.0, 9.0, supply=9.0, cached=0.5), Facts(), "READ", ("data.echo=4", 4.0)),
     (measured(1.0, 3.0, copy=3.0, supply=3.0), Facts(nearer_tier="device"), "COPY", ("data.tier=device", 3.0)),
     (measured(1.0, 3.0, copy=3.0, supply=2.9), FLOATS, "COPY", ("store images as uint8", 3.0)),
     (measured(1.0, 1.0, busy_s=0.1), HOST, "LAUNCH", ("data.batch_size=512", 8.0)),

@@ -15,7 +15,6 @@ from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
 from fastgpu.diagnose.result import save
 from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, Setting, as_words
-from fastgpu.feed.echo import max_echo
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
 from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Placement, make_order
@@ -145,7 +144,6 @@ class Bench:
             nearer_tier=nearest_tier if TIERS.index(nearest_tier) > TIERS.index(self.sizes.tier) else None,
             max_batch_size=len(source),
             echo=self.loop.echo,
-            max_echo=max_echo(parts.workload.is_random),
             float_fields={name: each.dtype.itemsize for name, each in source.fields.items() if each.dtype.kind == "f"},
             filters=source.filters,
             pin_memory=config.loader.pin_memory,
@@ -211,13 +209,11 @@ def _make_loop(parts: train.Parts, batch: Rows, world: World) -> Loop:
         if parts.config.train.compile:  # so far only DDP around the model is compiled
             parts.model.compile()
     rng = reseed(world, parts.config.run.seed)
-    data = parts.config.data
-    echo = 1.0 if data.echo == "auto" or data.echo_at == "encoded" else data.echo  # such passes are pools of the feed
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
         batch_size=parts.sizes.batch_size,
-        echo=echo,
+        echo=parts.config.data.echo,
     )

@@ -13,7 +13,7 @@ import yaml
 
 from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.result import save
-from fastgpu.diagnose.verdict import Facts, Overrides, Rounds, Verdict, as_words
+from fastgpu.diagnose.verdict import MAX_ECHO, Facts, Overrides, Rounds, Verdict, as_words
 from fastgpu.process.config import nested
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.machine import available_cpus
@@ -68,7 +68,7 @@ def tune(bench: Bench, verdict: Verdict, facts: Facts, *, tries_batch: bool) -> 
             return "\n".join([*notes, "--tune wrote nothing: the last timings differ too much (inconclusive)"])
         overrides |= choice.overrides
         supply_s = min((timing.median for _, timing in choice.trials), default=0.0)
-        echo = round(min(facts.max_echo, facts.echo * supply_s / demand_s), 2)
+        echo = round(min(MAX_ECHO, facts.echo * supply_s / demand_s), 2)
         if choice.outcome == "not enough" and echo > (1 + EQUAL_SHARE) * facts.echo:
             overrides["data.echo"] = echo
             notes.append("that is not enough: data.echo trains on each row more than once")

@@ -33,6 +33,7 @@ MEANING: dict[Cause, str] = {
     "COMPUTE": "the device computes all the time: there is nothing to improve",
     "INCONCLUSIVE": "the measurements do not tell",
 }
+MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
 DEAD_BAND = 0.05  # smaller differences in speed do not count
 NEAR = 0.1  # a part whose time is this close to that of the loop explains it
 READ_SHARE = 0.5  # storage is the cause if it takes a larger part of the supply's time
@@ -187,7 +188,6 @@ class Facts(NamedTuple):
     """The tier that data.tier=auto would choose now, if it is nearer to the device than the current one."""
     max_batch_size: int = 1 << 40
     echo: float = 1.0
-    max_echo: float = 4.0
     float_fields: Mapping[str, int] = {}
     """{field of floats: bytes of one value}. They may fit into one byte."""
     filters: str = ""
@@ -443,9 +443,9 @@ def _find_feed_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) ->
         factor = max(facts.float_fields.values())
         advice = f"store {names} as uint8: {factor} x fewer bytes; the transform turns them into floats on the device"
         changes.append((advice, max(m.compute_s, m.copy_s / factor, m.supply_s / factor)))
-    if shares_cpus and 2 * facts.echo <= facts.max_echo:
+    if shares_cpus and 2 * facts.echo <= MAX_ECHO:
         changes.append((Setting("data.echo", 2 * facts.echo), (m.compute_s + m.loop_s) / 2))
-    echo = round(min(facts.max_echo, facts.echo * feed_s / m.compute_s), 2)
+    echo = round(min(MAX_ECHO, facts.echo * feed_s / m.compute_s), 2)
     if echo > (1 + DEAD_BAND) * facts.echo:
         changes.append((Setting("data.echo", echo), max(m.compute_s, feed_s * facts.echo / echo)))
     advice = "store fewer bytes per row, or use a faster machine (python convert.py info rates the file)"

@@ -6,57 +6,33 @@ much as fresh ones up to a factor of about 4 with random augmentation, and less 
 """
 
 from collections.abc import Iterator
-from math import ceil
 
 import torch
 
 from fastgpu.rows.contract import Pool
 from fastgpu.rows.rows import Rows
 
-MAX_FACTOR = 4.0
-"""Largest factor that data.echo=auto chooses if rows look different each time."""
-MAX_FACTOR_UNCHANGED = 2.0
-"""Largest factor that data.echo=auto chooses if rows look the same each time."""
 
-
-def echo(rows: Rows, batch_size: int, passes: int, seed: int, *, only_pass: int | None = None) -> Iterator[Rows]:
+def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
     """Batches of `batch_size` rows (the last may have fewer): once in order, then reshuffled `passes - 1` times.
 
     The first pass yields views of the pool, which are valid until the next pool is asked for. seed: of the order. The
-    order of ragged rows is drawn on the host, because it decides their sizes. only_pass: the one pass that is wanted.
+    order of ragged rows is drawn on the host, because it decides their sizes.
     """
     if not len(rows):
         return  # a run that is resumed at the end of an epoch: splitting nothing would give an empty batch
     device = torch.device("cpu") if rows.has_ragged else next(iter(rows.columns.values())).device
     rng = torch.Generator(device).manual_seed(seed)
-    for number in range(passes):
-        batches = rows.batches(batch_size)
-        if number:
-            order = torch.randperm(len(rows), generator=rng, device=device)
-            batches = map(rows.take, order.split(batch_size))
-        if only_pass in (None, number):
-            yield from batches
+    yield from rows.batches(batch_size)
+    for _ in range(passes - 1):
+        order = torch.randperm(len(rows), generator=rng, device=device)
+        yield from map(rows.take, order.split(batch_size))
 
 
 def remaining_batches(
     pool: Pool, batch_size: int, passes: int, seed: int, *, n_done: int
 ) -> Iterator[tuple[int, Rows]]:
-    """(number, batch) of the batches of all passes over a pool, or of the one that the pool is for, without the first
-    `n_done` of all passes.
-    """
-    only_pass = pool.plan.echo_pass
-    first = (only_pass or 0) * ceil(len(pool.rows) / batch_size)
-    batches = echo(pool.rows, batch_size, passes, seed, only_pass=only_pass)
-    for number, batch in enumerate(batches, first):
+    """(number, batch) of the batches of all passes over a pool, without the first `n_done`."""
+    for number, batch in enumerate(echo(pool.rows, batch_size, passes, seed)):
         if number >= n_done:
             yield number, batch
-
-
-def max_echo(is_random: bool) -> float:
-    """The largest factor that data.echo=auto chooses. is_random: whether rows look different each time."""
-    return MAX_FACTOR if is_random else MAX_FACTOR_UNCHANGED
-
-
-def free_echo(read_s: float, train_s: float, is_random: bool) -> float:
-    """The factor that costs no time: seconds to read a row / seconds to train on it, between 1 and `max_echo`."""
-    return round(min(max(read_s / train_s, 1.0), max_echo(is_random)), 2)

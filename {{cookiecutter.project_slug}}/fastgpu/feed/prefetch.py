@@ -50,22 +50,6 @@ class Capacity(NamedTuple):
     """{ragged field: number of values}"""
 
 
-class ReadTime(NamedTuple):
-    """Time spent reading rows."""
-
-    seconds: float = 0.0
-    """From the last row of one pool to the last row of the next, without the time in which no slot was free."""
-    n_rows: int = 0
-
-    def since(self, earlier: "ReadTime") -> "ReadTime":
-        return ReadTime(self.seconds - earlier.seconds, self.n_rows - earlier.n_rows)
-
-    @property
-    def s_per_row(self) -> float:
-        """Seconds per row; 0 if no row was read."""
-        return self.seconds / max(1, self.n_rows)
-
-
 class _Slot(NamedTuple):
     host: Rows
     device: Rows
@@ -117,8 +101,6 @@ class Prefetcher:
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._threads: list[threading.Thread] = []
-        self._handed_over_t0 = 0.0
-        self.read_time = ReadTime()
 
     def _make_slot(self, source: Source, capacity: Capacity, pin_memory: bool) -> _Slot:
         pinned = pin_memory and self._stream is not None
@@ -199,7 +181,7 @@ class Prefetcher:
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand over the filled ones in order."""
-        filling: deque[tuple[PoolPlan, _Slot, float, list[_Job]]] = deque()
+        filling: deque[tuple[PoolPlan, _Slot, list[_Job]]] = deque()
         end: BaseException | None = None
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
@@ -224,12 +206,11 @@ class Prefetcher:
                 if slot.copied:
                     slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
                 out = slot.host.numpy()
-                t0 = time.perf_counter()
                 self._write_offsets(plan, out)
                 jobs = [_Job(work) for work in self._portions(plan, out)]
                 for job in jobs:
                     self._todo.put(job)
-                filling.append((plan, slot, t0, jobs))
+                filling.append((plan, slot, jobs))
         except BaseException as error:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
@@ -289,15 +270,11 @@ class Prefetcher:
         """What a thread reads, if no object further up its stack knows better (see `_describe_read`)."""
         return f"{self._name}, block {variables['reads'][0].block}" if "reads" in variables else self._name
 
-    def _hand_over(self, plan: PoolPlan, slot: _Slot, t0: float, jobs: list[_Job]) -> None:
+    def _hand_over(self, plan: PoolPlan, slot: _Slot, jobs: list[_Job]) -> None:
         for job in jobs:
             self._wait_for(job)
         if self._closing.is_set():  # the readers may have left out rows
             return
-        now = time.perf_counter()
-        seconds = now - max(t0, self._handed_over_t0)
-        self.read_time = ReadTime(self.read_time.seconds + seconds, self.read_time.n_rows + plan.n_rows)
-        self._handed_over_t0 = now
         if self._stream and slot.copied and slot.used:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(slot.used)

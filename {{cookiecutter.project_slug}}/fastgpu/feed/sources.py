@@ -99,14 +99,6 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
     elif data.balance == "classes":
         source.mixture = _balance_classes(source)
     has_codec = any(field.codec for field in source.fields.values())
-    echo = 1.0
-    if data.echo_at == "encoded" and split == "train":
-        if data.echo == "auto" or data.min_crop_scale == 1 or not has_codec:
-            raise UserError(
-                f"data.echo_at is encoded, which needs encoded images in {source.name}, data.min_crop_scale "
-                f"({data.min_crop_scale:g}) below 1 and a number as data.echo ({data.echo}); otherwise use decoded"
-            )
-        echo = data.echo
     if has_codec:
         if not data.image_size:
             raise UserError(
@@ -122,8 +114,7 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
         sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
         if split == "val":
             sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
-        options = {"min_scale": data.min_crop_scale, "echo": echo}
-        decoded = decode_images(source, sizes, **options)
+        decoded = decode_images(source, sizes, min_scale=data.min_crop_scale)
         if data.on_damaged_image == "skip":
             if decoded.lengths:
                 names = ", ".join(decoded.lengths)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastgpu.feed.prefetch import Capacity, Prefetcher, ReadTime
+from fastgpu.feed.prefetch import Capacity, Prefetcher
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
@@ -42,10 +42,6 @@ class Feed(Protocol):
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
         """The pools of an epoch, beginning after `consumed` rows (of all ranks together)."""
-
-    @property
-    def read_time(self) -> ReadTime:
-        """Time spent reading so far, and the rows read."""
 
     def close(self) -> None:
         """End the threads."""
@@ -93,8 +89,6 @@ def make_feed(source: Source, order: BlockSampler, placement: Placement, loader:
 class ResidentFeed:
     """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
 
-    read_time = ReadTime()
-
     def __init__(self, rows: Rows, order: BlockSampler, pool: Rows):
         """pool: memory for the largest pool. One is enough: kernels that fill and use it run in order."""
         self.order = order
@@ -138,10 +132,6 @@ class StreamedFeed:
         yield from self._reader.pools(epoch, consumed)
         for later in count(epoch + 1):
             yield from self._reader.pools(later)
-
-    @property
-    def read_time(self) -> ReadTime:
-        return self._prefetcher.read_time
 
     def close(self) -> None:
         self._prefetcher.close()

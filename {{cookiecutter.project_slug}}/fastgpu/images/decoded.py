@@ -26,7 +26,6 @@ from fastgpu.rows.contract import (
     Source,
 )
 from fastgpu.rows.field import Field
-from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import RaggedArray, beginnings
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.meaning import read_preparation
@@ -43,7 +42,7 @@ class DecodedImages(DerivedSource):
     """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size in each epoch.
 
     `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1, and
-    the size of the epoch. The part is a function of (seed, epoch, pass over the pool, row) alone: it is the same for
+    the size of the epoch. The part is a function of (seed, epoch, row) alone: it is the same for
     every world size, tier and number of readers, and for a resumed run.
 
     If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; the first one follows the
@@ -56,15 +55,12 @@ class DecodedImages(DerivedSource):
         size: tuple[int, int] | Mapping[int, tuple[int, int]],
         min_scale: float = 1.0,
         centre_share: float | None = None,
-        *,
-        echo: float = 1.0,
     ):
         """size: (height, width) of the rows, or {number of epochs done: (height, width) from then on}; `fields` has the
         largest, and `read` gives it.
 
         min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
-        largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it. echo: number of
-        passes over each pool, each of which takes other random parts (see `echo_passes`).
+        largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it.
         """
         super().__init__(encoded.name, encoded)
         self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
@@ -73,7 +69,6 @@ class DecodedImages(DerivedSource):
         self._size = max(self._sizes.values(), key=math.prod)
         self._min_scale = min_scale
         self._varies = min_scale < 1 or len(self._sizes) > 1
-        self.echo = echo
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
         self.block_rows = encoded.block_rows
         self.mixture = encoded.mixture
@@ -137,7 +132,7 @@ class DecodedImages(DerivedSource):
             return random_box(draws, image.height, image.width, self._min_scale)
         return centre_box(image.height, image.width, size, self._centre_share)
 
-    def draw(self, seed: tuple[int, int, int], rows: np.ndarray) -> list[list[float]]:
+    def draw(self, seed: tuple[int, int], rows: np.ndarray) -> list[list[float]]:
         """Random numbers for each row (see `encoded.draw`); none if the parts are not random."""
         return draw(seed, rows).tolist() if self._min_scale < 1 else [[]] * len(rows)
 
@@ -226,13 +221,13 @@ def read_block(source: Source, read: BlockRead, rows: np.ndarray) -> dict[str, A
 class _EpochRead(BlockRead):
     """A read of what its epoch takes."""
 
-    seed: tuple[int, int, int]
-    """(seed of the run, epoch, pass over the pool)"""
+    seed: tuple[int, int]
+    """(seed of the run, epoch)"""
     shapes: Mapping[str, tuple[int, ...]]
     """{field: shape of its images}"""
 
 
-def _mark(read: BlockRead, seed: tuple[int, int, int], shapes: Mapping[str, tuple[int, ...]]) -> BlockRead:
+def _mark(read: BlockRead, seed: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> BlockRead:
     """The same read, of what its epoch takes."""
     marked = _EpochRead(*read)
     marked.seed = seed
@@ -252,11 +247,7 @@ class _EpochReader(BlockReader):
     def _pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, with reads that know it."""
         shapes = self._source.shapes_in(epoch)
+        seed = (self._order.seed, epoch)
         for plan in self._order.pools(epoch, consumed):
-            passes = echo_passes(self._source.echo, epoch * self._order.pools_per_epoch + plan.number)
-            for number in range(passes):
-                seed = (self._order.seed, epoch, number)
-                reads = [_mark(read, seed, shapes) for read in plan.reads]
-                is_last = number == passes - 1
-                one_pass = plan._replace(reads=reads, shapes=shapes, is_last=plan.is_last and is_last)
-                yield one_pass._replace(echo_pass=number, is_last_pass=is_last) if self._source.echo > 1 else one_pass
+            reads = [_mark(read, seed, shapes) for read in plan.reads]
+            yield plan._replace(reads=reads, shapes=shapes)

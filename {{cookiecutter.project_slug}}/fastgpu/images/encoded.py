@@ -135,10 +135,10 @@ def _may_have_exif(data: memoryview) -> bool:
 # ---------------------------------------------------------------------------------------------- boxes
 
 
-def draw(seed: tuple[int, int, int], rows: np.ndarray) -> np.ndarray:
+def draw(seed: tuple[int, int], rows: np.ndarray) -> np.ndarray:
     """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of seed and row alone.
 
-    seed: (seed of the run, epoch, pass of `PoolPlan.echo_pass`).
+    seed: (seed of the run, epoch).
 
     Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
     generators", 2014), so that the rows of a block cost a few array operations.

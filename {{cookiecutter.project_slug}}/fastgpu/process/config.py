@@ -97,13 +97,9 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of
     rows, at most 8 million."""
-    echo: Annotated[float, Field(ge=1)] | Auto = 1.0
+    echo: Annotated[float, Field(ge=1)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). Useful where reading is the
-    bottleneck. auto: as often as costs no time, measured in the previous epoch, at most 4 times (2 if rows look the
-    same each time); 1 in the first epoch."""
-    echo_at: Literal["decoded", "encoded"] = "decoded"
-    """decoded: each pass over a pool has the same pixels. encoded: each pass decodes other random parts of encoded
-    images, so that only reading is saved; it needs data.min_crop_scale below 1, and a number as data.echo."""
+    bottleneck: `diagnose.py` names the factor that costs no time."""
     verify: bool = False
     """Check the SHA-256 of each block whenever it is read (only files written by convert.py have checksums)."""
     trust_links: bool = False

@@ -49,10 +49,6 @@ class PoolPlan(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """{field: shape of its rows in this pool}, if they may be smaller than `Source.fields` says: each row lies at the
     beginning of its place (see `rows.beginnings`)."""
-    echo_pass: int | None = None
-    """Number of the pass over the pool, from 0, if each pass comes as a pool of its own. None: the pool comes once."""
-    is_last_pass: bool = True
-    """Whether no other pass over the pool comes."""
 
 
 class Pool(NamedTuple):

@@ -74,8 +74,6 @@ class Progress:
     """Optimizer steps so far."""
     saved_at: float = 0.0
     """Time in s, as `time.time`, but later than that of any run that was there before, whatever the clock shows."""
-    echo: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """Echo factor of this epoch."""
     best: float | None = None
     """Best value so far of `metric`. None: no value yet, or none that is a number."""
     metric: str = ""

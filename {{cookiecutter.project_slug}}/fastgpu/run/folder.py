@@ -15,7 +15,6 @@ from fastgpu.telemetry.report import read_config
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
 NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links", "data.trusted")
-NO_CHANGE = (("data.echo", "auto"),)  # echo goes on with the factor that was found
 
 Changes = dict[str, tuple[str, str]]
 """{key: (value of the run that is resumed, value now)}, as JSON"""
@@ -117,8 +116,8 @@ def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
     """
     saved = read_config(folder) if any(folder.glob("checkpoints/*last-*")) else {}
     changes = {}
-    for key, value in config.items():
-        is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED and (key, value) not in NO_CHANGE
+    for key in config:
+        is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED
         old, new = (json.dumps(values.get(key), default=str) for values in (saved, config))
         if is_learned and key in saved and old != new:
             changes[key] = (old, new)

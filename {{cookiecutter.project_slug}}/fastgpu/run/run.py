@@ -114,7 +114,6 @@ class Run:
         sources: training and validation rows. card: what the workload says about the model. Raises UserError
         on every rank if the folder cannot be written.
         """
-        self._config["data.echo"] = self.progress.echo
         self._damaged = DamagedRows(sources, self._world)
         with self._world.raise_on_every_rank():
             if self._world.is_main:
@@ -249,13 +248,6 @@ class Run:
         self._losses.begin_epoch()
         self._epoch_loss_name = "train/loss"
         self.clock.restart()
-
-    def set_echo(self, factor: float) -> None:
-        """Use another echo factor from the next epoch on, and record it in the config of the run."""
-        self.progress.echo = factor
-        self._config["data.echo"] = factor
-        if self._world.is_main:
-            self._record.write_config(self._config)
 
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""

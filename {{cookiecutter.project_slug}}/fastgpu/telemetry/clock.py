@@ -28,11 +28,6 @@ class Throughput(NamedTuple):
     """Optimizer steps."""
 
     @property
-    def train_s_per_row(self) -> float:
-        """Seconds to train on one row, without waiting."""
-        return (self.seconds - self.wait_s) / self.trained_rows
-
-    @property
     def trained_rows_per_s(self) -> float:
         return self.trained_rows / self.seconds
 
