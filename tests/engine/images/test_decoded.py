@@ -77,9 +77,9 @@ def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]
     return rows
 
 
-def expected_pixels(row: int, epoch: int, min_scale: float, size: tuple[int, int] = SIZE) -> bytes:
+def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
     (draws,) = draw((5, epoch), np.array([row])).tolist()
-    return decode_random(np.frombuffer(FILES[row], np.uint8), size, draws, min_scale).tobytes()
+    return decode_random(np.frombuffer(FILES[row], np.uint8), SIZE, draws, min_scale).tobytes()
 
 
 def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):
@@ -114,38 +114,6 @@ def test_pixels_that_were_encoded_later_keep_how_they_were_prepared(tmp_path):
     assert DecodedImages(store, SIZE).attributes["preprocessing"] == prepared
     for twice in (DecodedImages(store, (8, 8)), DecodedImages(store, SIZE, 0.5)):
         assert "preprocessing" not in twice.attributes
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_epochs_have_sizes_of_their_own(store, tier):
-    """One feed, which reads the first pools of the next epoch ahead, over a change to larger and to smaller images."""
-    sizes = {0: (8, 12), 2: SIZE, 3: (9, 9)}
-    feed = feed_of(DecodedImages(store, sizes, 0.2), tier)
-    for epoch, size in enumerate([(8, 12), (8, 12), SIZE, (9, 9), (9, 9)]):
-        labels = []
-        for pool in feed.pools(epoch):
-            assert pool.rows["images"].shape == (len(pool.rows), 3, *size)
-            for row, image in zip(pool.rows["labels"].tolist(), pool.rows["images"].numpy(), strict=True):
-                assert image.tobytes() == expected_pixels(row, epoch, 0.2, size)
-                labels.append(row)
-        assert len(set(labels)) == 88
-    feed.close()
-
-
-def test_sizes_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
-    source = DecodedImages(store, {0: SIZE, 1: (8, 8)}, 0.2)
-    expected = rows_of(feed_of(source), 1)
-    parts = [rows_of(feed_of(source, shard=Shard(rank, 2, 4)), 1) for rank in range(2)]
-    assert sorted(chain(*parts)) == sorted(expected)
-    for consumed in (40, 48, 88):  # inside a pool, at the end of one, at the end of the epoch
-        assert rows_of(feed_of(source), 1, consumed) == expected[consumed:]
-
-
-def test_epochs_may_have_sizes_of_their_own_without_random_parts(store):
-    source = DecodedImages(store, {0: (8, 8), 1: SIZE})
-    rows = rows_of(feed_of(source), 0)
-    assert rows == [(row, decode_centre(np.frombuffer(FILES[row], np.uint8), (8, 8), 1.0).tobytes()) for row, _ in rows]
-    np.testing.assert_array_equal(read_rows(source)["images"], read_rows(DecodedImages(store, SIZE))["images"])
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -337,32 +305,18 @@ def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
         sizes_of(write_encoded(tmp_path / "x.h5", FILES))
     message = "data.min_crop_scale and data.on_damaged_image have no effect: "
-    for values in ({"min_crop_scale": 0.5}, {"val_image_size": 16}, {"on_damaged_image": "skip"}):
+    for values in ({"min_crop_scale": 0.5}, {"on_damaged_image": "skip"}):
         sizes_of(write(90), **values)
         assert message in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("values", [{"image_size": 16, "min_crop_scale": 0.5}, {"image_size": {0: 8, 3: 16}}])
-def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path, values):
+def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path):
     path = write_encoded(tmp_path / "x.h5", FILES)
     with h5py.File(path, "a") as file:
         file["masks"] = np.zeros((len(FILES), 16, 16), np.uint8)
     fields = {"images": "images", "masks": "masks"}
     for split in ("train", "val"):
-        data = Data(train=str(path), val="20%", fields=fields, batch_size=8, **values)
+        data = Data(train=str(path), val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=0.5)
         with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):
             open_source(data, split, Loader(), Hdf5())
     open_source(Data(train=str(path), val="20%", fields=fields, image_size=16), "train", Loader(), Hdf5())
-
-
-def test_sizes_of_epochs_and_of_validation(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", FILES)
-    data = Data(train=str(path), val="20%", fields=FIELDS, image_size={0: 8, 3: 16})
-    train, val = (open_source(data, split, Loader(), Hdf5()) for split in ("train", "val"))
-    assert train.fields["images"].shape == val.fields["images"].shape == (3, 16, 16)
-    assert "to 8 x 8 pixels, 16 x 16 pixels after epoch 3: the centre" in train.decoding
-    larger = open_source(data.model_copy(update={"val_image_size": 20}), "val", Loader(), Hdf5())
-    assert larger.fields["images"].shape == (3, 20, 20)
-    assert sizes_of(path, image_size={0: 8, 3: 16}).tier == "disk"
-    with pytest.raises(UserError, match=r"data\.tier is device, but each epoch decodes other parts or sizes"):
-        sizes_of(path, image_size={0: 8, 3: 16}, tier="device")

@@ -1,11 +1,6 @@
 """The workload `images`: one class of many, any number of attributes, or numbers."""
 
 import io
-import itertools
-import json
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -643,54 +638,6 @@ def write_jpegs(path: Path) -> None:
         file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
         file["images"].attrs["codec"] = "jpeg"
         file["labels"] = rows["labels"][:80]
-
-
-def stopping(function: Callable[..., Any], n_calls: int) -> Callable[..., Any]:
-    """The function; the call with this number asks this process to stop."""
-    numbers = itertools.count(1)
-
-    def call(*arguments: Any) -> Any:
-        if next(numbers) == n_calls:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return function(*arguments)
-
-    return call
-
-
-def test_progressive_resizing_trains_and_resumes(image_folder, monkeypatch, capsys):
-    write_jpegs(image_folder / "jpegs.h5")
-    sizes = ["data.image_size={0: 8, 1: 16}", "data.val_image_size=20", "data.min_crop_scale=0.5"]
-    settings = ["data.train=jpegs.h5", "data.val=jpegs.h5", *sizes, "train.epochs=2", "data.echo=2"]
-    for tier in ("disk", "host"):
-        script.train(load_config([*settings, f"run.name={tier}", f"data.tier={tier}"]), ALONE)
-    printed = capsys.readouterr().out
-    assert "to 8 x 8 pixels, 16 x 16 pixels after epoch 1: a random part of 50 to 100 %" in printed
-    assert "were prepared with" not in printed  # the sizes differ because they were asked for
-    whole = image_folder / "runs/disk"
-    assert same_weights(image_folder / "runs/host", whole)
-
-    with monkeypatch.context() as patch:  # in the second epoch: an epoch has 2 batches, each in 2 passes
-        patch.setattr(script, "train_step", stopping(script.train_step, 7))
-        script.train(load_config([*settings, "run.name=stopped"]), ALONE)
-    script.train(load_config([*settings, "run.name=stopped", "run.resume=auto"]), ALONE)
-    assert same_weights(image_folder / "runs/stopped", whole)
-
-
-def test_predictions_are_made_at_the_size_of_validation(image_folder):
-    predict = pytest.importorskip("predict", reason="the room may be deleted")
-    write_jpegs(image_folder / "jpegs.h5")
-    sizes = ["data.image_size=16", "data.val_image_size=20", "data.min_crop_scale=0.5"]
-    script.train(
-        load_config(["data.train=jpegs.h5", "data.val=jpegs.h5", *sizes, "train.epochs=1", "run.name=a"]), ALONE
-    )
-    last = max(image_folder.glob("runs/a/checkpoints/last-*"))
-    trained = predict.load_model(last)
-    assert trained.fields["images"].shape == (3, 20, 20)
-    assert trained.workload.shape_CHW == (3, 16, 16)
-    terminal = io.StringIO()
-    predict.main(predict.parse([str(last), "--evaluate", "jpegs.h5", "--json"]), ALONE, terminal)
-    points = [point for point in metrics_of(image_folder / "runs/a") if "val/loss" in point]
-    assert json.loads(terminal.getvalue())["loss"] == points[-1]["val/loss"]
 
 
 def test_numbers_are_learned(image_folder):

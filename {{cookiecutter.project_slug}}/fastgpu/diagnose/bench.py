@@ -39,8 +39,6 @@ class Bench:
 
     def __init__(self, config: Config, world: World, seconds: float):
         """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
-        self._image_sizes = config.data.image_sizes
-        config = config.resolved(data={"image_size": self._image_sizes[0]})  # one size: that of the first epoch
         self.config = config
         self.world = world
         self.meter = Meter(world, Device(world.device), seconds)
@@ -119,13 +117,7 @@ class Bench:
     def title(self) -> str:
         """What was measured, in a few words."""
         batch_size = self.config.data.batch_size
-        text = f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
-        later = sorted(set(self._image_sizes.values()) - {self._image_sizes[0]})
-        if later:
-            text += (
-                f", images of {self._image_sizes[0]} pixels as in the first epoch (later: data.image_size={later[-1]})"
-            )
-        return text
+        return f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
 
     def facts(self) -> Facts:
         """What can be changed about this training."""

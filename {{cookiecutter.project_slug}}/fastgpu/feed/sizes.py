@@ -79,9 +79,8 @@ def choose_sizes(
         )
         if data.tier == "device" and source.stored is not source:
             raise UserError(
-                f"data.tier is device, but each epoch decodes other parts or sizes of the images of {source.name} "
-                f"(data.min_crop_scale is {data.min_crop_scale:g}, data.image_size {data.image_size}); use disk, or "
-                "host for the encoded images"
+                f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
+                f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
             )
         tier = choose_tier(data.tier, room, source.name, can_stay=all(may_stay(each) for each in sources))
         if uses_workers:

@@ -106,31 +106,27 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 "on, such as 224"
             )
         masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
-        if masks and (data.min_crop_scale < 1 or len(data.image_sizes) > 1):
+        if masks and data.min_crop_scale < 1:
             raise UserError(
-                f"data.min_crop_scale is {data.min_crop_scale:g}, data.image_size {data.image_size}, but {masks[0]} of "
-                f"{source.name} would not be cut and resized like the images; use 1 and one size"
+                f"data.min_crop_scale is {data.min_crop_scale:g}, but {masks[0]} of {source.name} would not be cut "
+                "and resized like the images; use 1"
             )
-        sizes = {epoch: (side, side) for epoch, side in data.image_sizes.items()}
-        if split == "val":
-            sizes = {0: (data.val_image_size, data.val_image_size) if data.val_image_size else max(sizes.values())}
-        decoded = decode_images(source, sizes, min_scale=data.min_crop_scale)
+        size = (data.image_size, data.image_size)
+        decoded = decode_images(source, size, min_scale=data.min_crop_scale)
         if data.on_damaged_image == "skip":
             if decoded.lengths:
                 names = ", ".join(decoded.lengths)
                 raise UserError(f"data.on_damaged_image is skip, which rows of different lengths ({names}) rule out")
             decoded.damaged = {}
         return decoded
-    used = data.image_size or data.val_image_size or data.min_crop_scale < 1
+    used = data.image_size or data.min_crop_scale < 1
     if used or data.on_damaged_image != "stop":
-        keys = "data.image_size, data.val_image_size, data.min_crop_scale and data.on_damaged_image"
+        keys = "data.image_size, data.min_crop_scale and data.on_damaged_image"
         warn(f"{keys} have no effect: {source.name} has no encoded images")
     return source
 
 
-def decode_images(
-    source: Source, size: tuple[int, int] | Mapping[int, tuple[int, int]], **options: float | bool | None
-) -> Source:
+def decode_images(source: Source, size: tuple[int, int], **options: float | bool | None) -> Source:
     """The source, with pixels in place of its encoded images. options: see `decoded.DecodedImages`.
 
     Raises UserError if the project has no module that decodes them.

@@ -123,7 +123,7 @@ class StreamedFeed:
             self._pools = iter(self._prefetcher)
         self._next = None  # until all pools of this epoch have been taken
         for plan, rows in self._pools:
-            yield Pool(plan, rows.shrink(plan.shapes).slice(plan.n_skipped_rows, plan.n_rows))
+            yield Pool(plan, rows.slice(plan.n_skipped_rows, plan.n_rows))
             if plan.is_last:
                 self._next = (epoch + 1, 0)
                 return

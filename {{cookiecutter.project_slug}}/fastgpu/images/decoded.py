@@ -1,6 +1,5 @@
 """Encoded images as a source of pixels: the threads that read a block decode its rows straight into their places."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from fastgpu.rows.contract import (
     Source,
 )
 from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray, beginnings
+from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
@@ -39,11 +38,11 @@ CENTRE_SHARE = 224 / 256
 
 
 class DecodedImages(DerivedSource):
-    """Another source, with pixels in place of encoded images: uint8 (3, H, W) of one size in each epoch.
+    """Another source, with pixels in place of encoded images: uint8 (3, H, W).
 
-    `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1, and
-    the size of the epoch. The part is a function of (seed, epoch, row) alone: it is the same for
-    every world size, tier and number of readers, and for a resumed run.
+    `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1. The
+    part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of readers, and
+    for a resumed run.
 
     If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; the first one follows the
     last one.
@@ -52,12 +51,11 @@ class DecodedImages(DerivedSource):
     def __init__(
         self,
         encoded: Source,
-        size: tuple[int, int] | Mapping[int, tuple[int, int]],
+        size: tuple[int, int],
         min_scale: float = 1.0,
         centre_share: float | None = None,
     ):
-        """size: (height, width) of the rows, or {number of epochs done: (height, width) from then on}; `fields` has the
-        largest, and `read` gives it.
+        """size: (height, width) of the rows.
 
         min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
         largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it.
@@ -65,10 +63,9 @@ class DecodedImages(DerivedSource):
         super().__init__(encoded.name, encoded)
         self._row_ids = encoded.row_ids if isinstance(encoded, Subset) else None
         self.encoded_fields = {name for name, field in encoded.fields.items() if field.codec}
-        self._sizes = dict(sorted(size.items())) if isinstance(size, Mapping) else {0: size}
-        self._size = max(self._sizes.values(), key=math.prod)
+        self._size = size
         self._min_scale = min_scale
-        self._varies = min_scale < 1 or len(self._sizes) > 1
+        self._is_random = min_scale < 1
         self._centre_share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
         self.block_rows = encoded.block_rows
         self.mixture = encoded.mixture
@@ -76,7 +73,7 @@ class DecodedImages(DerivedSource):
         prepared = read_preparation(encoded)  # of pixels that were encoded later
         if not prepared:
             self.attributes["preprocessing"] = Preprocessing(self._size, centre_share=self._centre_share).to_json()
-        elif self._varies or self._centre_share < 1 or prepared.get("size") != list(self._size):
+        elif self._is_random or self._centre_share < 1 or prepared.get("size") != list(self._size):
             del self.attributes["preprocessing"]  # they are prepared twice, which it cannot say
         self.decoding = self._describe_decoding()
         self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self.encoded_fields}
@@ -91,17 +88,12 @@ class DecodedImages(DerivedSource):
 
     @property
     def stored(self) -> Source:
-        """The encoded rows, if epochs see other parts or sizes of them."""
-        return self._source if self._varies else self
+        """The encoded rows, if epochs see other parts of them."""
+        return self._source if self._is_random else self
 
     def over(self, stored: Source) -> Source:
         """The same rows, from a copy of `stored` that is kept in memory."""
-        return self._of(stored) if self._varies else stored
-
-    def shapes_in(self, epoch: int) -> dict[str, tuple[int, ...]]:
-        """{field: shape of its images in an epoch}"""
-        size = next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
-        return dict.fromkeys(self.encoded_fields, (3, *size))
+        return self._of(stored) if self._is_random else stored
 
     def _describe_decoding(self) -> str:
         codecs = "+".join(sorted({self._source.fields[name].codec for name in self.encoded_fields}))
@@ -109,35 +101,28 @@ class DecodedImages(DerivedSource):
         if self._min_scale < 1:
             part = f"a random part of {100 * self._min_scale:g} to 100 % of the area"
             part += f" (validation: the central {100 * self._centre_share:g} % of the sides)"
-        sizes = ", ".join(
-            f"{height} x {width} pixels" + f" after epoch {epoch}" * (epoch > 0)
-            for epoch, (height, width) in self._sizes.items()
-        )
+        height, width = self._size
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
-        return f"{codecs}, decoded by {library} in the reader threads to {sizes}: {part}"
+        return f"{codecs}, decoded by {library} in the reader threads to {height} x {width} pixels: {part}"
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows. Raises KeyError if it is not in memory."""
         return self._source.column(name)
 
     def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
-        """Threads that decode the centres; what each epoch takes if the order is random, too."""
-        if self._varies and order.shuffle:
+        """Threads that decode the centres; the parts that each epoch takes if the order is random, too."""
+        if self._is_random and order.shuffle:
             return _EpochReader(self, order, n_readers)
         return super().open_reader(order, n_readers)
 
-    def find_box(self, image: EncodedImage, size: tuple[int, int], draws: Sequence[float]) -> Box:
+    def _find_box(self, image: EncodedImage, draws: Sequence[float]) -> Box:
         """The part of an image that is taken: a random one of (N_DRAWS,) numbers, or the centre if there are none."""
         if draws:
             return random_box(draws, image.height, image.width, self._min_scale)
-        return centre_box(image.height, image.width, size, self._centre_share)
-
-    def draw(self, seed: tuple[int, int], rows: np.ndarray) -> list[list[float]]:
-        """Random numbers for each row (see `encoded.draw`); none if the parts are not random."""
-        return draw(seed, rows).tolist() if self._min_scale < 1 else [[]] * len(rows)
+        return centre_box(image.height, image.width, self._size, self._centre_share)
 
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        """Decode images to their places: what its epoch takes for an `_EpochRead`, otherwise the centres. Thread-safe.
+        """Decode the parts of its epoch for an `_EpochRead`, otherwise the centres, to their places. Thread-safe.
 
         Raises RankError with the row if an image is damaged and no other one may stand in for it.
         """
@@ -153,21 +138,17 @@ class DecodedImages(DerivedSource):
         """
         first_row = int(self._block_start[read.block]) + read.first
         rows = np.arange(first_row, first_row + len(read.places))
-        shapes: Mapping[str, tuple[int, ...]] = {}
         draws: list[list[float]] = [[]] * len(rows)
         if isinstance(planned, _EpochRead):
-            shapes = planned.shapes
-            draws = self.draw(planned.seed, rows)
+            draws = draw(planned.seed, rows).tolist()
         following: list[BlockRead] = []
         for name, column in read_block(self._source, read, rows).items():
             if name in self.encoded_fields:
-                pixels = beginnings(out[name], shapes[name]) if name in shapes else out[name]
-                size = pixels.shape[2:]
                 for number, place in enumerate(read.places.tolist()):
                     data = column.values[column.offsets[number] : column.offsets[number + 1]]
                     try:
                         image = EncodedImage(data)
-                        pixels[place] = image.decode(self.find_box(image, size, draws[number]), size)
+                        out[name][place] = image.decode(self._find_box(image, draws[number]), self._size)
                     except Exception as error:  # a decoder may raise anything for damaged bytes
                         self._note_damaged(first_row + number, error)
                         following.append(self._read_of((first_row + number + 1) % len(self), place))
@@ -219,24 +200,21 @@ def read_block(source: Source, read: BlockRead, rows: np.ndarray) -> dict[str, A
 
 
 class _EpochRead(BlockRead):
-    """A read of what its epoch takes."""
+    """A read of the random parts of its epoch."""
 
     seed: tuple[int, int]
     """(seed of the run, epoch)"""
-    shapes: Mapping[str, tuple[int, ...]]
-    """{field: shape of its images}"""
 
 
-def _mark(read: BlockRead, seed: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> BlockRead:
-    """The same read, of what its epoch takes."""
+def _mark(read: BlockRead, seed: tuple[int, int]) -> BlockRead:
+    """The same read, of the random parts of its epoch."""
     marked = _EpochRead(*read)
     marked.seed = seed
-    marked.shapes = shapes
     return marked
 
 
 class _EpochReader(BlockReader):
-    """Reads the parts and sizes of images that each epoch takes by threads, in the order of a sampler."""
+    """Reads the parts of images that each epoch takes by threads, in the order of a sampler."""
 
     def __init__(self, source: DecodedImages, order: "BlockSampler", n_threads: int):
         super().__init__(source, order, n_threads)
@@ -246,8 +224,7 @@ class _EpochReader(BlockReader):
 
     def _pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, with reads that know it."""
-        shapes = self._source.shapes_in(epoch)
         seed = (self._order.seed, epoch)
         for plan in self._order.pools(epoch, consumed):
-            reads = [_mark(read, seed, shapes) for read in plan.reads]
-            yield plan._replace(reads=reads, shapes=shapes)
+            reads = [_mark(read, seed) for read in plan.reads]
+            yield plan._replace(reads=reads)

@@ -79,11 +79,8 @@ class Data(Section):
     """classes: each epoch has equally many rows of each value of the field `labels`, and as many rows as data.train."""
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
-    image_size: CountOrZero | dict[CountOrZero, Count] = 0
-    """Height and width that encoded images are decoded to (files of `convert.py images --keep-encoded`). {0: 160, 12:
-    192} trains on 160 and, when 12 epochs are done, on 192 (progressive resizing)."""
-    val_image_size: CountOrZero = 0
-    """The same for validation and predictions. 0: the largest data.image_size."""
+    image_size: CountOrZero = 0
+    """Height and width that encoded images are decoded to (files of `convert.py images --keep-encoded`)."""
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Encoded images: in each epoch, train on another random part of at least this share of the area (0.08 to 0.35 for
     photographs), and validate on the centre, 7/8 of the sides. 1: the centre, all of it, in both."""
@@ -107,18 +104,6 @@ class Data(Section):
     trusted: bool = True
     """false: first open HDF5 files in a helper process with limits of time and memory, so that a file that makes the
     HDF5 library crash, hang or take all memory is refused in one line. For files from strangers."""
-
-    @field_validator("image_size")
-    @classmethod
-    def _has_a_first_size(cls, size: int | dict[int, int]) -> int | dict[int, int]:
-        if isinstance(size, dict) and 0 not in size:
-            raise PydanticCustomError("no_first_size", "Input should begin with epoch 0, as in {0: 160, 12: 192}")
-        return size
-
-    @property
-    def image_sizes(self) -> dict[int, int]:
-        """{number of epochs done: data.image_size from then on}"""
-        return self.image_size if isinstance(self.image_size, dict) else {0: self.image_size}
 
     @property
     def val_share(self) -> float | None:

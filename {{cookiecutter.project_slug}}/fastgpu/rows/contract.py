@@ -46,9 +46,6 @@ class PoolPlan(NamedTuple):
     is_last: bool
     """Whether this is the last pool of its epoch."""
     reads: list[BlockRead]
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    """{field: shape of its rows in this pool}, if they may be smaller than `Source.fields` says: each row lies at the
-    beginning of its place (see `rows.beginnings`)."""
 
 
 class Pool(NamedTuple):

@@ -8,7 +8,6 @@ Shapes: B rows, N values of all rows together.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,11 +133,6 @@ class Ragged:
         return RaggedArray(self.values.numpy(), self.host_offsets)
 
 
-def beginnings(rows: Any, shape: tuple[int, ...]) -> Any:
-    """A view of the beginning of each row of a contiguous tensor or array, as rows of another shape."""
-    return rows.reshape(len(rows), -1)[:, : prod(shape)].reshape(len(rows), *shape)
-
-
 @dataclass(frozen=True)
 class Rows:
     """Columns of equal length; `rows["images"]` is one of them."""
@@ -194,10 +188,6 @@ class Rows:
     def slice(self, start: int, stop: int) -> "Rows":
         """Rows start to stop - 1 as views: nothing is copied."""
         return Rows({name: column[start:stop] for name, column in self.columns.items()})
-
-    def shrink(self, shapes: Mapping[str, tuple[int, ...]]) -> "Rows":
-        """Views of the beginning of each row of some columns. shapes: {field: new shape of a row}."""
-        return Rows({**self.columns, **{name: beginnings(self[name], shape) for name, shape in shapes.items()}})
 
     def batches(self, batch_size: int) -> Iterator["Rows"]:
         """Views of `batch_size` rows each; the last may have fewer."""
