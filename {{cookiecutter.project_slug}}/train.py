@@ -44,7 +44,7 @@ from fastgpu.run.model_files import describe_model
 from fastgpu.run.run import Run
 from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
-from fastgpu.training.evaluate import evaluate, leave_out
+from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradients, unused_gpus_hint
 from fastgpu.training.step import (
@@ -172,7 +172,7 @@ def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, flo
     return evaluate(
         parts.model_to_use,
         parts.workload,
-        leave_out(pools, parts.val_feed.order, parts.val_source.damaged),
+        pools,
         batch_size=parts.sizes.batch_size,
         autocast=parts.precision.autocast,
         world=world,

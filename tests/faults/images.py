@@ -7,8 +7,8 @@
 reader threads in epoch after epoch, as random parts; the memory of the process is read on the way.
 
 **Damaged.** Each file follows from the seed and its number. All go through `convert.py images --keep-encoded --on-error
-skip`, among a hundred times as many whole ones, and as rows of a file through the feed of training with
-data.on_damaged_image=skip; each of the two is a process of its own. A file either decodes or is named.
+skip`, among a hundred times as many whole ones, and are read one by one from
+the source that training reads; each of the two is a process of its own. A file either decodes or is named.
 """
 
 import argparse
@@ -44,7 +44,9 @@ from PIL import Image
 
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.images.decoded import DecodedImages
+from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
+from fastgpu.rows.contract import BlockRead
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
@@ -173,18 +175,17 @@ def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
 # ---------------------------------------------------------------------------------------------- their own processes
 
 
-def epochs(path: str, *, skips_damaged: bool) -> tuple[DecodedImages, Any]:
+def epochs(path: str) -> tuple[DecodedImages, Any]:
     """The rows of a file and their feed."""
     store = open_store("FILE", path, {"images": "images", "labels": "labels"})
     source = DecodedImages(store, SIZE, 0.08)
-    source.damaged = {} if skips_damaged else None
     order = BlockSampler(source.block_rows, BATCH, pool_batches=4, drop_last=False)
     return source, make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
 
 
 def decode_many(path: str, n_images: int) -> dict[str, float]:
     """{share of the images: MiB of memory}, the number of images, and the seconds of CPU."""
-    _, feed = epochs(path, skips_damaged=False)
+    _, feed = epochs(path)
     process = psutil.Process()
     memory = {}
     n_done = epoch = 0
@@ -200,14 +201,20 @@ def decode_many(path: str, n_images: int) -> dict[str, float]:
 
 
 def decode_damaged(path: str) -> dict[str, str]:
-    """{label of the row: why it cannot be decoded}, of one epoch. Fails if a stand-in is not a whole row."""
-    source, feed = epochs(path, skips_damaged=True)
-    with closing(feed):
-        labels = np.concatenate([pool.rows["labels"].numpy() for pool in feed.pools(0)])
-    label_of = source.column("labels")
-    damaged = source.damaged or {}
-    named = {str(label_of[row]): reason for row, reason in damaged.items()}
-    assert not set(map(str, labels.tolist())) & named.keys()
+    """{label of the row: why it cannot be decoded}: each row is read alone, as a reader thread reads it."""
+    source, feed = epochs(path)
+    feed.close()
+    labels = source.column("labels")
+    out = {name: np.empty((1, *field.shape), field.dtype) for name, field in source.fields.items()}
+    named = {}
+    row = 0
+    for block, n_rows in enumerate(source.block_rows.tolist()):
+        for first in range(n_rows):
+            try:
+                source.read([BlockRead(block, first, np.array([0]))], out)
+            except RankError as error:
+                named[str(labels[row])] = str(error)
+            row += 1
     return named
 
 

@@ -1,5 +1,4 @@
 import io
-import re
 import time
 from itertools import chain
 from pathlib import Path
@@ -163,77 +162,14 @@ def test_a_row_that_hangs_is_named(store, monkeypatch):
         next(feed.pools(0))
 
 
-DAMAGED = (7, 8, 359)
-
-
-@pytest.fixture
-def damaged_path(tmp_path) -> Path:
-    """360 rows, of which three are damaged: two neighbours, and the last one."""
-    files = FILES * 4
-    for row in DAMAGED:
-        files[row] = files[row][: len(files[row]) // 2]
-    return write_encoded(tmp_path / "damaged.h5", files)
-
-
-def skipping(path: Path, min_scale: float = 0.2, rows: np.ndarray | None = None) -> DecodedImages:
-    store: Source = open_store("data.train", str(path), FIELDS)
-    if rows is not None:
-        store = Subset("part", store, rows)
-    source = DecodedImages(store, SIZE, min_scale)
-    source.damaged = {}
-    return source
-
-
-def test_the_next_row_stands_in_for_a_damaged_one_on_every_tier(damaged_path, tmp_path):
-    whole = open_store("data.train", str(write_encoded(tmp_path / "whole.h5", FILES * 4)), FIELDS)
-    intact = rows_of(feed_of(DecodedImages(whole, SIZE, 0.2)), 1)
-    expected = [(label, dict(intact)[label]) for label in ({7: 9, 8: 9, 359: 0}.get(row, row) for row, _ in intact)]
-    for tier, n_readers in (("disk", 1), ("disk", 4), ("host", 2)):
-        source = skipping(damaged_path)
-        assert rows_of(feed_of(source, tier, n_readers), 1) == expected
-        assert set(source.damaged) == set(DAMAGED)
-        assert re.search(r"damaged\.h5: the image in row 359 cannot be decoded: \w", source.damaged[359])
-
-
-def test_stand_ins_are_the_same_for_every_world_size_and_for_a_resumed_run(damaged_path):
-    expected = rows_of(feed_of(skipping(damaged_path)), 2)
-    parts = [rows_of(feed_of(skipping(damaged_path), shard=Shard(rank, 2, 4)), 2) for rank in range(2)]
-    assert sorted(chain(*parts)) == sorted(expected)
-    assert rows_of(feed_of(skipping(damaged_path)), 2, consumed=160) == expected[160:]
-
-
-def test_centres_have_the_same_stand_ins_on_every_tier(damaged_path):
-    device, host, disk = (rows_of(feed_of(skipping(damaged_path, 1.0), tier), 1) for tier in ("device", "host", "disk"))
-    assert device == host == disk
-    assert not {label for label, _ in disk} & set(DAMAGED)
-
-
-def test_a_row_that_is_held_out_stands_in_for_none(damaged_path):
-    own_rows = np.setdiff1d(np.arange(360), [9, 10, 0])
-    source = skipping(damaged_path, 1.0, own_rows)
-    labels = read_rows(source)["labels"].tolist()
-    assert set(labels) <= set(own_rows.tolist())
-    assert (labels[6], labels[7], labels[-1]) == (11, 11, 1)
-    assert "the image in row 359 cannot" in source.damaged[len(own_rows) - 1]  # the row of the file
-
-
-@pytest.mark.parametrize("n_damaged", [2, 90])
-def test_more_damaged_images_than_one_percent_end_the_run(tmp_path, n_damaged):
-    files = [data[:60] for data in FILES[:n_damaged]] + FILES[n_damaged:]
-    with pytest.raises(RankError, match=r"the image in row .* So 2 of 90 rows are damaged, more than 1 %; restore"):
-        read_rows(skipping(write_encoded(tmp_path / "x.h5", files)))
-
-
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("can't allocate memory: 9 bytes")])
-def test_want_of_memory_is_no_damage(damaged_path, monkeypatch, error):
-    """The stand-in would depend on what else the machine does."""
-
+def test_want_of_memory_is_no_damage(store, monkeypatch, error):
     def fail(*arguments: object) -> None:
         raise error
 
     monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", fail)
-    with pytest.raises(RankError, match=str(error)):
-        read_rows(skipping(damaged_path, 1.0))
+    with pytest.raises(RankError, match=f"{error}; free some memory"):
+        read_rows(DecodedImages(store, SIZE))
 
 
 def test_the_reason_is_one_line(store, monkeypatch):
@@ -243,22 +179,6 @@ def test_the_reason_is_one_line(store, monkeypatch):
     monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
         read_rows(DecodedImages(store, SIZE))
-
-
-def test_the_only_row_has_no_stand_in(tmp_path):
-    with pytest.raises(RankError, match="the image in row 0 cannot be decoded"):
-        read_rows(skipping(write_encoded(tmp_path / "x.h5", [FILES[0][:60]])))
-
-
-def test_rows_of_different_lengths_have_no_stand_ins(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", FILES)
-    with h5py.File(path, "r+") as file:
-        file["words/indptr"] = np.arange(N_ROWS + 1)
-        file["words/indices"] = np.arange(N_ROWS, dtype=np.int32)
-        file["words"].attrs["shape"] = (N_ROWS, N_ROWS)
-    settings = {"fields": {"images": "images", "words": "words"}, "image_size": 16, "on_damaged_image": "skip"}
-    with pytest.raises(UserError, match=r"is skip, which rows of different lengths \(words\) rule out"):
-        open_source(Data(train=str(path), val=str(path), **settings), "train", Loader(), Hdf5())
 
 
 @pytest.mark.parametrize("is_subset", [False, True])
@@ -304,10 +224,8 @@ def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tm
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
         sizes_of(write_encoded(tmp_path / "x.h5", FILES))
-    message = "data.min_crop_scale and data.on_damaged_image have no effect: "
-    for values in ({"min_crop_scale": 0.5}, {"on_damaged_image": "skip"}):
-        sizes_of(write(90), **values)
-        assert message in capsys.readouterr().out
+    sizes_of(write(90), min_crop_scale=0.5)
+    assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
 
 
 def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path):

@@ -8,7 +8,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
-from fastgpu.training.evaluate import Sum, evaluate, leave_out
+from fastgpu.training.evaluate import Sum, evaluate
 
 FIELDS = {"images": "images", "labels": "labels"}
 
@@ -67,20 +67,6 @@ def test_each_row_counts_once(write, rows, tier):
     metrics, is_training = evaluate_twice(ALONE, write(rows, chunk=3), tier)
     assert metrics == expected_metrics(rows)
     assert is_training
-
-
-@pytest.mark.parametrize("tier", ["device", "disk"])
-def test_damaged_rows_are_left_out(write, tier):
-    store = open_store("data.val", write(13, chunk=3), FIELDS)
-    numbers = []
-    for rank in range(2):  # the second rank has padding
-        order = BlockSampler(store.block_rows, 4, shard=Shard(rank, 2), pool_batches=1, seed=None, drop_last=False)
-        feed = make_feed(store, order, Placement(tier, CPU, 1))
-        for pool in leave_out(feed.pools(0), order, {0: "", 6: "", 12: ""}):
-            rows = pool.rows.slice(0, pool.plan.n_real_rows)
-            numbers += rows["images"].reshape(len(rows), -1)[:, 0].tolist()
-        feed.close()
-    assert sorted(numbers) == [row for row in range(13) if row not in (0, 6, 12)]
 
 
 @pytest.mark.slow

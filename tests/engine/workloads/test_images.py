@@ -1,6 +1,5 @@
 """The workload `images`: one class of many, any number of attributes, or numbers."""
 
-import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from harness import (
     same_weights,
     weights_of,
 )
-from PIL import Image
 
 from fastgpu.images.encoded import to_jpeg
 from fastgpu.process.config_loader import load_config
@@ -598,34 +596,6 @@ def write_encoded(path, files: list[bytes], labels: np.ndarray) -> None:
         file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
         file["images"].attrs["codec"] = "png"
         file["labels"] = labels
-
-
-def test_a_damaged_image_is_trained_on_as_the_next_one_and_left_out_of_validation(image_folder, capsys):
-    """The run is that of files in which the next image stands in its place, or which do not have it."""
-    rng = np.random.default_rng(0)
-    labels = np.arange(128) % 4
-    files = []
-    for label in labels:
-        file = io.BytesIO()
-        Image.fromarray(rng.integers(0, 60, (9, 9, 3), np.uint8) + np.uint8(60 * label)).save(file, "PNG")
-        files.append(file.getvalue())
-    damaged = [*files[:70], files[70][:-30], *files[71:]]
-    write_encoded("damaged.h5", damaged, labels)
-    write_encoded("train.h5", [*files[:70], files[71], *files[71:]], np.where(np.arange(128) == 70, labels[71], labels))
-    write_encoded("val.h5", [*files[:70], *files[71:]], np.delete(labels, 70))
-    short = ("data.image_size=8", "train.epochs=1", "data.tier=disk", "log.to=[]")
-    for name, paths in (("b", ("train", "val")), ("a", ("damaged", "damaged"))):
-        train, val = (f"data.{split}={path}.h5" for split, path in zip(("train", "val"), paths, strict=True))
-        script.train(load_config([f"run.name={name}", train, val, *short, "data.on_damaged_image=skip"]), ALONE)
-    assert same_weights(image_folder / "runs/a", image_folder / "runs/b")
-    metrics = [metrics_of(image_folder / f"runs/{name}")[-1] for name in "ab"]
-    for tag in ("val/loss", "val/top1_pct"):
-        assert metrics[0][tag] == pytest.approx(metrics[1][tag], rel=1e-5)
-    assert len((image_folder / "runs/a/damaged-rows.txt").read_text().splitlines()) == 2
-    assert not (image_folder / "runs/b/damaged-rows.txt").exists()
-    assert "warning: data.val: damaged.h5: the image in row 70 cannot be decoded" in capsys.readouterr().out
-    with pytest.raises(UserError, match="the image in row 70 .* set data.on_damaged_image=skip"):
-        script.train(load_config(["run.name=c", "data.train=damaged.h5", "data.val=val.h5", *short]), ALONE)
 
 
 def write_jpegs(path: Path) -> None:

@@ -112,17 +112,9 @@ def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
                 "and resized like the images; use 1"
             )
         size = (data.image_size, data.image_size)
-        decoded = decode_images(source, size, min_scale=data.min_crop_scale)
-        if data.on_damaged_image == "skip":
-            if decoded.lengths:
-                names = ", ".join(decoded.lengths)
-                raise UserError(f"data.on_damaged_image is skip, which rows of different lengths ({names}) rule out")
-            decoded.damaged = {}
-        return decoded
-    used = data.image_size or data.min_crop_scale < 1
-    if used or data.on_damaged_image != "stop":
-        keys = "data.image_size, data.min_crop_scale and data.on_damaged_image"
-        warn(f"{keys} have no effect: {source.name} has no encoded images")
+        return decode_images(source, size, min_scale=data.min_crop_scale)
+    if data.image_size or data.min_crop_scale < 1:
+        warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
     return source
 
 

@@ -43,9 +43,6 @@ class DecodedImages(DerivedSource):
     `read` takes the centre of each image. A reader in random order takes a random part, if `min_scale` is below 1. The
     part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of readers, and
     for a resumed run.
-
-    If `damaged` is a dict, the next row, with all of its fields, stands in for a damaged one; the first one follows the
-    last one.
     """
 
     def __init__(
@@ -124,24 +121,18 @@ class DecodedImages(DerivedSource):
     def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
         """Decode the parts of its epoch for an `_EpochRead`, otherwise the centres, to their places. Thread-safe.
 
-        Raises RankError with the row if an image is damaged and no other one may stand in for it.
+        Raises RankError with the row if an image is damaged.
         """
         for read in reads:
-            waiting = [read]
-            while waiting:
-                waiting += self._decode(waiting.pop(), read, out)
+            self._decode(read, out)
 
-    def _decode(self, read: BlockRead, planned: BlockRead, out: Mapping[str, Any]) -> list[BlockRead]:
-        """Decode the rows of a read to their places. Returns reads of the rows that follow the damaged ones.
-
-        planned: the read for whose rows these stand in, or the same; it knows its epoch.
-        """
+    def _decode(self, read: BlockRead, out: Mapping[str, Any]) -> None:
+        """Decode the rows of a read to their places."""
         first_row = int(self._block_start[read.block]) + read.first
         rows = np.arange(first_row, first_row + len(read.places))
         draws: list[list[float]] = [[]] * len(rows)
-        if isinstance(planned, _EpochRead):
-            draws = draw(planned.seed, rows).tolist()
-        following: list[BlockRead] = []
+        if isinstance(read, _EpochRead):
+            draws = draw(read.seed, rows).tolist()
         for name, column in read_block(self._source, read, rows).items():
             if name in self.encoded_fields:
                 for number, place in enumerate(read.places.tolist()):
@@ -150,32 +141,20 @@ class DecodedImages(DerivedSource):
                         image = EncodedImage(data)
                         out[name][place] = image.decode(self._find_box(image, draws[number]), self._size)
                     except Exception as error:  # a decoder may raise anything for damaged bytes
-                        self._note_damaged(first_row + number, error)
-                        following.append(self._read_of((first_row + number + 1) % len(self), place))
+                        raise self._damage(first_row + number, error) from None
             elif isinstance(column, RaggedArray):
                 out[name].values[out[name].places(read.places)] = column.values
             else:
                 out[name][read.places] = column
-        return following
 
-    def _read_of(self, row: int, place: int) -> BlockRead:
-        """A read of one row to a place."""
-        block = int(np.searchsorted(self._block_start, row, "right")) - 1
-        return BlockRead(block, row - int(self._block_start[block]), np.array([place]))
-
-    def _note_damaged(self, row: int, error: Exception) -> None:
-        """Add a row to `damaged`. Raises RankError if none, or no more, may be damaged, or if memory ran out."""
+    def _damage(self, row: int, error: Exception) -> RankError:
+        """What to say about an image that cannot be decoded."""
         reason = "it is no image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
         row_id = row if self._row_ids is None else int(self._row_ids[row])
         text = f"{self.name}: the image in row {row_id:,} cannot be decoded: {reason}"
         if isinstance(error, MemoryError) or "allocate memory" in reason:
-            raise RankError(f"{text}; free some memory, or use a smaller loader.num_readers") from None
-        if self.damaged is None:
-            raise RankError(f"{text}; {RESTORE}, or set data.on_damaged_image=skip") from None
-        self.damaged.setdefault(row, text)
-        if len(self.damaged) > self.max_damaged:
-            n_damaged = f"{len(self.damaged):,} of {len(self):,} rows"
-            raise RankError(f"{text}. So {n_damaged} are damaged, more than 1 %; {RESTORE}") from None
+            return RankError(f"{text}; free some memory, or use a smaller loader.num_readers")
+        return RankError(f"{text}; {RESTORE}, or convert the image files again with --on-error skip")
 
     def describe_read(self, variables: Mapping[str, Any]) -> str:
         """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""

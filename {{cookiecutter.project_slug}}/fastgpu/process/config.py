@@ -84,9 +84,6 @@ class Data(Section):
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Encoded images: in each epoch, train on another random part of at least this share of the area (0.08 to 0.35 for
     photographs), and validate on the centre, 7/8 of the sides. 1: the centre, all of it, in both."""
-    on_damaged_image: Literal["stop", "skip"] = "stop"
-    """What to do about an encoded image that cannot be decoded. stop: end the run. skip: train on the next row in its
-    place, leave it out of validation, and list it in the run's folder; end the run if more than 1 % are damaged."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
     tier: Tier | Auto = "auto"

@@ -95,8 +95,6 @@ class Source(Protocol):
     """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
-    damaged: dict[int, str] | None = None
-    """{row: why it cannot be decoded} of the rows in whose place `read` gave another one. None: it raises RankError."""
 
     def __len__(self) -> int: ...
 
@@ -104,11 +102,6 @@ class Source(Protocol):
     def row_bytes(self) -> int:
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
-
-    @property
-    def max_damaged(self) -> int:
-        """How many rows may be damaged before the run ends: 1 %, or a single one, but never all."""
-        return min(len(self) - 1, max(1, len(self) // 100))
 
     @property
     def identity(self) -> dict[str, object]:

@@ -7,6 +7,5 @@ agreement    signals to any rank, on which all ranks act at the same step
 losses       the losses of the steps, which stay on the device until there is a report
 checkpoint   saving and resuming: complete or absent, verified when read
 model_files  the model to use, without the training data
-damaged      rows that could not be decoded
 describe     the lines that are printed when a run starts
 """

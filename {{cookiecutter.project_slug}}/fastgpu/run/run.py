@@ -19,7 +19,6 @@ from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.run import checkpoint, folder
 from fastgpu.run.agreement import Agreement
-from fastgpu.run.damaged import DamagedRows
 from fastgpu.run.describe import describe_metrics
 from fastgpu.run.losses import Losses
 from fastgpu.run.model_files import ModelToUse
@@ -114,7 +113,6 @@ class Run:
         sources: training and validation rows. card: what the workload says about the model. Raises UserError
         on every rank if the folder cannot be written.
         """
-        self._damaged = DamagedRows(sources, self._world)
         with self._world.raise_on_every_rank():
             if self._world.is_main:
                 folder.create_folder(self.folder)
@@ -158,7 +156,6 @@ class Run:
         """
         if not self._losses:
             return
-        self._damaged.tell(self.folder)
         n_steps = len(self._losses)
         loss = self._losses.take(self._world)
         step = self.progress.step
@@ -253,7 +250,6 @@ class Run:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._agreement.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
-        self._world.print_once(self._damaged.summary)
         self.close()
         progress = self.progress
         if progress.epoch < self._epochs:
@@ -289,7 +285,6 @@ class Run:
 
         The buffers of all ranks are made equal before. Raises UserError on every rank if there is nothing worth saving.
         """
-        self._damaged.tell(self.folder)
         for part in self._state.values():
             if isinstance(part, nn.Module):
                 average_buffers(part, self._world)

@@ -1,15 +1,13 @@
 """Metrics over validation rows, exact for any number of ranks."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
-from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.training.parallel import average_buffers
 
@@ -62,14 +60,3 @@ def evaluate(
     model.train()
     totals = zip(names, world.all_reduce_sum(sums).tolist(), strict=True)
     return {f"val/{name}": total / count for name, (total, count) in totals}
-
-
-def leave_out(pools: Iterable[Pool], order: BlockSampler, damaged: Mapping[int, str] | None) -> Iterator[Pool]:
-    """The pools without damaged rows. damaged: grows while pools are read. None: there are none."""
-    for pool in pools:
-        row_ids = order.row_ids(pool.plan)[: pool.plan.n_real_rows] if damaged else np.empty(0)
-        kept = np.flatnonzero(~np.isin(row_ids, list(damaged or ())))
-        if len(kept) < len(row_ids):
-            yield Pool(pool.plan._replace(n_real_rows=len(kept)), pool.rows.take(torch.from_numpy(kept)))
-        else:
-            yield pool
