@@ -3,7 +3,7 @@
 # make test     all tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make config.schema.json and the pages config.md and code.md again
+# make fix      format, mend what the linter can, make the pages config.md and code.md again
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    count the lines of Python in a project, for each workload
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
@@ -57,8 +57,6 @@ fix: .venv/installed
 	"$(BIN)/ruff" check --fix
 	"$(BIN)/ruff" format
 	mkdir -p .cache
-	"$(BIN)/python" tools/config_schema.py > .cache/config.schema.json
-	mv .cache/config.schema.json "$(PROJECT)/config.schema.json"
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
 	"$(BIN)/python" tools/file_tree.py

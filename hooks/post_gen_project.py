@@ -69,15 +69,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def forget_settings(workload: str) -> None:
-    """Take the settings of a workload out of the schema by which editors check config.yaml."""
-    path = Path("config.schema.json")
-    schema = json.loads(path.read_text(encoding="utf-8"))
-    schema["$defs"].pop(workload, None)
-    schema["allOf"] = [rule for rule in schema["allOf"] if rule["if"]["properties"]["workload"]["const"] != workload]
-    path.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8", newline="\n")
-
-
 for folder, question in OPTIONAL_FOLDERS.items():
     if not answers[question]:
         remove(Path(folder))
@@ -85,8 +76,6 @@ for workload, names in ONLY_FOR.items():
     if answers["workload"] not in (workload, "both"):
         for name in names:
             remove(Path(name))
-            if name.startswith("workloads/"):
-                forget_settings(Path(name).stem)
 recsys_config = Path("config.recsys.yaml")
 if answers["workload"] == "recsys" and recsys_config.exists():
     recsys_config.replace("config.yaml")

@@ -37,10 +37,6 @@ def hook_constant(name: str) -> Any:
 
 ONLY_FOR: dict[str, list[str]] = hook_constant("ONLY_FOR")
 """{workload: files of a project that are deleted unless this workload was chosen}."""
-WORKLOADS = {
-    answer: [Path(name).stem for name in names if name.startswith("workloads/")] for answer, names in ONLY_FOR.items()
-}
-"""{answer to the question `workload`: the modules of workloads/ that only such a project has}."""
 WORKLOAD_ANSWERS = (*ONLY_FOR, "both")
 
 

@@ -10,7 +10,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from template import LEAF_ROOMS, PROJECT, ROOT, WORKLOADS, project_files, tracked
+from template import LEAF_ROOMS, PROJECT, ROOT, project_files, tracked
 
 import workloads
 from fastgpu.process.config import SECTIONS
@@ -166,7 +166,7 @@ def comments_of(name: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------- keys named in text
 
 KNOWN_KEYS = {"workload", *keys()}
-OPTIONS = [workloads.find_options(name) for names in WORKLOADS.values() for name in names]
+OPTIONS = [workloads.find_options(path.stem) for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
 KNOWN_KEYS |= {key for options in OPTIONS for key in keys(options, "model.")}
 FILE_SUFFIXES = {
     "py",
