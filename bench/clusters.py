@@ -20,7 +20,9 @@ RUNS = {
         ROOT,
         ["tests/template/test_slurm.py", "-m", "slurm"],
     ),
-    "launch/: published schemas, and command lines that train": ["tests/template/test_launch_scripts.py"],
+    "launch/kubernetes.yaml: the published schema, and a command line that trains": [
+        "tests/template/test_launch_scripts.py"
+    ],
     "two agents of torchrun, without a cluster": ["tests/engine/test_agents.py"],
     "train.py run.check=true": ["tests/engine/test_check.py"],
 }

@@ -21,7 +21,7 @@ DESCRIPTIONS = {
     "data/interactions-train.h5": "Users and items made up by a known law.",
     "data/interactions-val.h5": "The same, for validation.",
     "docs/": "Pages for the users of this project.",
-    "launch/": "One torchrun on each node, by Slurm, Kubernetes, Kubeflow or SkyPilot; delete what you do not use.",
+    "launch/": "One torchrun on each node, by Slurm or Kubernetes; delete what you do not use.",
     "tests/": "Tests of your config, data, workload and one short run.",
 }
 """Entries that have no docstring. Everything else that is not Python is left out: tools find it by its name."""

@@ -1,4 +1,4 @@
-"""The files of launch/ fit the published schemas, and their command lines train: here two nodes are two processes."""
+"""launch/kubernetes.yaml fits the published schema, and its command line trains: here two nodes are two processes."""
 
 import copy
 import os
@@ -17,15 +17,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from harness import TIMEOUT_S, copy_project, free_port, metrics_of, write_minimal
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from template import PROJECT
 
 LAUNCH = PROJECT / "launch"
 KUBERNETES = "1.31"
 """The oldest version in which podFailurePolicy is stable."""
-SET_BY_TRAINER = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-SKYPILOT_KEYS = {"name", "num_nodes", "resources", "workdir", "file_mounts", "volumes", "setup", "run"}
-"""Keys in use of https://docs.skypilot.co/en/latest/reference/yaml-spec.html, for which no package has a schema."""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -34,8 +30,6 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 JOB = documents("kubernetes.yaml")[1]
 CONTAINER = JOB["spec"]["template"]["spec"]["containers"][0]
-TRAIN_JOB = documents("trainjob.yaml")[0]
-SKYPILOT = documents("skypilot.yaml")[0]
 
 
 # ---------------------------------------------------------------------------------------------- schemas
@@ -68,17 +62,6 @@ def test_the_job_fails_at_once_for_a_mistake_and_ignores_evictions():
     assert documents("kubernetes.yaml")[0]["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
 
 
-def test_trainer_takes_the_train_job():
-    known = TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(TRAIN_JOB))
-    assert known is not None
-    assert known.to_dict() == TRAIN_JOB  # a key that the schema does not know would be lost
-    assert not {each["name"] for each in TRAIN_JOB["spec"]["trainer"]["env"]} & set(SET_BY_TRAINER)
-
-
-def test_skypilot_knows_the_keys():
-    assert set(SKYPILOT) <= SKYPILOT_KEYS
-
-
 def test_the_image_is_pinned_and_runs_without_root():
     words = [line.split() for line in (LAUNCH / "Dockerfile").read_text().splitlines() if line and line[0] != "#"]
     commands = [(first, rest) for first, *rest in words]
@@ -96,21 +79,9 @@ def kubernetes_node() -> tuple[list[str], dict[str, str]]:
     return CONTAINER["command"] + CONTAINER["args"], {each["name"]: each["value"] for each in CONTAINER["env"]}
 
 
-def trainer_node() -> tuple[list[str], dict[str, str]]:
-    trainer = TRAIN_JOB["spec"]["trainer"]
-    given = (str(trainer["numNodes"]), str(trainer["numProcPerNode"]), "0", "train-0.train", "29500")
-    env = {each["name"]: each["value"] for each in trainer["env"]}
-    return trainer["command"] + trainer["args"], env | dict(zip(SET_BY_TRAINER, given, strict=True))
-
-
-def skypilot_node() -> tuple[list[str], dict[str, str]]:
-    env = {"SKYPILOT_NODE_IPS": "train-0.train\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    return ["bash", "-c", SKYPILOT["run"]], env | {"SKYPILOT_NUM_NODES": str(SKYPILOT["num_nodes"])}
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with the workload `minimal`, and a virtual environment that is this one."""
+    """A project with the workload `minimal`."""
     write_minimal(tmp_path)
     copy_project(tmp_path)
     shutil.copytree(LAUNCH, tmp_path / "launch")
@@ -118,9 +89,6 @@ def project(tmp_path: Path) -> Path:
     config["run"] = {"checkpoint_every_steps": 1}
     config["train"]["epochs"] = 30
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    activate = tmp_path / ".venv/bin/activate"
-    activate.parent.mkdir(parents=True)
-    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
     return tmp_path
 
 
@@ -142,7 +110,7 @@ def started(project: Path, *nodes: tuple[list[str], dict[str, str]], port: int, 
             values = {name: value.replace(old, new) for name, value in values.items()}
         if words and argv[-1].endswith(words):
             argv[-1:] = argv[-1].split()
-        values |= {name: "1" for name in ("PET_NPROC_PER_NODE", "SKYPILOT_NUM_GPUS_PER_NODE") if name in values}
+        values["PET_NPROC_PER_NODE"] = "1"
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = os.environ | values | {"PATH": path, "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         processes.append(
@@ -181,13 +149,13 @@ def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(pr
     with ExitStack() as stack:
         (stays,) = stack.enter_context(started(project, kubernetes_node(), port=port))
         wait_until(lambda: is_open(port), stays)  # it hosts the rendezvous
-        (evicted,) = stack.enter_context(started(project, skypilot_node(), port=port))
+        (evicted,) = stack.enter_context(started(project, kubernetes_node(), port=port))
         wait_until(lambda: bool(list(run.glob("checkpoints/last-*"))), stays)
         evicted.send_signal(signal.SIGTERM)
         printed = outputs([evicted])
         assert evicted.returncode == 143, printed
         assert (run / "stopped.json").exists()
-        (joins,) = stack.enter_context(started(project, trainer_node(), port=port))
+        (joins,) = stack.enter_context(started(project, kubernetes_node(), port=port))
         printed = outputs([stays, joins])
         assert [stays.returncode, joins.returncode] == [0, 0], printed
     assert metrics_of(run)[-1]["step"] == 30 * 21

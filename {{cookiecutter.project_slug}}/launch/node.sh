@@ -9,8 +9,8 @@
 # stop, start it again to go on; 1 torchrun gave up.
 set -euo pipefail
 : "${PET_NNODES:?number of nodes}" "${PET_NPROC_PER_NODE:?number of GPUs of a node}" "${RUN_NAME:?name of the run}"
+: "${PET_RDZV_ENDPOINT:?name of the first node, and a port}"
 export PET_RDZV_BACKEND=c10d       # the default, static, does not bring nodes together again after a restart
-export PET_RDZV_ENDPOINT=${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:?name of the first node}:${PET_MASTER_PORT:-29500}}
 export PET_RDZV_ID=${PET_RDZV_ID:-$RUN_NAME}
 if [[ $PET_NNODES == *:* ]]; then
   export PET_MAX_RESTARTS=${PET_MAX_RESTARTS:-30}        # each node that leaves costs one, each that joins costs none
