@@ -21,7 +21,6 @@ NOT_RUN = {"needs the network", "needs GPUs", "serves until it is stopped"}
 """The reasons for which a block is not run."""
 TRANSLATIONS = [
     ("README.md", "docs/ko/README.md"),
-    (f"{FOLDER}/README.md", f"{FOLDER}/docs/ko/README.md"),
     (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md"),
 ]
 
