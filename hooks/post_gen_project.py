@@ -45,8 +45,6 @@ ONLY_FOR = {
         "fastgpu/training/ranking.py",
     ],
 }
-# Folders that are kept if the answer to the question is yes.
-OPTIONAL_FOLDERS = {".github": "ci_workflow"}
 LEFTOVERS = [
     ".venv",
     "runs",
@@ -69,9 +67,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-for folder, question in OPTIONAL_FOLDERS.items():
-    if not answers[question]:
-        remove(Path(folder))
 for workload, names in ONLY_FOR.items():
     if answers["workload"] not in (workload, "both"):
         for name in names:

@@ -27,7 +27,7 @@ def mistakes() -> list[str]:
             f"project_slug is {slug!r}, already the name of a module, a package or a device: "
             f"add a word, such as {slug}_project"
         )
-    for name in ("project_name", "description", "author"):
+    for name in ("project_name", "author"):
         answer = answers[name]
         if not answer.strip():
             found.append(f"{name} is empty: write a word or two")

@@ -54,7 +54,4 @@ def condition_of(path: str) -> str:
     for workload, names in ONLY_FOR.items():
         if members and members <= {*names}:
             return f'cookiecutter.workload in ("{workload}", "both")'
-    question = hook_constant("OPTIONAL_FOLDERS").get(path.rstrip("/"))
-    if question:
-        return f"cookiecutter.{question}"
     return ""

@@ -52,7 +52,7 @@ def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_a_project_has_the_files_of_its_workload(baked, answer):
     project = baked(answer)
-    assert files(project) == expected(answer, ci_workflow=True)
+    assert files(project) == expected(answer)
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
     meta = parses(project)
     shipped = yaml.safe_load((project / "config.yaml").read_text())
