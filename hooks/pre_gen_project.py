@@ -7,10 +7,21 @@ import sys
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# A folder of such a name would hide a script, a folder or a module, pip would take the project for one of its own
-# dependencies, or Windows for a device. The list is in cookiecutter.json because the default project_slug avoids it.
-TAKEN = {*" ".join(answers["_taken"]).split(), "con", "prn", "aux", "nul"}
-TAKEN |= {f"{port}{number}" for port in ("com", "lpt") for number in range(10)}
+# pip would take a project of such a name for its own dependency.
+DEPENDENCIES = {
+    "h5py",
+    "numpy",
+    "nvidia_ml_py",
+    "pillow",
+    "psutil",
+    "pydantic",
+    "pyyaml",
+    "safetensors",
+    "simplejpeg",
+    "tensorboard",
+    "torch",
+    "tqdm",
+}
 
 
 def mistakes() -> list[str]:
@@ -22,11 +33,8 @@ def mistakes() -> list[str]:
         found.append(f"project_slug is {slug!r}: {cure}, at most 50 characters, a letter first, no _ last")
     elif keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
         found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
-    elif slug in TAKEN or slug in sys.stdlib_module_names:
-        found.append(
-            f"project_slug is {slug!r}, already the name of a module, a package or a device: "
-            f"add a word, such as {slug}_project"
-        )
+    elif slug in DEPENDENCIES:
+        found.append(f"project_slug is {slug!r}, a package that the project needs: add a word, such as {slug}_project")
     for name in ("project_name", "author"):
         answer = answers[name]
         if not answer.strip():
