@@ -5,7 +5,7 @@
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the pages config.md and code.md again
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
-# make lines    count the lines of Python in a project, for each workload
+# make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
 #               slurmd, slurm-client and shellcheck
