@@ -1,7 +1,8 @@
 # make demo     bake the template and train what comes out, on every GPU or on two CPU processes; WORKLOAD=recsys for
 #               users and items
-# make test     all tests: of the engine and the tools in place, of the template, of baked projects
+# make test     the tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
+# make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, Slurm, damaged files and faults, for hours
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the pages config.md and code.md again
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
@@ -25,7 +26,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test slow check fix goldens lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: demo test slow nightly check fix goldens lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -38,14 +39,21 @@ demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
 # Two test processes share two CPUs: one thread each, or they wait for each other's threads.
-test slow check goldens gpu: export OMP_NUM_THREADS := 1
+test slow nightly check goldens gpu: export OMP_NUM_THREADS := 1
 PYTEST := "$(BIN)/python" -m pytest -n 2 --dist worksteal
 
 test: .venv/installed
-	$(PYTEST)
+	$(PYTEST) -m "not nightly"
 
 slow: .venv/installed
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not nightly"
+
+nightly: .venv/installed
+	$(PYTEST) -m nightly
+	$(MAKE) slurm
+	"$(BIN)/python" tests/faults/fuzz.py
+	"$(BIN)/python" tests/faults/images.py
+	"$(BIN)/python" tests/faults/soak.py
 
 check: .venv/installed
 	"$(BIN)/ruff" format --check

@@ -121,6 +121,7 @@ def kill_node(agent: subprocess.Popen) -> None:
     agent.wait(TIMEOUT_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, jobs):
     run = folder / "runs/a"
@@ -167,6 +168,7 @@ def wait_for_progress(run: Path, agent: subprocess.Popen, n_starts: int) -> None
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_machine_without_the_data_is_one_line(folder, jobs):
     elsewhere = folder / "elsewhere"
@@ -199,6 +201,7 @@ def global_batches(path: Path) -> list[tuple[int, list[float]]]:
     return batches
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jobs, monkeypatch):
     root = copy_project(folder)

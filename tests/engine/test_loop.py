@@ -315,6 +315,7 @@ def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(f
     train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])  # sums of two have one order only
 def test_a_run_that_is_killed_is_resumed_to_the_same_weights(folder, ranks):
@@ -563,6 +564,7 @@ def test_two_ranks_train_the_weights_of_one(folder):
     assert [p["val/mse"] for p in one] == pytest.approx([p["val/mse"] for p in two], rel=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_by_torchrun(folder):
     arguments = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=20")

@@ -142,6 +142,7 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(project):
     run = project / "runs/train"

@@ -57,6 +57,7 @@ class Tries:
         return self._n_quiet < MAX_TRIES and len(self.notes) < MAX_TRIES_UNDER_LOAD
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.cause)
 def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
