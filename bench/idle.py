@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from worker import cpu_s, endless
 
-from fastgpu.training.augment import random_crop, random_flip
+from fastgpu.images.augment import random_crop, random_flip
 
 ROUNDS = 5
 SECONDS = 2.0

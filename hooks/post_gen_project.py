@@ -11,39 +11,45 @@ from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# Files that belong to one workload alone.
-ONLY_FOR = {
-    "images": [
-        "workloads/images.py",
-        "workloads/segmentation.py",
-        "configs/celeba.yaml",
-        "configs/cifar10.yaml",
-        "configs/csv-images.yaml",
-        "configs/imagenet.yaml",
-        "configs/segmentation.yaml",
-        "data/digits.h5",
-        "fastgpu/convert/array_images.py",
-        "fastgpu/convert/commands_images.py",
-        "fastgpu/convert/image_files.py",
-        "fastgpu/convert/pixel_csv.py",
-        "fastgpu/convert/tables.py",
-        "fastgpu/predict/image_inputs.py",
-        "fastgpu/images/__init__.py",
-        "fastgpu/images/decoded.py",
-        "fastgpu/images/encoded.py",
-        "fastgpu/images/files.py",
-        "fastgpu/training/augment.py",
-    ],
-    "recsys": [
-        "workloads/recsys.py",
-        "configs/recsys.yaml",
-        "data/interactions-train.h5",
-        "data/interactions-val.h5",
-        "fastgpu/convert/commands_recsys.py",
-        "fastgpu/convert/interactions.py",
-        "fastgpu/convert/movielens.py",
-        "fastgpu/training/ranking.py",
-    ],
+# {path: {question: answers that keep it}}
+KEEP = {
+    "convert.py": {"tools": ["all"]},
+    "diagnose.py": {"tools": ["all"]},
+    "predict.py": {"tools": ["all"]},
+    "report.py": {"tools": ["all"]},
+    "fastgpu/convert": {"tools": ["all"]},
+    "fastgpu/diagnose": {"tools": ["all"]},
+    "fastgpu/predict": {"tools": ["all"]},
+    "docs/data.md": {"tools": ["all"]},
+    "docs/measuring.md": {"tools": ["all"]},
+    "docs/troubleshooting.md": {"tools": ["all"]},
+    "docs/why-is-my-gpu-idle.md": {"tools": ["all"]},
+    "docs/tutorial.md": {"tools": ["all"], "workload": ["images", "recsys", "both"]},
+    "docs/ko": {"tools": ["all"], "workload": ["images", "recsys", "both"]},
+    "launch": {"launch": ["slurm", "kubernetes", "both"]},
+    "launch/slurm.sh": {"launch": ["slurm", "both"]},
+    "launch/kubernetes.yaml": {"launch": ["kubernetes", "both"]},
+    "launch/Dockerfile": {"launch": ["kubernetes", "both"]},
+    "launch/Dockerfile.dockerignore": {"launch": ["kubernetes", "both"]},
+    "docs/clusters.md": {"launch": ["slurm", "kubernetes", "both"]},
+    "configs": {"workload": ["images", "recsys", "both"]},
+    "workloads/images.py": {"workload": ["images", "both"]},
+    "workloads/segmentation.py": {"workload": ["images", "both"]},
+    "configs/celeba.yaml": {"workload": ["images", "both"]},
+    "configs/cifar10.yaml": {"workload": ["images", "both"]},
+    "configs/csv-images.yaml": {"workload": ["images", "both"]},
+    "configs/imagenet.yaml": {"workload": ["images", "both"]},
+    "configs/segmentation.yaml": {"workload": ["images", "both"]},
+    "data/digits.h5": {"workload": ["images", "both", "own"]},
+    "fastgpu/images": {"workload": ["images", "both"]},
+    "fastgpu/convert/images": {"workload": ["images", "both"]},
+    "fastgpu/predict/image_inputs.py": {"workload": ["images", "both"]},
+    "workloads/recsys.py": {"workload": ["recsys", "both"]},
+    "configs/recsys.yaml": {"workload": ["recsys", "both"]},
+    "data/interactions-train.h5": {"workload": ["recsys", "both"]},
+    "data/interactions-val.h5": {"workload": ["recsys", "both"]},
+    "fastgpu/convert/recsys": {"workload": ["recsys", "both"]},
+    "fastgpu/training/ranking.py": {"workload": ["recsys", "both"]},
 }
 LEFTOVERS = [
     ".venv",
@@ -67,21 +73,20 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-for workload, names in ONLY_FOR.items():
-    if answers["workload"] not in (workload, "both"):
-        for name in names:
-            remove(Path(name))
-recsys_config = Path("config.recsys.yaml")
-if answers["workload"] == "recsys" and recsys_config.exists():
-    recsys_config.replace("config.yaml")
-remove(recsys_config)
+for name, questions in KEEP.items():
+    if any(answers[question] not in kept for question, kept in questions.items()):
+        remove(Path(name))
+config = Path(f"config.{answers['workload']}.yaml")
+if config.exists():
+    config.replace("config.yaml")
+for path in list(Path().glob("config.*.yaml")):
+    remove(path)
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)
-for names in ONLY_FOR.values():
-    for folder in {Path(name).parent for name in names}:
-        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
-            folder.rmdir()
+for folder in {Path(name).parent for name in KEEP}:
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
 
 # `cruft update` and `cruft diff` bake old and new projects in temporary folders, where nothing is to be done next.
 # Only cruft sets _commit; `cruft create` bakes in a folder of the user's choice.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from baking import Done, run_cookiecutter
 from harness import ITEMS, numbered, ragged, write_minimal
-from template import ROOT, tracked
+from template import ALL_FILES, ROOT, tracked
 
 from fastgpu.process.signals import STOP
 from fastgpu.telemetry import log
@@ -43,14 +43,15 @@ def bake(template: Path, tmp_path: Path) -> Callable[..., Done]:
 
 
 @pytest.fixture(scope="session")
-def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """baked(workload) is the folder of a project that all tests share: they read it, or run tools that leave it as it
-    is. The project is baked at the first call."""
+def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """baked(workload, **answers) is the folder of a project that all tests share: they read it, or run tools that leave
+    it as it is. The project is baked at the first call, with all tools and files of launch/ if nothing else is said."""
 
     @functools.cache
-    def project(workload: str) -> Path:
+    def project(workload: str, **answers: str) -> Path:
         folder = tmp_path_factory.mktemp(workload)
-        done = run_cookiecutter(folder, template, project_slug="cats", license="MIT", workload=workload)
+        given = {"project_slug": "cats", "license": "MIT", "workload": workload} | ALL_FILES | answers
+        done = run_cookiecutter(folder, template, **given)
         assert done.returncode == 0, done.stderr
         return folder / "out" / "cats"
 
@@ -58,11 +59,11 @@ def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.fixture
-def own_copy(baked: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
-    """own_copy(workload) is a project that the test may change."""
+def own_copy(baked: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """own_copy(workload, **answers) is a project that the test may change."""
 
-    def copy(workload: str) -> Path:
-        return shutil.copytree(baked(workload), tmp_path / workload)
+    def copy(workload: str, **answers: str) -> Path:
+        return shutil.copytree(baked(workload, **answers), tmp_path / workload)
 
     return copy
 

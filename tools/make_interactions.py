@@ -20,7 +20,7 @@ import numpy as np
 import template  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.convert.interactions import Columns, draw_hidden, make_arrays, make_csr, split_hidden
+from fastgpu.convert.recsys.interactions import Columns, draw_hidden, make_arrays, make_csr, split_hidden
 from fastgpu.convert.writer import WriteOptions
 from fastgpu.convert.writing import write_files
 from fastgpu.rows.rows import Ragged, RaggedArray

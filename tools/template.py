@@ -1,6 +1,8 @@
 """Facts about the template that its tools and tests share."""
 
 import ast
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,23 +37,33 @@ def hook_constant(name: str) -> Any:
     raise KeyError(name)
 
 
-ONLY_FOR: dict[str, list[str]] = hook_constant("ONLY_FOR")
-"""{workload: files of a project that are deleted unless this workload was chosen}."""
-WORKLOAD_ANSWERS = (*ONLY_FOR, "both")
+KEEP: dict[str, dict[str, list[str]]] = hook_constant("KEEP")
+"""{path in a project: {question: answers that keep it}}."""
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
+WORKLOADS = ("images", "recsys")
+WORKLOAD_ANSWERS: list[str] = QUESTIONS["workload"]
+ALL_FILES = {"tools": "all", "launch": "both"}
+"""Answers by which all files are kept that do not depend on the workload."""
 
 
-def removed_files(answer: str) -> set[str]:
-    """The files that a project with this answer to the question `workload` does not have."""
-    if answer == "both":
-        return {"config.recsys.yaml"}
-    names = {name for workload, names in ONLY_FOR.items() if workload != answer for name in names}
-    return names | {"config.recsys.yaml"}
+def is_inside(path: str, kept: str) -> bool:
+    """Whether a file or folder is a path of KEEP, or lies in it."""
+    return path.rstrip("/") == kept or path.startswith(f"{kept}/")
+
+
+def removed_files(workload: str, **answers: str) -> set[str]:
+    """The files that a project with these answers does not have. Other answers keep all files."""
+    given = ALL_FILES | {"workload": workload} | answers
+    gone = [path for path, wanted in KEEP.items() if any(given[name] not in wanted[name] for name in wanted)]
+    names = {name for name in project_files() if any(is_inside(name, path) for path in gone)}
+    return names | {name for name in project_files() if re.fullmatch(r"config\.\w+\.yaml", name)}
 
 
 def condition_of(path: str) -> str:
     """The Jinja expression under which a project has a file or folder; empty if every project has it."""
-    members = {name for name in project_files() if name == path or (path.endswith("/") and name.startswith(path))}
-    for workload, names in ONLY_FOR.items():
-        if members and members <= {*names}:
-            return f'cookiecutter.workload in ("{workload}", "both")'
-    return ""
+    conditions = []
+    for kept, questions in KEEP.items():
+        if is_inside(path, kept):
+            for question, answers in questions.items():
+                conditions.append(f"cookiecutter.{question} in {json.dumps(answers)}")
+    return " and ".join(conditions)

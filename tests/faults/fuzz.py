@@ -423,8 +423,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="KIND[:NUMBER]", default="", help="this kind; or one file, which is kept")
     parser.add_argument("--publish", action="store_true", help="write a page to bench/results")
     args = parser.parse_args()
-    for path in (PROJECT / "fastgpu/convert").glob("[a-z]*.py"):  # all that is imported late, once for all processes
-        import_module(f"fastgpu.convert.{path.stem}")
+    for path in (PROJECT / "fastgpu/convert").rglob("[a-z]*.py"):  # all that is imported late, once for all processes
+        import_module(".".join(path.relative_to(PROJECT).with_suffix("").parts))
     Image.init()
     new_state()
     gc.freeze()

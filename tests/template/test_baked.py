@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from template import ONLY_FOR, ROOT, WORKLOAD_ANSWERS
+from template import ROOT, WORKLOAD_ANSWERS, WORKLOADS
 from test_template import expected, files, parses
 
 OTHER = {"images": "recsys", "recsys": "images"}
 WORDS_OF = {
-    "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|commands_images|mixup|cutout",
-    "recsys": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|commands_recsys|interactions",
+    "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
+    "recsys": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|interactions",
 }
 """What only the files of one workload speak of."""
 SPEAK_OF_BOTH = {
@@ -52,18 +52,18 @@ def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_a_project_has_the_files_of_its_workload(baked, answer):
     project = baked(answer)
-    assert files(project) == expected(answer)
+    assert files(project) == expected(answer, launch="both")
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
     meta = parses(project)
     shipped = yaml.safe_load((project / "config.yaml").read_text())
-    assert shipped["workload"] == ("recsys" if answer == "recsys" else "images")
+    assert shipped["workload"] == {"recsys": "recsys", "own": "minimal"}.get(answer, "images")
     for page in project.rglob("*.md"):
         prose = re.sub(r"(?ms)^```.*?^```$", "block", page.read_text())
         assert "\n\n\n" not in prose, page
-    assert any(name.startswith("pillow") for name in meta["project"]["dependencies"]) == (answer != "recsys")
+    assert any(name.startswith("pillow") for name in meta["project"]["dependencies"]) == (answer in ("images", "both"))
 
 
-@pytest.mark.parametrize("workload", ONLY_FOR)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_project_does_not_speak_of_the_other_workload(baked, workload):
     project = baked(workload)
     pattern = re.compile(WORDS_OF[OTHER[workload]], re.IGNORECASE)
@@ -78,7 +78,11 @@ def test_a_project_does_not_speak_of_the_other_workload(baked, workload):
 
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_every_module_that_is_imported_is_there(baked, answer):
-    project = baked(answer)
+    assert missing_modules(baked(answer)) == set()
+
+
+def missing_modules(project: Path) -> set[str]:
+    """Modules of the project that are imported and not there."""
     missing = set()
     for path in project.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -89,7 +93,7 @@ def test_every_module_that_is_imported_is_there(baked, answer):
                 for alias in node.names:
                     if (project / module).is_dir() and not (project / module / f"{alias.name}.py").exists():
                         missing.add(f"{path.relative_to(project)}: {node.module}.{alias.name}")
-    assert missing == set()
+    return missing
 
 
 CONVERT_COMMANDS = {
@@ -100,7 +104,7 @@ SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ONLY_FOR)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_convert_has_the_commands_of_the_workload(baked, workload):
     project = baked(workload)
     shown = run_in(project, ["convert.py", "--help"]).stdout
@@ -108,8 +112,8 @@ def test_convert_has_the_commands_of_the_workload(baked, workload):
     assert listed == SHARED_COMMANDS | CONVERT_COMMANDS[workload]
     shown = run_in(project, ["convert.py", "arrays", "--help"]).stdout
     assert ("--held-out" in shown) == (workload == "recsys")
-    names = [path.stem for path in (project / "fastgpu/convert").glob("[a-z]*.py")]
-    code = f"import sys, {', '.join(f'fastgpu.convert.{name}' for name in names)}; print('PIL' in sys.modules)"
+    paths = [path.relative_to(project).with_suffix("") for path in (project / "fastgpu/convert").rglob("[a-z]*.py")]
+    code = f"import sys, {', '.join('.'.join(path.parts) for path in paths)}; print('PIL' in sys.modules)"
     assert run_in(project, ["-c", code]).stdout == f"{workload == 'images'}\n"
 
 
@@ -123,12 +127,49 @@ def test_a_project_is_clean(baked, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ONLY_FOR)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_project_installs_and_trains(baked, own_copy, workload):
     """As its README says, but for the download: what is installed here already satisfies it."""
     project = own_copy(workload)
     run_in(project, ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev]"])
     assert "epoch 2/2" in run_in(project, ["train.py", "train.epochs=2"]).stdout
+
+
+# ---------------------------------------------------------------------------------------------- other answers
+
+OTHERS = [
+    {"workload": "images", "tools": "none", "launch": "none"},
+    {"workload": "recsys", "tools": "none", "launch": "slurm"},
+    {"workload": "both", "tools": "none", "launch": "both"},
+    {"workload": "own", "tools": "all", "launch": "kubernetes"},
+    {"workload": "own", "tools": "none", "launch": "none"},
+]
+
+
+@pytest.mark.parametrize("answers", OTHERS, ids=lambda answers: "-".join(answers.values()))
+def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked, answers):
+    project = baked(**answers)
+    assert files(project) == expected(**answers)
+    assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
+    parses(project)
+    assert missing_modules(project) == set()
+    for page in project.rglob("*.md"):
+        text = page.read_text()
+        assert "\n\n\n" not in re.sub(r"(?ms)^```.*?^```$", "block", text), page
+        links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+        if answers["tools"] == "none":
+            assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", OTHERS, ids=lambda answers: "-".join(answers.values()))
+def test_a_project_of_other_answers_trains_and_is_clean(own_copy, answers):
+    project = own_copy(**answers)
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
+        run_in(project, ["-m", *command])
+    assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1"]).stdout
+    run_pytest(project)
 
 
 # ---------------------------------------------------------------------------------------------- changed by its owner
@@ -186,7 +227,7 @@ def is_text(line: ast.stmt) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ONLY_FOR)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, workload):
     """The whole fast suite, in a project of one workload."""
     project = own_copy(workload)

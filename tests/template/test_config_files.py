@@ -14,6 +14,7 @@ from fastgpu.process.config_loader import load_config, read_options
 
 SHIPPED = {
     "config.yaml": {"workload": "images", "required": {"data.train", "data.val", "data.fields"}, "changed": set()},
+    "config.own.yaml": {"workload": "minimal", "required": {"data.train", "data.val", "data.fields"}, "changed": set()},
     "config.recsys.yaml": {
         "workload": "recsys",
         "required": {"data.train", "data.val", "data.fields"},

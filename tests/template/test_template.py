@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
-from template import FOLDER, ONLY_FOR, PROJECT, ROOT, project_files, removed_files, tracked
+from template import FOLDER, KEEP, PROJECT, QUESTIONS, ROOT, is_inside, project_files, removed_files, tracked
 
 DEFAULT = "my_training_project"
 LICENSES = {
@@ -25,8 +25,8 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def expected(workload: str = "images") -> set[str]:
-    return set(project_files()) - removed_files(workload)
+def expected(workload: str = "images", launch: str = "none", **answers: str) -> set[str]:
+    return set(project_files()) - removed_files(workload, launch=launch, **answers)
 
 
 def parses(project: Path) -> dict:
@@ -218,15 +218,10 @@ def test_only_line_feeds():
             assert b"\r" not in (ROOT / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("workload", ONLY_FOR)
-def test_files_named_in_the_hook_exist_and_their_tests_go_with_them(workload):
-    named = ONLY_FOR[workload]
-    assert set(named) <= set(project_files())
-    modules = [name for name in named if name.endswith(".py") and not name.startswith("tests/")]
-    for module in modules:
-        folder, _, name = module.removeprefix("workloads/").rpartition("/")
-        test = (Path("tests") / folder / f"test_{name}").as_posix()
-        assert test in named or test not in project_files(), f"{test} tests {module}; delete it with that"
+@pytest.mark.parametrize("path", KEEP)
+def test_paths_and_answers_named_in_the_hook_exist(path):
+    assert any(is_inside(name, path) for name in project_files())
+    assert all(set(answers) < set(QUESTIONS[question]) for question, answers in KEEP[path].items())
 
 
 def test_hooks_need_nothing_but_python():

@@ -14,13 +14,13 @@ from pydantic import Field as Limits
 from torch import Tensor, nn
 
 import workloads
+from fastgpu.images import augment
 from fastgpu.images.files import is_one_hot, looks_like_nhwc
 from fastgpu.process.config import Count, CountOrZero, Section, Share
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Rows
-from fastgpu.training import augment
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workloads
+from fastgpu.images import augment
 from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import Rows
-from fastgpu.training import augment
 from fastgpu.training.evaluate import Sum
 from workloads import Direction, images
 

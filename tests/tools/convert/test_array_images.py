@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from fastgpu.convert import array_images
+from fastgpu.convert.images import array_images
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
 

@@ -1,4 +1,4 @@
-"""The commands that convert.py has are those of the modules commands_*.py in its room."""
+"""The commands that convert.py has are those of commands_files.py and of each folder in its room."""
 
 import subprocess
 import sys

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from harness import read_rows
 
-from fastgpu.convert.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
+from fastgpu.convert.recsys.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.store import open_store

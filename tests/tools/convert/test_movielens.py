@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastgpu.convert import movielens
-from fastgpu.convert.movielens import read_ratings
+from fastgpu.convert.recsys import movielens
+from fastgpu.convert.recsys.movielens import read_ratings
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastgpu.convert.tables import parse_labels, read_table
+from fastgpu.convert.images.tables import parse_labels, read_table
 from fastgpu.process.launch import UserError
 
 PATH = Path("x.csv")

@@ -1,4 +1,4 @@
-"""The command line of convert.py: sub-commands, which the modules commands_*.py add, and the flags that they share.
+"""The command line of convert.py: sub-commands, which each kind of data adds, and the flags that they share.
 
 A command imports what it needs when it runs: torch alone takes seconds, for which --help and mistakes should not wait.
 """
@@ -22,12 +22,14 @@ Run = Callable[[Namespace], int | None]
 class CommandLine:
     """The commands of convert.py.
 
-    A module commands_*.py adds its own in the function `add_commands(command_line)`. A project for one kind of data has
-    only the modules that belong to it. Their docstrings follow the description.
+    commands_files.py and the module `commands` of each folder add their own in the function
+    `add_commands(command_line)`. A project for one kind of data has only the folder that belongs to it. The docstrings
+    of these modules follow the description.
     """
 
     def __init__(self, description: str):
-        names = sorted(path.stem for path in Path(__file__).parent.glob("commands_*.py"))
+        folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/commands.py"))
+        names = ["commands_files", *(f"{folder}.commands" for folder in folders)]
         modules = [import_module(f"fastgpu.convert.{name}") for name in names]
         texts = [description.strip(), *((module.__doc__ or "").strip() for module in modules)]
         self.parser = ArgumentParser(

@@ -3,4 +3,5 @@
 files.py         opens and prepares image files
 encoded.py       rows that are image files: what part of one is decoded, and to which size
 decoded.py       a source whose rows are pixels, made of another source's encoded images
+augment.py       what is drawn anew for each batch of images on the device
 """

@@ -80,7 +80,7 @@ class Data(Section):
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
     image_size: CountOrZero = 0
-    """Height and width that encoded images are decoded to (files of `convert.py images --keep-encoded`)."""
+    """Height and width that encoded images are decoded to (files that hold JPEG or PNG bytes)."""
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Encoded images: in each epoch, train on another random part of at least this share of the area (0.08 to 0.35 for
     photographs), and validate on the centre, 7/8 of the sides. 1: the centre, all of it, in both."""
@@ -93,9 +93,9 @@ class Data(Section):
     rows, at most 8 million."""
     echo: Annotated[float, Field(ge=1)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). Useful where reading is the
-    bottleneck: `diagnose.py` names the factor that costs no time."""
+    bottleneck: a diagnosis names the factor that costs no time."""
     verify: bool = False
-    """Check the SHA-256 of each block whenever it is read (only files written by convert.py have checksums)."""
+    """Check the SHA-256 of each block whenever it is read (only some files have checksums)."""
     trust_links: bool = False
     """Follow external datasets, virtual datasets and links into other files. Only for files that you trust."""
     trusted: bool = True

@@ -1,4 +1,4 @@
-"""What diagnose.py measured, read back by later runs of the same step on the same machine."""
+"""What a diagnosis measured, read back by later runs of the same step on the same machine."""
 
 import json
 from collections.abc import Mapping

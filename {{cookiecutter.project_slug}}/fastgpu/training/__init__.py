@@ -1,1 +1,1 @@
-"""What happens to a batch on the device: augmentation, step, optimizer, evaluation."""
+"""What happens to a batch on the device: step, optimizer, evaluation."""

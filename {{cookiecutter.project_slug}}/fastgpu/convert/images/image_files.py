@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import UnidentifiedImageError
 
+from fastgpu.convert.images.tables import parse_labels, read_table
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
 from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
-from fastgpu.convert.tables import parse_labels, read_table
 from fastgpu.images.encoded import Kept, keep
 from fastgpu.images.files import (
     IGNORED_CLASS,

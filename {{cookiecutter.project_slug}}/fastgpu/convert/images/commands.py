@@ -18,7 +18,7 @@ from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
     from fastgpu.convert.array_files import Columns
-    from fastgpu.convert.image_files import Listing
+    from fastgpu.convert.images.image_files import Listing
 
 
 def add_commands(command_line: CommandLine) -> None:
@@ -51,7 +51,7 @@ def add_commands(command_line: CommandLine) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.image_files import list_csv, list_folder, list_pairs
+    from fastgpu.convert.images.image_files import list_csv, list_folder, list_pairs
 
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
@@ -72,7 +72,7 @@ def images(args: Namespace) -> None:
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or one column of numbers separated by spaces."""
-    from fastgpu.convert.pixel_csv import PixelFile, PixelRows, list_pixels
+    from fastgpu.convert.images.pixel_csv import PixelFile, PixelRows, list_pixels
     from fastgpu.convert.reading import explain_errors
 
     with explain_errors(args.source, "a CSV file of UTF-8 text"):
@@ -84,7 +84,7 @@ def pixels(args: Namespace) -> None:
 
 def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
     """What the command `arrays` does with images."""
-    from fastgpu.convert.array_images import prepare_images
+    from fastgpu.convert.images.array_images import prepare_images
 
     if (args.to is None) != (args.range is None):
         raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
@@ -117,7 +117,7 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
 
 def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
     """Write the image files of each split, as the flags of `_add_decoding_flags` say."""
-    from fastgpu.convert.image_files import open_images
+    from fastgpu.convert.images.image_files import open_images
     from fastgpu.images.encoded import Kept
     from fastgpu.images.files import Preprocessing
 

@@ -14,7 +14,7 @@ from fastgpu.convert.command_line import CommandLine, add_on_error_flag, parse_c
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
-    from fastgpu.convert.interactions import HeldOutSplit
+    from fastgpu.convert.recsys.interactions import HeldOutSplit
 
 COLUMNS = "userId,movieId,rating"
 
@@ -39,8 +39,8 @@ def movielens(args: Namespace) -> None:
 
     Users are held out as Liang et al. (2018) do.
     """
-    from fastgpu.convert.interactions import hold_out_users
-    from fastgpu.convert.movielens import read_ratings
+    from fastgpu.convert.recsys.interactions import hold_out_users
+    from fastgpu.convert.recsys.movielens import read_ratings
     from fastgpu.convert.writing import progress_bar
 
     columns = parse_columns(args.columns)
@@ -67,7 +67,7 @@ def arrays(args: Namespace) -> None:
     import numpy as np
 
     from fastgpu.convert.array_files import KEEP_LIKES, open_arrays
-    from fastgpu.convert.interactions import hold_out_users
+    from fastgpu.convert.recsys.interactions import hold_out_users
 
     source = open_arrays(args.source)
     first_field = next(iter(source.fields))

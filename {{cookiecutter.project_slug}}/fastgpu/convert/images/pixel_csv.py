@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fastgpu.convert.image_files import Listing
+from fastgpu.convert.images.image_files import Listing
+from fastgpu.convert.images.tables import check_columns, check_width, choose_delimiter, parse_labels, read_table
 from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError
 from fastgpu.convert.splits import group_splits
-from fastgpu.convert.tables import check_columns, check_width, choose_delimiter, parse_labels, read_table
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from harness import needs_gpu, no_host_sync
 
-from fastgpu.training.augment import (
+from fastgpu.images.augment import (
     color_jitter,
     crop,
     cutout,

@@ -1,0 +1,1 @@
+"""Users and items for convert.py: tables of ratings, and sparse matrices."""
