@@ -43,9 +43,9 @@ class Contender(Protocol):
 class FastGpu:
     """This project as train.py wires it, on a CPU and without a training step. `auto` chooses the sizes."""
 
-    def __init__(self, task: Task, *, tier: Tier = "disk", verify: bool = False) -> None:
+    def __init__(self, task: Task, *, tier: Tier = "disk") -> None:
         self.h5 = task.h5
-        source = open_rows(task.h5, verify=verify)
+        source = open_rows(task.h5)
         pool_batches = choose_pool_batches("auto", task.batch_size, source)
         shard = Shard(canonical_ranks=choose_canonical_ranks(task.batch_size, 1, source))
         order = BlockSampler(source.block_rows, task.batch_size, shard=shard, pool_batches=pool_batches, seed=task.seed)

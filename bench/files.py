@@ -8,16 +8,16 @@ import numpy as np
 import project  # noqa: F401
 
 from fastgpu.feed.sources import open_source
-from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.config import Data, Loader
 from fastgpu.rows.contract import Source
 
 IMAGES = {"images": "images", "labels": "labels"}
 
 
-def open_rows(path: Path, fields: Mapping[str, str] = IMAGES, *, verify: bool = False) -> Source:
-    """The rows of one HDF5 file. verify: check the SHA-256 of each block whenever it is read."""
-    data = Data(train=str(path), val=str(path), fields=dict(fields), verify=verify)
-    return open_source(data, "train", Loader(), Hdf5())
+def open_rows(path: Path, fields: Mapping[str, str] = IMAGES) -> Source:
+    """The rows of one HDF5 file."""
+    data = Data(train=str(path), val=str(path), fields=dict(fields))
+    return open_source(data, "train", Loader())
 
 
 def rows_of(path: Path) -> list[np.ndarray]:

@@ -31,7 +31,6 @@ ROUNDS = 3
 FOLDER = Path(__file__).parent / "data" / "layouts"
 DATA = (DataSpec("celeba", 4_000, (3, 218, 178), 256), DataSpec("cifar", 60_000, (3, 32, 32), 1024))
 DEFAULT = "blocks of 2 MiB"
-VERIFY = ", data.verify"
 N_PICTURES = 500
 """Number of different pictures; they repeat after that."""
 
@@ -47,7 +46,6 @@ def layouts(spec: DataSpec) -> dict[str, dict[str, Any]]:
     chunks = (block_rows, *spec.shape)
     options: dict[str, dict[str, Any]] = {
         DEFAULT: {},
-        DEFAULT + VERIFY: {},
         "in one piece": {"chunks": None},
         "chunks of 1 row": {"chunks": (1, *spec.shape)},
         "chunks of 64 MiB": {"chunks": (32 * block_rows, *spec.shape)},
@@ -102,7 +100,7 @@ def measure(spec: DataSpec, paths: dict[str, Path]) -> dict[str, Speeds]:
             print(f"{spec.name}, round {number + 1}: {name}", file=sys.stderr, flush=True)
             for kind in ("cold", "warm"):
                 task = Task(path, FOLDER, spec.batch_size, n_workers=0, seed=0)
-                reader = FastGpu(task, verify=name.endswith(VERIFY))
+                reader = FastGpu(task)
                 stream = endless(reader)
                 if kind == "cold":
                     make_cold([path])
@@ -143,7 +141,7 @@ def main() -> None:
         images = pictures(spec.n_rows, spec.shape)
         paths = {}
         for name, options in layouts(spec).items():
-            slug = "".join(c if c.isalnum() else "-" for c in name.removesuffix(VERIFY))
+            slug = "".join(c if c.isalnum() else "-" for c in name)
             paths[name] = FOLDER / f"{spec.name}-{slug}.h5"
             write(paths[name], images, options)
         results[spec.name] = measure(spec, paths)

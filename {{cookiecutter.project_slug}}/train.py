@@ -92,7 +92,7 @@ def build(cfg: Config, world: World) -> Parts:
 
     # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
     options = read_options(cfg, workloads.load(cfg.workload).Options)
-    sources = open_sources(cfg.data, cfg.loader, cfg.hdf5, world)
+    sources = open_sources(cfg.data, cfg.loader, world)
     workload = workloads.make(cfg.workload, options, sources, world)
 
     # ------------------------------------------------------------ feed: blocks -> pools of shuffled rows on the device

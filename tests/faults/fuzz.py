@@ -58,7 +58,7 @@ from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.feed.sources import open_sources
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model, rehearse
-from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import Launch, exit_with_message
 from fastgpu.rows.contract import Source
@@ -195,7 +195,7 @@ def digest(source: Source) -> str:
 
 def read_hdf5(*fields: str, verify: bool = True) -> str:
     data = Data(train="x.h5", val="x.h5", fields={name: name for name in fields}, verify=verify)
-    return digest(open_sources(data, Loader(), Hdf5(), ALONE)[0])
+    return digest(open_sources(data, Loader(), ALONE)[0])
 
 
 def read_config(words: str = "") -> None:

@@ -8,7 +8,7 @@ from harness import ALONE, numbered, numbers_of
 from scattered import read_scattered
 
 from fastgpu.feed.sources import open_sources
-from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 
@@ -27,7 +27,7 @@ def open_both(
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Source, Source]:
-    return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), Hdf5(), ALONE)
+    return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), ALONE)
 
 
 def refused(message: str, *arguments, **options) -> None:

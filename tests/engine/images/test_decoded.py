@@ -15,7 +15,7 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
 from fastgpu.images.encoded import Box, EncodedImage, decode_centre, decode_random, draw
 from fastgpu.images.files import Preprocessing
-from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
@@ -204,7 +204,7 @@ def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
 
 def sizes_of(path: Path, **values: object) -> Sizes:
     data = Data(train=str(path), val="20%", fields=FIELDS, batch_size=8, **values)
-    sources = tuple(open_source(data, split, Loader(), Hdf5()) for split in ("train", "val"))
+    sources = tuple(open_source(data, split, Loader()) for split in ("train", "val"))
     return choose_sizes(data, Loader(), sources, ALONE, accumulation=1)
 
 
@@ -236,5 +236,5 @@ def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path):
     for split in ("train", "val"):
         data = Data(train=str(path), val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=0.5)
         with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):
-            open_source(data, split, Loader(), Hdf5())
-    open_source(Data(train=str(path), val="20%", fields=fields, image_size=16), "train", Loader(), Hdf5())
+            open_source(data, split, Loader())
+    open_source(Data(train=str(path), val="20%", fields=fields, image_size=16), "train", Loader())

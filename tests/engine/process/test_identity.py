@@ -24,5 +24,5 @@ def test_what_decides_the_weights_must_be_the_same():
 
 def test_where_rows_lie_and_how_they_are_read_may_differ():
     job = identify_job(config())
-    data = {"train": "/node/a.h5", "val": "/node/b.h5", "tier": "disk", "verify": True, "trust_links": True}
-    assert identify_job(config(data=data, loader={"num_readers": 3}, hdf5={"rdcc_w0": 0.5})) == job
+    data = {"train": "/node/a.h5", "val": "/node/b.h5", "tier": "disk"}
+    assert identify_job(config(data=data, loader={"num_readers": 3})) == job

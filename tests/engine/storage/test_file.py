@@ -31,7 +31,7 @@ def content() -> bytes:
 def file(tmp_path, content) -> OpenFile:
     path = tmp_path / "x.bin"
     path.write_bytes(content)
-    return OpenFile(str(path), {})
+    return OpenFile(str(path))
 
 
 def test_a_path_may_name_a_group():

@@ -93,16 +93,6 @@ def test_a_dataset_is_read_as_a_whole_in_the_type_that_is_asked_for(tmp_path, mo
     assert rows.tolist() == list(range(100))
 
 
-def test_the_chunk_cache_is_given_to_h5py(write, monkeypatch):
-    chunk_cache = {"rdcc_nbytes": 1 << 22, "rdcc_nslots": 101, "rdcc_w0": 0.5}
-    store = open_store("data.train", write(40, fletcher32=True), FIELDS, chunk_cache=chunk_cache)
-    opened_with = []
-    real = h5py.File
-    monkeypatch.setattr(h5py, "File", lambda *args, **options: opened_with.append(options) or real(*args, **options))
-    read_scattered(store)
-    assert opened_with == [chunk_cache]
-
-
 # ---------------------------------------------------------------------------------------------- refused files
 
 
@@ -186,4 +176,4 @@ def test_checksums_tell_rows_apart_that_are_not_read(write):
 
 
 def test_verify_needs_checksums(write):
-    refused(write(10), "images has no checksums for data.verify; `python convert.py repack`", verify=True)
+    refused(write(10), "images has no checksums; `python convert.py repack`", verify=True)

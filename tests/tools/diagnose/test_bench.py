@@ -70,7 +70,6 @@ def test_other_settings_can_be_timed(bench):
         {"loader.num_readers": 3},
         {"data.pool_batches": 2},
         {"data.pool_batches": 4, "loader.prefetch_pools": 1},
-        {"hdf5.rdcc_nbytes": 1 << 20},
     ):
         assert bench.time_supply(overrides).median > 0
     assert bench.time_supply({"data.train": "none.h5"}) is None  # not possible
@@ -162,11 +161,10 @@ def test_ranks_average_gradients_while_they_are_measured(config):
 
 def test_overrides_replace_their_keys_and_no_others():
     config = Config(workload="mine", data=Data(train="a.h5", val="b.h5", fields={}), model={"width": 8, "depth": 2})
-    overrides = {"data.batch_size": 128, "model.width": 16, "hdf5.rdcc_nbytes": 1}
-    assert nested(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}, "hdf5": {"rdcc_nbytes": 1}}
+    overrides = {"data.batch_size": 128, "model.width": 16}
+    assert nested(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}}
     changed = config.resolved(**nested(overrides))
     assert changed.data == Data(train="a.h5", val="b.h5", fields={}, batch_size=128)
     assert changed.model == {"width": 16, "depth": 2}
-    assert changed.hdf5.rdcc_nbytes == 1
     assert (changed.loader, changed.optim, changed.run) == (config.loader, config.optim, config.run)
     assert config.data.batch_size == 64

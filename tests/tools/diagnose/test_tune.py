@@ -17,17 +17,14 @@ LADDERS: list[tune.Ladder] = [
     ("loader.num_readers", [1, 2, 4, 8, 16]),
     ("loader.prefetch_pools", [1, 2, 4]),
     ("data.pool_batches", [8, 16, 32]),
-    ("hdf5.rdcc_nbytes", [8 << 20, 64 << 20]),
 ]
-DEFAULTS = {"loader.num_readers": 1, "loader.prefetch_pools": 1, "data.pool_batches": 8, "hdf5.rdcc_nbytes": 8 << 20}
+DEFAULTS = {"loader.num_readers": 1, "loader.prefetch_pools": 1, "data.pool_batches": 8}
 
 
-def machine(
-    n_cpus: int, disk: float, per_reader: float, *, one_ahead: float = 1.0, small_cache: float = 1.0
-) -> Callable[[Overrides], float]:
+def machine(n_cpus: int, disk: float, per_reader: float, *, one_ahead: float = 1.0) -> Callable[[Overrides], float]:
     """A law of rows per second: readers help up to the number of CPUs and cost afterwards, and the disk is a limit.
 
-    one_ahead, small_cache: factors of the speed with one prefetched pool and with the default chunk cache.
+    one_ahead: factor of the speed with one prefetched pool.
     """
 
     def rows_per_s(overrides: Overrides) -> float:
@@ -38,8 +35,6 @@ def machine(
             rate *= one_ahead
         if values["data.pool_batches"] == 32:
             rate *= 1.02
-        if values["hdf5.rdcc_nbytes"] == 8 << 20:
-            rate *= small_cache
         return min(disk, rate)
 
     return rows_per_s
@@ -49,8 +44,7 @@ MACHINES = {
     "disk": machine(8, 4_000, 1_500),
     "few CPUs": machine(2, 1e9, 1_000, one_ahead=0.7),
     "many CPUs": machine(64, 1e9, 900),
-    "cache": machine(4, 1e9, 1_000, small_cache=0.4),
-    "all of it": machine(8, 9_000, 1_200, one_ahead=0.8, small_cache=0.6),
+    "all of it": machine(8, 9_000, 1_200, one_ahead=0.8),
 }
 
 
@@ -107,10 +101,9 @@ def test_a_setting_that_is_not_possible_is_passed_over():
     assert (choice.overrides, choice.outcome) == ({"loader.num_readers": 4}, "not enough")
 
 
-def make_ladders(world: World, *, uses_workers: bool = False, by_h5py: bool = False) -> list[tune.Ladder]:
+def make_ladders(world: World, *, uses_workers: bool = False) -> list[tune.Ladder]:
     sizes = SimpleNamespace(pool_batches=16, uses_workers=uses_workers)
-    source = SimpleNamespace(by_h5py=by_h5py)
-    bench = SimpleNamespace(world=world, sizes=sizes, parts=SimpleNamespace(source=source))
+    bench = SimpleNamespace(world=world, sizes=sizes)
     return tune._make_ladders(bench, supply_s=0.05)
 
 
@@ -122,10 +115,9 @@ def test_ladders(monkeypatch):
     of_dataset = make_ladders(ALONE, uses_workers=True)
     assert [key for key, _ in of_dataset] == ["loader.num_workers", "loader.prefetch_factor", "data.pool_batches"]
     assert of_dataset[0][1] == [1, 2, 4]
-    of_file = make_ladders(ALONE, by_h5py=True)
+    of_file = make_ladders(ALONE)
     assert of_file[0] == ("loader.num_readers", [1, 2, 4, 8])
-    assert of_file[-2] == ("data.pool_batches", [16, 32])  # a pool of 64 batches would take 3.2 s
-    assert of_file[-1][0] == "hdf5.rdcc_nbytes"
+    assert of_file[-1] == ("data.pool_batches", [16, 32])  # a pool of 64 batches would take 3.2 s
 
 
 @pytest.mark.parametrize("cause", ["INCONCLUSIVE", "COMPUTE", "COPY"])
@@ -147,13 +139,12 @@ def test_ranks_of_unlike_machines_agree_on_what_to_try():
 
 
 def test_the_file_is_a_config_whose_comments_say_where_it_is_from(tmp_path):
-    overrides = {"loader.num_readers": 4, "hdf5.rdcc_nbytes": 1, "data.echo": 1.5}
+    overrides = {"loader.num_readers": 4, "data.echo": 1.5}
     text = tune.as_config_file(overrides, ["by me", "demand:\n3 rows/s"])
     assert text.startswith("# by me\n# demand:\n# 3 rows/s\nloader:\n")
     assert yaml.safe_load(text) == {
         "loader": {"num_readers": 4},
         "data": {"echo": 1.5},
-        "hdf5": {"rdcc_nbytes": 1},
     }
     base = tmp_path / "config.yaml"
     base.write_text("workload: mine\ndata: {train: a.h5, val: b.h5, fields: {}}\n")

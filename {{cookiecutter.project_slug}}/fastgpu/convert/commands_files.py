@@ -32,7 +32,6 @@ def add_commands(command_line: CommandLine) -> None:
     parser = command_line.add(repack, text, many=True)
     parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
-    parser.add_argument("--trust-links", action="store_true", help="follow links into other files")
 
     command_line.add(info, "file.h5 or file.h5::/group", many=True, writes=False)
     command_line.add(verify, "file.h5 or file.h5::/group", many=True, writes=False)
@@ -69,7 +68,7 @@ def repack(args: Namespace) -> None:
         source.name = f"{args.dataset} called with {path}"
     else:
         _refuse_own_output(args)
-        source = _open_files(args.source, fields, args.trust_links)
+        source = _open_files(args.source, fields)
     write({"": source}, args)
 
 
@@ -84,7 +83,7 @@ def _refuse_own_output(args: Namespace) -> None:
         raise UserError(f"{problem}, so its old rows would be in it again; choose another name")
 
 
-def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool) -> "Source":
+def _open_files(paths: Sequence[str], fields: dict[str, str]) -> "Source":
     """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
     from fastgpu.storage.inspection import columns_of, fields_of
     from fastgpu.storage.store import expand, open_store
@@ -104,8 +103,8 @@ def _open_files(paths: Sequence[str], fields: dict[str, str], trust_links: bool)
     fields = fields or groups[group]
     for name in fields:
         if f"{name}_values" in fields:  # a matrix: without its values, opening it says what gets lost
-            open_store("SOURCE", paths, {name: fields[name]}, trust_links=trust_links)
-    return open_store("SOURCE", paths, fields, verify=is_checked, trust_links=trust_links)
+            open_store("SOURCE", paths, {name: fields[name]})
+    return open_store("SOURCE", paths, fields, verify=is_checked)
 
 
 def info(args: Namespace) -> None:

@@ -175,7 +175,7 @@ class Bench:
         loader = config.loader
         n_ranks = self.world.local_world_size
         with self.world.raise_on_every_rank():
-            source = open_source(config.data, "train", loader, config.hdf5) if overrides else self.parts.source
+            source = open_source(config.data, "train", loader) if overrides else self.parts.source
             if self.sizes.uses_workers:
                 n_readers = choose_workers(loader, self.sizes.batch_size * source.row_bytes, n_ranks)
             else:

@@ -139,8 +139,6 @@ def _make_ladders(bench: Bench, supply_s: float) -> list[Ladder]:
     if bench.sizes.uses_workers:
         ladders = [("loader.num_workers", doublings(2 * n_cpus)), ("loader.prefetch_factor", [1, 2, 4])]
     ladders.append(("data.pool_batches", [size for size in pools if size * supply_s < MAX_POOL_S]))
-    if bench.parts.source.by_h5py:
-        ladders.append(("hdf5.rdcc_nbytes", [8 << 20, 64 << 20, 512 << 20]))
     return ladders
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from fastgpu.dataset.source import open_dataset
-from fastgpu.process.config import Data, Hdf5, Loader
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
@@ -18,19 +18,18 @@ from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.subset import hold_out
-from fastgpu.storage.trial import try_to_open
 from fastgpu.storage.unconverted import refuse_unconverted
 
 
-def open_sources(data: Data, loader: Loader, hdf5: Hdf5, world: World) -> tuple[Source, Source]:
+def open_sources(data: Data, loader: Loader, world: World) -> tuple[Source, Source]:
     """The training rows and the validation rows. Raises UserError on every rank if one cannot open them, or has others.
 
     Each node may have its own copy of the files, under another name.
     """
     identities: dict[str, object] = {}
     with world.raise_on_every_rank():
-        source = open_source(data, "train", loader, hdf5)
-        val_source = open_source(data, "val", loader, hdf5)
+        source = open_source(data, "train", loader)
+        val_source = open_source(data, "val", loader)
         are_decoded = source.decoding and val_source.decoding
         check_meaning("data.val", source, val_source, preparation=not are_decoded)
         _warn_of_shared_files(data)
@@ -76,16 +75,16 @@ def _list_files(key: str, named: str | list[str] | dict[str, float]) -> list[tup
     return [(Path(file).resolve(), f"/{group.strip('/')}") for path in paths for file, group in expand(key, path)]
 
 
-def open_source(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
+def open_source(data: Data, split: Literal["train", "val"], loader: Loader) -> Source:
     """The rows of data.train or data.val. Raises UserError if they cannot be opened."""
     if data.val_share is None:
-        source = _open_files(data, split, loader, hdf5)
+        source = _open_files(data, split, loader)
     else:
         if data.val_fields:
             raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
         if data.dataset == "none":
             _refuse_repeated_files(data)
-        parts = hold_out(_open_files(data, "train", loader, hdf5), data.val_share)
+        parts = hold_out(_open_files(data, "train", loader), data.val_share)
         source = parts[0] if split == "train" else parts[1]
     if split == "val":
         source.mixture = None
@@ -129,7 +128,7 @@ def decode_images(source: Source, size: tuple[int, int], **options: float | bool
     return import_module("fastgpu.images.decoded").DecodedImages(source, size, **options)
 
 
-def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5: Hdf5) -> Source:
+def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> Source:
     """All rows that data.train or data.val names, mixed at the weights of data.train."""
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
@@ -144,10 +143,7 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader, hdf5
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
         return open_dataset(key, paths, fields, factory=data.dataset, loader=loader)
     refuse_unconverted(key, paths, list(fields))
-    if not data.trusted:
-        try_to_open(key, paths, fields, verify=data.verify, trust_links=data.trust_links)
-    chunk_cache = hdf5.model_dump()
-    store = open_store(key, paths, fields, verify=data.verify, trust_links=data.trust_links, chunk_cache=chunk_cache)
+    store = open_store(key, paths, fields)
     if isinstance(named, dict):
         n_files = [len(expand(key, path)) for path in named]
         store.mixture = _mix_sources(named, np.repeat(np.arange(len(named)), n_files), store.file_rows)

@@ -121,7 +121,7 @@ def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
     """{field: its dataset in a file}: the name that it had in the training file, or else the name of the field."""
     file_path, group = expand("INPUT", path)[0]
     with open_file(file_path, f"INPUT: {file_path}") as file:
-        root = open_group(file, group, f"INPUT: {file_path}", trust_links=False)
+        root = open_group(file, group, f"INPUT: {file_path}")
         found = {name: dataset if dataset in root else name for name, dataset in datasets.items()}
         for name, dataset in found.items():
             if dataset not in root:

@@ -94,13 +94,6 @@ class Data(Section):
     echo: Annotated[float, Field(ge=1)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). Useful where reading is the
     bottleneck: a diagnosis names the factor that costs no time."""
-    verify: bool = False
-    """Check the SHA-256 of each block whenever it is read (only some files have checksums)."""
-    trust_links: bool = False
-    """Follow external datasets, virtual datasets and links into other files. Only for files that you trust."""
-    trusted: bool = True
-    """false: first open HDF5 files in a helper process with limits of time and memory, so that a file that makes the
-    HDF5 library crash, hang or take all memory is refused in one line. For files from strangers."""
 
     @property
     def val_share(self) -> float | None:
@@ -128,17 +121,6 @@ class Loader(Section):
     timeout_s: Count = 300
     """Stop the run when a reader thread has read nothing, or no worker process has sent a batch, for this many seconds:
     a network file system is gone, or a Dataset hangs."""
-
-
-class Hdf5(Section):
-    """Chunk cache of the HDF5 library, for files that only the library can read."""
-
-    rdcc_nbytes: LargeCount = 8 << 20
-    """Size of the cache in bytes (see h5py.File)."""
-    rdcc_nslots: Count = 8191
-    """Slots of the cache: a prime number, about 100 times the number of chunks that fit."""
-    rdcc_w0: Share = 0.75
-    """Preference for evicting chunks that were read completely."""
 
 
 class Optim(Section):
@@ -220,7 +202,6 @@ class Config(Section):
     run: Run = Run()
     data: Data
     loader: Loader = Loader()
-    hdf5: Hdf5 = Hdf5()
     model: dict[str, Any] = {}
     """Settings of the workload, checked by its class `Options`."""
     optim: Optim = Optim()

@@ -11,7 +11,7 @@ import torch
 
 from fastgpu import TEMPLATE_VERSION
 
-MAY_DIFFER = ("data.train", "data.val", "data.tier", "data.verify", "data.trust_links", "data.trusted")
+MAY_DIFFER = ("data.train", "data.val", "data.tier")
 """Keys that nodes may set differently, besides the sections `loader` and `hdf5`. Files may have other names: their rows
 are compared. The others decide how rows are read, not which."""
 
@@ -21,11 +21,7 @@ def identify_job(config: Mapping[str, object]) -> dict[str, object]:
 
     config: {dotted key: value}.
     """
-    settings = {
-        key: value
-        for key, value in config.items()
-        if key not in MAY_DIFFER and not key.startswith(("loader.", "hdf5."))
-    }
+    settings = {key: value for key, value in config.items() if key not in MAY_DIFFER and not key.startswith("loader.")}
     versions = {
         "fastgpu.TEMPLATE_VERSION": TEMPLATE_VERSION,
         "the version of torch": torch.__version__,

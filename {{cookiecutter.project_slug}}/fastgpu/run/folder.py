@@ -14,7 +14,7 @@ from fastgpu.telemetry.report import read_config
 
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
-NOT_LEARNED = ("data.tier", "data.verify", "data.trust_links", "data.trusted")
+NOT_LEARNED = ("data.tier",)
 
 Changes = dict[str, tuple[str, str]]
 """{key: (value of the run that is resumed, value now)}, as JSON"""

@@ -6,7 +6,6 @@ meaning.py      what numbers mean: names, ranges, order; and whether sources agr
 store.py        HDF5 files as one source
 csr.py          which datasets of a file belong to a field, plain or ragged
 hdf5.py         opens files, groups and datasets, and says what is wrong with them
-trial.py        opens files that are not trusted in a helper process first
 layout.py       where the rows of a dataset lie, and how they are read
 file.py         one open file: system calls, page cache, scratch memory
 codecs.py       compression, undone by each thread on its own

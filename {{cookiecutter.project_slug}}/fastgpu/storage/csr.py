@@ -54,7 +54,7 @@ class FieldData(NamedTuple):
         return Field(dtype, value_field.shape, len(self.values) / max(1, self.n_rows), self.n_items, self.codec)
 
 
-def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) -> FieldData:
+def open_field(root: h5py.Group, name: str, where: str) -> FieldData:
     """The datasets of the field that `name` stands for (see the table above). Raises UserError if they do not fit.
 
     where: the config key and the file, for messages.
@@ -63,19 +63,19 @@ def open_field(root: h5py.Group, name: str, where: str, options: ReadOptions) ->
     n_items = None
     codec = ""
     if not isinstance(group, h5py.Group) or "indptr" not in group:
-        values = open_dataset(root, name, where, trust_links=options.trust_links)
+        values = open_dataset(root, name, where)
         is_cut_by_indptr = values.ndim == 1 and "indptr" in values.parent
         if not is_cut_by_indptr or len(values) == len(values.parent["indptr"]) - 1:  # one value per row
             return FieldData(values)
     elif "values" in group:
-        values = open_dataset(root, f"{name}/values", where, trust_links=options.trust_links)
+        values = open_dataset(root, f"{name}/values", where)
         codec = str(attributes_of(group, f"{where}: {name}").get("codec", ""))
         if codec and (values.ndim != 1 or values.dtype != np.uint8):
             raise UserError(f"{where}: {name} has the attribute codec, but its values are no bytes, uint8 (N,)")
     else:
-        values = open_dataset(root, f"{name}/indices", where, trust_links=options.trust_links)
+        values = open_dataset(root, f"{name}/indices", where)
         n_items = _read_n_items(group, values, f"{where}: {name}")
-    indptr = open_dataset(values.parent, "indptr", f"{where}: {name}", trust_links=options.trust_links)
+    indptr = open_dataset(values.parent, "indptr", f"{where}: {name}")
     return FieldData(values, indptr, n_items, codec)
 
 
@@ -97,11 +97,11 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     return int(n_items)
 
 
-def warn_of_unread_values(root: h5py.Group, name: str, where: str, options: ReadOptions) -> None:
+def warn_of_unread_values(root: h5py.Group, name: str, where: str) -> None:
     """Say if the first values of a CSR matrix, of which only the places are read, are not all 1."""
     if "data" not in root[name]:
         return
-    dataset = open_dataset(root, f"{name}/data", where, trust_links=options.trust_links)
+    dataset = open_dataset(root, f"{name}/data", where)
     if dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
         return
     values = dataset[:LOOK_AT_VALUES]

@@ -4,7 +4,6 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -59,13 +58,9 @@ class OpenFile:
     the first use in each process. A pickled OpenFile opens the file again, and expects it unchanged.
     """
 
-    def __init__(self, path: str, chunk_cache: Mapping[str, float], *, around_page_cache: bool = False):
-        """chunk_cache: `rdcc_nbytes`, `rdcc_nslots` and `rdcc_w0` of h5py.File.
-
-        around_page_cache: read directly from the disk (O_DIRECT), if the file system can.
-        """
+    def __init__(self, path: str, *, around_page_cache: bool = False):
+        """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
-        self._chunk_cache = chunk_cache
         self._around_page_cache = around_page_cache
         self._open()
         self._stamp = self._current_stamp()
@@ -188,7 +183,7 @@ class OpenFile:
         """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""
         try:
             if self._h5 is None or self._h5_pid != os.getpid():
-                self._h5 = h5py.File(self.path, "r", **self._chunk_cache)
+                self._h5 = h5py.File(self.path, "r")
                 self._h5_pid = os.getpid()
             self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
         except (OSError, RuntimeError, ValueError, KeyError) as error:

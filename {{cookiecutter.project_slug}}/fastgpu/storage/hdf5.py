@@ -3,25 +3,20 @@
 `where` is the beginning of each message: the config key and the file.
 """
 
-import faulthandler
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError, read_launch, warn
+from fastgpu.process.launch import UserError, warn
 from fastgpu.storage.file import not_found
 
-TIME_LIMIT_S = 20
-"""How long the HDF5 library may look for the attributes and datasets of one file."""
 PLAIN_TYPES = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM, h5py.h5t.STRING)
 """Types of attributes that are read. h5py writes bool as an enumeration."""
-ELSEWHERE = "takes its bytes from other files; write them into one file, or set data.trust_links=true if you trust them"
+ELSEWHERE = "takes its bytes from other files; name those files, or write the rows into one file"
 
 
 @contextmanager
@@ -69,37 +64,17 @@ def is_of_h5py(error: Exception) -> bool:
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("h5py")
 
 
-@contextmanager
-def time_limit(where: str) -> Iterator[None]:
-    """End this process with one line on stderr if the block takes longer than `TIME_LIMIT_S`, or crashes.
-
-    The HDF5 library may walk in circles through a damaged file. h5py holds the GIL meanwhile, so that neither a thread
-    nor a signal handler of Python runs. The timer of faulthandler does without: it ends the process. A shell, whose
-    input ends without a word then, prints the line.
-    """
-    text = f"error: {where}: finding its datasets took longer than {TIME_LIMIT_S} s or crashed: copy or write it again"
-    command = ["sh", "-c", 'read -r word || echo "$0" >&2', text]
-    stderr = None if read_launch().is_local_main else DEVNULL
-    with Path(os.devnull).open("w") as nowhere, Popen(command, stdin=PIPE, stderr=stderr) as shell:
-        faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            shell.communicate(b"done\n")
-
-
-def open_group(file: h5py.File, name: str, where: str, *, trust_links: bool) -> h5py.Group:
-    """A group of a file. Raises UserError if it is missing, or lies in another file and links are not trusted."""
+def open_group(file: h5py.File, name: str, where: str) -> h5py.Group:
+    """A group of a file. Raises UserError if it is missing, or lies in another file."""
     group = file.get(name)
     if not isinstance(group, h5py.Group):
         raise UserError(f"{where} has no group {name}; it has {list_contents(file)}")
-    if group.file.filename != file.filename and not trust_links:
+    if group.file.filename != file.filename:
         raise UserError(f"{where}: {name} {ELSEWHERE}")
     return group
 
 
-def open_dataset(root: h5py.Group, name: str, where: str, *, trust_links: bool) -> h5py.Dataset:
+def open_dataset(root: h5py.Group, name: str, where: str) -> h5py.Dataset:
     """A dataset of numbers with a dimension of rows. Raises UserError if it is not one, or its bytes are elsewhere."""
     data = root.get(name)
     if data is None:
@@ -109,25 +84,12 @@ def open_dataset(root: h5py.Group, name: str, where: str, *, trust_links: bool) 
     if not isinstance(data, h5py.Dataset):
         raise UserError(f"{where} has no dataset {name}; it has {list_contents(root)} (see data.fields)")
     if data.is_virtual or data.external or data.file.filename != root.file.filename:
-        if not trust_links:
-            raise UserError(f"{where}: {name} {ELSEWHERE}")
-        _check_other_files(data, f"{where}: {name}")
+        raise UserError(f"{where}: {name} {ELSEWHERE}")
     if data.ndim == 0:
         raise UserError(f"{where}: {name} is a single value; a field needs a first dimension of rows")
     if data.dtype.kind not in "buif":
         raise UserError(f"{where}: {name} is of type {data.dtype}; allowed are bool, integers and floats")
     return data
-
-
-def _check_other_files(data: h5py.Dataset, where: str) -> None:
-    """Raise UserError if a file that a dataset takes its bytes from is missing: HDF5 itself would read zeros."""
-    folder = Path(data.file.filename).parent
-    paths = [path for path, _, _ in data.external or []]
-    if data.is_virtual:
-        paths += [part.file_name for part in data.virtual_sources()]
-    for path in paths:
-        if path != "." and not (folder / path).exists():  # ".": the file itself
-            raise UserError(f"{where} takes its bytes from {path}, which is not there")
 
 
 def attributes_of(item: h5py.Group, where: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object
 def _open(path: str) -> Iterator[h5py.Group]:
     file_path, name = split_group(path)
     with open_file(file_path, file_path) as file:
-        yield open_group(file, name, file_path, trust_links=True)
+        yield open_group(file, name, file_path)
 
 
 def _datasets(group: h5py.Group) -> list[h5py.Dataset]:

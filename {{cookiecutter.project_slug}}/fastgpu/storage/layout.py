@@ -59,8 +59,6 @@ class ReadOptions(NamedTuple):
     """How to read; see `store.open_store`."""
 
     verify: bool = False
-    trust_links: bool = False
-    chunk_cache: Mapping[str, float] = {}
     around_page_cache: bool = False
 
 
@@ -98,9 +96,7 @@ class Layout:
         self._n_items = n_items
         self._n_rows = len(data)
         self._dtype = data.dtype
-        self._file = OpenFile(
-            data.file.filename, options.chunk_cache, around_page_cache=options.around_page_cache
-        )  # the file that a trusted link leads to
+        self._file = OpenFile(data.file.filename, around_page_cache=options.around_page_cache)
         self._filters = codecs.filters_of(data.id.get_create_plist())
         self._chunks = self._find_chunks(data)  # None: read through h5py
         self._digests: np.ndarray | None = None  # (chunks, 32) uint8
@@ -113,9 +109,7 @@ class Layout:
         if options.verify:
             self._digests = self._read_digests(data)
             if self._digests is None:
-                raise UserError(
-                    f"{self._name} has no checksums for data.verify; `python convert.py repack` writes them"
-                )
+                raise UserError(f"{self._name} has no checksums; `python convert.py repack` writes them")
         self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
 
     @property

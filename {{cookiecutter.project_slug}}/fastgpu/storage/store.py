@@ -25,7 +25,7 @@ from fastgpu.rows.contract import BlockRead, Source
 from fastgpu.rows.field import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
-from fastgpu.storage.hdf5 import attributes_of, open_file, open_group, time_limit
+from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
 from fastgpu.storage.meaning import check_meaning, check_row_order
 
@@ -128,15 +128,12 @@ def open_store(
     fields: Mapping[str, str],
     *,
     verify: bool = False,
-    trust_links: bool = False,
-    chunk_cache: Mapping[str, float] | None = None,
 ) -> Store:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
     such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: check the SHA-256 of each block
-    whenever it is read. trust_links: follow a file to bytes that lie in other files. chunk_cache: `rdcc_nbytes`,
-    `rdcc_nslots` and `rdcc_w0` of h5py.File, for rows that only h5py can read.
+    whenever it is read.
 
     A field may lie in another file than `paths`, with as many rows: {field: `other.h5::/dataset`}.
     """
@@ -147,7 +144,7 @@ def open_store(
     names = [name for path in paths for name in expand(key, path)]
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_too_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
-    options = ReadOptions(verify, trust_links, dict(chunk_cache or {}), is_too_large)
+    options = ReadOptions(verify, is_too_large)
     _warn_of_missing_shards(key, [path for path, _ in names])
     elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
     if len(names) > 1 and elsewhere:
@@ -236,21 +233,20 @@ class _File:
         self._layouts: dict[str, Layout] = {}
         """{field: where its rows lie; for a ragged field: where its values lie}"""
         with ExitStack() as files:
-            with time_limit(f"{key}: {path}"):
-                file = files.enter_context(open_file(path, f"{key}: {path}"))
-                root = open_group(file, group, f"{key}: {path}", trust_links=options.trust_links)
-                self.attributes = attributes_of(root, f"{key}: {self.name}")
-                _check_types(self.attributes, f"{key}: {self.name}")
-                data = {}
-                for field_name, name in fields.items():
-                    other, _, dataset = name.rpartition("::")
-                    where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
-                    place = files.enter_context(open_file(other, where)) if other else root
-                    if other:
-                        check_row_order(where, attributes_of(place, where), self)
-                    data[field_name] = open_field(place, dataset, where, options)
-                    if data[field_name].n_items and f"{name}/data" not in fields.values():
-                        warn_of_unread_values(place, dataset, where, options)
+            file = files.enter_context(open_file(path, f"{key}: {path}"))
+            root = open_group(file, group, f"{key}: {path}")
+            self.attributes = attributes_of(root, f"{key}: {self.name}")
+            _check_types(self.attributes, f"{key}: {self.name}")
+            data = {}
+            for field_name, name in fields.items():
+                other, _, dataset = name.rpartition("::")
+                where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
+                place = files.enter_context(open_file(other, where)) if other else root
+                if other:
+                    check_row_order(where, attributes_of(place, where), self)
+                data[field_name] = open_field(place, dataset, where)
+                if data[field_name].n_items and f"{name}/data" not in fields.values():
+                    warn_of_unread_values(place, dataset, where)
             n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]

@@ -21,7 +21,7 @@ STEP_KEYS = (
     "dist.strategy",
 )
 """Keys that decide how long a step takes, besides the settings of the workload."""
-FEED_SECTIONS = ("data", "loader", "hdf5")
+FEED_SECTIONS = ("data", "loader")
 """Sections that decide how fast rows are supplied."""
 
 
