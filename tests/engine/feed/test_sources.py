@@ -35,47 +35,6 @@ def refused(message: str, *arguments, **options) -> None:
         open_both(*arguments, **options)
 
 
-# ---------------------------------------------------------------------------------------------- fields of other files
-
-
-@pytest.mark.parametrize("rows_of_chunk", [None, 3, 50])
-@pytest.mark.parametrize("elsewhere", ["images", "labels"])
-def test_a_field_may_lie_in_another_file(write, rows_of_chunk, elsewhere):
-    write(100, chunk=7, name="a.h5")
-    with h5py.File("b.h5", "w") as file:
-        chunks = {} if rows_of_chunk is None else {"chunks": (rows_of_chunk, 1, 4, 2)}
-        file.create_dataset("deep/images", data=numbered(100), **chunks)
-        file["deep/labels"] = np.arange(100) % 4
-    fields = FIELDS | {elsewhere: f"b.h5::/deep/{elsewhere}"}
-    for rows in map(read_scattered, open_both(fields=fields, val_fields=fields)):
-        assert numbers_of(rows["images"]) == list(range(100))
-        assert rows["labels"].tolist() == [n % 4 for n in range(100)]
-
-
-def test_all_fields_may_name_files_and_a_share_is_held_out_of_them(write, write_ragged):
-    write(100, name="a.h5")
-    write_ragged(100, name="b.h5")
-    sources = open_both(val="30%", fields={"images": "a.h5::images", "items": "b.h5::items"})
-    assert [len(source) for source in sources] == [70, 30]
-    assert all(source.fields["items"].is_ragged for source in sources)
-
-
-def test_fields_of_other_files_that_cannot_be_are_refused(write):
-    write(100, name="a.h5", chunk=7)
-    write(40, name="b.h5")
-    b = {"images": "images", "labels": "b.h5::/labels"}
-    refused(r"fields of unequal length \{'images': 100, 'labels': 40\}", fields=b, val_fields=FIELDS)
-    refused("field labels: b.h5 has no dataset /x; it has images, labels", fields=b | {"labels": "b.h5::/x"}, val="10%")
-    refused("field labels: c.h5 does not exist", fields=b | {"labels": "c.h5::/x"}, val="10%")
-    refused("data.fields names files, so data.val_fields should name those", fields=b | {"labels": "a.h5::/labels"})
-    refused(
-        "data.train names 2 files, and a field is in another one .labels: b.h5::/labels.; name one file",
-        ["a.h5", "b.h5"],
-        fields=b,
-        val="9%",
-    )
-
-
 # ---------------------------------------------------------------------------------------------- a share for validation
 
 

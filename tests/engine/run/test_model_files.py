@@ -55,13 +55,6 @@ def test_what_is_written_is_what_was_known(tmp_path):
         described.column("y")
 
 
-def test_a_field_from_another_file_is_known_by_its_dataset():
-    config = CONFIG | {"data.fields": {"x": "images", "y": "other.h5::/deep/y"}}
-    source = make_source()
-    fields = describe_model(config, (source, source), CARD, {"score": "higher"})["fields"]
-    assert {name: field["dataset"] for name, field in fields.items()} == {"x": "images", "y": "deep/y"}
-
-
 def test_a_card_that_is_no_json_names_the_workload():
     with pytest.raises(UserError, match=r"workloads/minimal.py: card\(\) should return JSON values .* it has a Linear"):
         describe(make_source(), {"network": nn.Linear(2, 2)})

@@ -1,11 +1,9 @@
-import h5py
 import numpy as np
 import pytest
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import open_store
 
 
 def source(name, **attributes):
@@ -49,30 +47,3 @@ def test_numbers_to_predict_have_one_order():
         check_meaning(
             "data.val", source("a", target_names=["row", "column"]), source("b", target_names=["column", "row"])
         )
-
-
-@pytest.mark.parametrize(
-    ("orders", "refused", "told"),
-    [
-        (("as given", "as given"), False, False),
-        ((None, None), False, False),
-        (("random, seed 0", "random, seed 0"), False, True),
-        (("random, seed 0", "random, seed 1"), True, False),
-        (("random, seed 0", "as given"), True, False),
-        ((None, "random, seed 0"), True, False),
-    ],
-)
-def test_fields_of_two_files_have_their_rows_in_one_order(tmp_path, capsys, orders, refused, told):
-    paths = [str(tmp_path / name) for name in ("images.h5", "labels.h5")]
-    for path, order in zip(paths, orders, strict=True):
-        with h5py.File(path, "w") as file:
-            file["x"] = np.arange(12).reshape(4, 3)
-            if order:
-                file.attrs["row_order"] = order
-    fields = {"images": "x", "labels": f"{paths[1]}::/x"}
-    if refused:
-        with pytest.raises(UserError, match="labels.h5.* has its rows in another order than .*images.h5"):
-            open_store("data.train", paths[0], fields)
-        return
-    open_store("data.train", paths[0], fields)
-    assert ("were shuffled by two conversions" in capsys.readouterr().out) == told

@@ -136,8 +136,6 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> S
     fields = data.fields
     if split == "val" and data.val_fields:
         fields = data.val_fields
-    elif split == "val" and any("::" in dataset for dataset in fields.values()):
-        raise UserError("data.fields names files, so data.val_fields should name those of the validation rows")
     if data.dataset != "none":
         if isinstance(named, dict):
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")

@@ -71,8 +71,7 @@ class Data(Section):
     """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
     every run.seed."""
     fields: dict[str, str]
-    """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix.
-    `other.h5::/dataset` reads a field from another file that has as many rows; attributes are those of data.train."""
+    """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix."""
     val_fields: dict[str, str] = {}
     """The same for data.val. Empty: data.fields."""
     balance: Literal["none", "classes"] = "none"

@@ -88,7 +88,7 @@ def _field(field: Field, dataset: str) -> dict[str, Any]:
         "shape": list(field.shape),
         "is_ragged": field.is_ragged,
         "n_items": field.n_items,
-        "dataset": dataset.rpartition("::")[2].lstrip("/"),  # without the file, if the field has one of its own
+        "dataset": dataset.lstrip("/"),
     }
 
 

@@ -5,7 +5,7 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,27 +84,6 @@ def _check_items(key: str, *sources: Described) -> None:
             f"{key}: {unknown[0].name} has no item_ids, so its item numbers are taken for places in those of "
             f"{first.name}"
         )
-
-
-def check_row_order(where: str, attributes: Mapping[str, Any], rows: Described) -> None:
-    """Compare the order of rows whose fields lie in two files. where: names the file with these attributes.
-
-    Raises UserError if convert.py shuffled one of them, or both in other ways. Two files that it shuffled alike agree
-    only if they have blocks of the same number of rows, which is a warning.
-    """
-    order = attributes.get("row_order")
-    other = rows.attributes.get("row_order")
-    if not any(str(text).startswith("random") for text in (order, other)):
-        return
-    if order != other:
-        raise UserError(
-            f"{where} has its rows in another order than {rows.name} (attribute row_order: {order or 'none'}, "
-            f"{other or 'none'}); convert both into one file, or both with --keep-order"
-        )
-    warn(
-        f"{where} and {rows.name} were shuffled by two conversions, so row n of one may not belong to row n of the "
-        "other; convert both into one file, or both with --keep-order"
-    )
 
 
 def _check_classes(key: str, *sources: Described) -> None:

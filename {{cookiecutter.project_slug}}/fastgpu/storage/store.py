@@ -10,7 +10,6 @@ import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +26,7 @@ from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unre
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
-from fastgpu.storage.meaning import check_meaning, check_row_order
+from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
@@ -134,8 +133,6 @@ def open_store(
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
     such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: check the SHA-256 of each block
     whenever it is read.
-
-    A field may lie in another file than `paths`, with as many rows: {field: `other.h5::/dataset`}.
     """
     if not fields:
         raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
@@ -146,11 +143,6 @@ def open_store(
     is_too_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
     options = ReadOptions(verify, is_too_large)
     _warn_of_missing_shards(key, [path for path, _ in names])
-    elsewhere = [f"{field}: {dataset}" for field, dataset in fields.items() if "::" in dataset]
-    if len(names) > 1 and elsewhere:
-        raise UserError(
-            f"{key} names {len(names)} files, and a field is in another one ({elsewhere[0]}); name one file"
-        )
     files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
     if not files:
         raise UserError(f"{key} is an empty list; name a file")
@@ -232,21 +224,15 @@ class _File:
         """{field: (rows, *shape), or (N,) for a ragged field}, for those that are kept in memory"""
         self._layouts: dict[str, Layout] = {}
         """{field: where its rows lie; for a ragged field: where its values lie}"""
-        with ExitStack() as files:
-            file = files.enter_context(open_file(path, f"{key}: {path}"))
+        with open_file(path, f"{key}: {path}") as file:
             root = open_group(file, group, f"{key}: {path}")
             self.attributes = attributes_of(root, f"{key}: {self.name}")
             _check_types(self.attributes, f"{key}: {self.name}")
             data = {}
             for field_name, name in fields.items():
-                other, _, dataset = name.rpartition("::")
-                where = f"field {field_name}: {other}" if other else f"{key}: {self.name}"
-                place = files.enter_context(open_file(other, where)) if other else root
-                if other:
-                    check_row_order(where, attributes_of(place, where), self)
-                data[field_name] = open_field(place, dataset, where)
+                data[field_name] = open_field(root, name, f"{key}: {self.name}")
                 if data[field_name].n_items and f"{name}/data" not in fields.values():
-                    warn_of_unread_values(place, dataset, where)
+                    warn_of_unread_values(root, name, f"{key}: {self.name}")
             n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
             largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
             self.largest = self._layouts[largest]
