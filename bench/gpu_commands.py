@@ -72,13 +72,6 @@ PLANTED = (
         ["workload=images"],
     ),
     Planted(
-        "memory that is not page-locked",
-        "COPY",
-        "CelebA",
-        [*FACES, "data.tier=host", "loader.pin_memory=false"],
-        ["loader.pin_memory=true"],
-    ),
-    Planted(
         "heavy augmentation",
         "AUGMENT",
         "CelebA",

@@ -3,10 +3,7 @@
 --seconds S      time of each measurement (default 0.3), but at least one step or two pools; eight rounds of up to seven
 --json           print the numbers as JSON; everything else goes to stderr
 --min-feed R     exit with code 1 if the feed ratio is below R, such as 0.95
---plot FILE      draw the time of each part as bars, in FILE.html
 --trace N        write a profile of N steps to run.folder, for https://ui.perfetto.dev
---tune           find the smallest settings that feed the device, and write them to tuned.<host>.yaml
---batch          with --tune: try larger batch sizes, too, which changes what is learned
 
 python diagnose.py
 torchrun --standalone --nproc-per-node=gpu diagnose.py --min-feed 0.95
@@ -22,26 +19,20 @@ from fastgpu.process.launch import UserError, exit_with_message, read_launch
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags above, and the arguments that train.py takes. Raises UserError."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for flag in ("--json", "--tune", "--batch"):
-        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--min-feed", type=float, default=0.0)
-    parser.add_argument("--plot", default="")
     parser.add_argument("--trace", type=int, default=0)
     try:
         args, train_argv = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"command line: {error}; see --help") from None
-    if args.plot and not args.plot.endswith(".html"):
-        raise UserError(f"--plot is {args.plot}; it should end in .html")
     if not 0 < args.seconds < 3600:
         raise UserError(f"--seconds is {args.seconds:g}; it should be above 0 and below an hour")
     if not 0 <= args.min_feed <= 1:
         raise UserError(f"--min-feed is {args.min_feed:g}; it should be a ratio from 0 to 1, such as 0.95")
     if args.trace < 0:
         raise UserError(f"--trace is {args.trace}; it should be a number of steps")
-    if args.batch and not args.tune:
-        raise UserError("--batch extends what --tune may change; give both")
     return args, train_argv
 
 
@@ -60,8 +51,6 @@ from pathlib import Path
 
 from fastgpu.diagnose import preflight, result
 from fastgpu.diagnose.bench import Bench
-from fastgpu.diagnose.numa import find_misplaced
-from fastgpu.diagnose.tune import tune
 from fastgpu.diagnose.verdict import judge, settings_to_try
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
@@ -72,7 +61,6 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     # ------------------------------------------------------------ look, measure, judge
     with world.raise_on_every_rank():
         findings = preflight.look(cfg.data, cfg.run, world)
-    findings += find_misplaced(world)
     world.print_once("\n".join(map(str, findings)))
     bench = Bench(cfg, world, args.seconds)
     measured = bench.measure()
@@ -89,17 +77,8 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     if args.trace:
         bench.trace(args.trace, folder / "trace.json")
         world.print_once(f"profile of {args.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
-    with world.raise_on_every_rank():
-        if world.is_main and args.plot:
-            page = result.bars_page(bench.title, measured, verdict)
-            result.save(Path(args.plot), lambda path: path.write_text(page, encoding="utf-8"))
     if world.is_main:
         result.keep(folder, numbers)
-
-    # ------------------------------------------------------------ tune
-    if args.tune:
-        numbers["tuned"] = tune(bench, verdict, facts, tries_batch=args.batch)
-        world.print_once(str(numbers["tuned"]))
     return numbers
 
 

@@ -54,7 +54,7 @@ def make_prefetcher(
         source.read = read
         source.find_in_memory = lambda *_: None
     reader = source.open_reader(order_of(store), n_readers)
-    loader = Loader.model_construct(prefetch_pools=n_slots - 1, pin_memory=True, timeout_s=timeout_s)
+    loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
     return Prefetcher(source, reader, Capacity(16, {}), device, loader=loader)
 
 

@@ -7,7 +7,6 @@ from scattered import read_scattered
 from torch.utils.data import Dataset
 
 from fastgpu.dataset.source import DatasetSource
-from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.storage.arrays import Arrays
@@ -114,7 +113,7 @@ class Numbered(Dataset):
 
 
 def test_rows_of_a_dataset_are_held_out_one_by_one():
-    parts = hold_out(DatasetSource("Numbered", Numbered(), FIELDS, Loader(num_workers=0)), 0.2)
+    parts = hold_out(DatasetSource("Numbered", Numbered(), FIELDS), 0.2)
     numbers = []
     for part in parts:
         assert isinstance(part, DatasetSource)

@@ -528,7 +528,6 @@ GPU_SETTINGS = {
     "fp16, channels last": ["train.precision=fp16", "train.channels_last=true"],
     "compiled": ["train.compile=true"],
     "disk tier": ["data.tier=disk"],
-    "not pinned": ["data.tier=disk", "loader.pin_memory=false"],
     "host tier": ["data.tier=host"],
 }
 

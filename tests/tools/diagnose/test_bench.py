@@ -3,14 +3,12 @@ import numpy as np
 import pytest
 import torch
 import train
-import yaml
 from harness import in_world
 from simulated import ALONE
 
 import workloads
 from fastgpu.diagnose.bench import Bench
-from fastgpu.diagnose.tune import tune
-from fastgpu.diagnose.verdict import Measured, Rounds, Setting, judge
+from fastgpu.diagnose.verdict import Setting
 from fastgpu.process.config import Config, Data, nested
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -118,23 +116,6 @@ def test_a_batch_that_does_not_fit_the_device_is_an_error_with_its_cure(config, 
 def test_a_profile_of_some_steps(bench, tmp_path):
     bench.trace(3, tmp_path / "new" / "trace.json")
     assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
-
-
-def test_a_larger_batch_is_tried_and_written_with_its_reason(config, tmp_path, monkeypatch):
-    """A step takes as long for any batch, so larger ones are better until there are no more rows."""
-    monkeypatch.chdir(tmp_path)
-    step = Rounds((0.01,) * 3)
-    monkeypatch.setattr(Bench, "_time_step", lambda bench, transform: step)
-    monkeypatch.setattr(Bench, "time_supply", lambda bench, overrides: step)
-    bench = Bench(config, ALONE, SECONDS)
-    measured = Measured(64, step, step)
-    facts = bench.facts()
-    text = tune(bench, judge(measured, facts), facts, tries_batch=True)
-    assert "data.batch_size=512: " in text
-    assert "data.batch_size=1024: data.batch_size is 1024, but" in text
-    (path,) = tmp_path.glob("tuned.*.yaml")
-    assert yaml.safe_load(path.read_text())["data"]["batch_size"] == 512
-    assert "# a larger batch changes what is learned" in path.read_text()
 
 
 def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:

@@ -81,13 +81,6 @@ def test_the_best_setting_that_was_tried_is_the_change():
     assert (verdict.change, verdict.gain) == ("loader.num_readers=4", 2.0)
     assert judge(slow_supply, Facts(n_readers=2), {four_readers: 3.95}).change == "data.echo=4"
 
-    slow_copies = measured(1.0, 3.0, copy=3.0, supply=3.0)
-    pinned = Setting("loader.pin_memory", True)
-    assert settings_to_try("COPY", Facts(pin_memory=False)) == [pinned]
-    assert settings_to_try("COPY", Facts(pin_memory=True)) == []
-    verdict = judge(slow_copies, Facts(pin_memory=False), {pinned: 1.5})
-    assert (verdict.change, verdict.gain) == ("loader.pin_memory=true", pytest.approx(2.0))
-
     slow_transform = measured(1.0, 1.0, untransformed=0.5)
     lighter = Facts(lighter=(Setting("model.color_jitter", 0.0), Setting("model.flip", False)))
     no_jitter, no_flip = settings_to_try("AUGMENT", lighter)

@@ -55,7 +55,6 @@ def arrays(args: Namespace) -> None:
 def repack(args: Namespace) -> None:
     """Write the rows of HDF5 files, or of a torch Dataset, anew."""
     from fastgpu.dataset.source import open_dataset
-    from fastgpu.process.config import Loader
 
     for pair in args.fields:
         if "=" not in pair:
@@ -64,7 +63,7 @@ def repack(args: Namespace) -> None:
     source: Source
     if args.dataset:
         path = args.source if len(args.source) > 1 else args.source[0]
-        source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset, loader=Loader())
+        source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset)
         source.name = f"{args.dataset} called with {path}"
     else:
         _refuse_own_output(args)

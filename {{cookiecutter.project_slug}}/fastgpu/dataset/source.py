@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastgpu.dataset.items import NO_ARRAY, Items, to_array, type_of
 from fastgpu.dataset.workers import WorkerPool
-from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import BlockRead, PoolReader, Source
 from fastgpu.rows.order import BlockSampler
@@ -31,9 +30,8 @@ class DatasetSource(Source):
     of a field (or `targets`) if they have the values of the items (see `column`).
     """
 
-    def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str], loader: Loader):
+    def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str]):
         self.name = name
-        self.loader = loader
         self.items = Items(name, dataset, fields)
         try:
             n_rows = len(dataset)  # type: ignore[arg-type]
@@ -97,12 +95,10 @@ class DatasetSource(Source):
 
     def open_reader(self, order: BlockSampler, n_readers: int) -> PoolReader:
         """A pool of `n_readers` worker processes; 0: read in this process."""
-        return WorkerPool(self.items, order, self.loader, n_readers)
+        return WorkerPool(self.items, order, n_readers)
 
 
-def open_dataset(
-    key: str, path: str | Sequence[str], fields: Mapping[str, str], *, factory: str, loader: Loader
-) -> DatasetSource:
+def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str], *, factory: str) -> DatasetSource:
     """Call `factory` ("package.module:Class") with `path`. Raises UserError if there is no such class.
 
     key: the config key that holds `path`, for messages.
@@ -120,4 +116,4 @@ def open_dataset(
         raise UserError(
             f"data.dataset is {factory}, which is not a map-style Dataset; rows need numbers to be shuffled"
         )
-    return DatasetSource(f"{name}({path!r}) of {key}", dataset, fields, loader)
+    return DatasetSource(f"{name}({path!r}) of {key}", dataset, fields)

@@ -1,30 +1,25 @@
-"""The worker processes of a DataLoader, which fill shared memory with the items of a Dataset, batch by batch."""
+"""The worker processes of a DataLoader, which read the items of a Dataset, batch by batch."""
 
-import ctypes
-import mmap
 import multiprocessing.process
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.reduction import DupFd
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.dataset.items import Items
-from fastgpu.process.config import Loader
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.contract import BlockRead, PoolPlan
-from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
 
 POLL_S = 1
@@ -35,10 +30,8 @@ KILL_S = 3.0
 """How long to wait for the end of workers that died or were killed. The kernel may hold them for ever."""
 MAX_NAMED = 8
 """Maximum number of rows that a message names."""
-CLOSE_AT_EXEC = 1
-"""MFD_CLOEXEC of memfd_create(2)."""
-ALIGNMENT = 64
-"""Each field of a batch begins at a multiple of so many bytes."""
+PREFETCH_FACTOR = 2
+"""Batches that each worker prepares ahead."""
 NO_PICKLE = (PicklingError, AttributeError, TypeError)
 """What pickle raises for what it cannot send to a process that is no fork, which is the default from Python 3.14 on."""
 
@@ -48,87 +41,29 @@ class Batch(NamedTuple):
 
     epoch: int
     rows: list[int]
-    slot: int
-    """Where it writes them."""
 
 
-Answer = tuple[int, int] | RankError
-"""What a worker process answers: the slot and the number of rows in it, or what is wrong with one of them."""
+Answer = dict[str, torch.Tensor] | RankError
+"""What a worker process answers: the rows, {field: (rows, *shape)}, or what is wrong with one of them."""
 
 
-class BatchMemory:
-    """Memory for some batches, which worker processes fill and this process reads.
+class _Reader(Dataset):
+    """What a worker process runs."""
 
-    It is made once, when they start, and has no name. torch would make a file in /dev/shm for each tensor of each
-    batch. That takes longer than reading small items, and a container often has only 64 MB there.
-    """
-
-    def __init__(self, fields: Mapping[str, Field], batch_size: int, n_slots: int):
-        self._fields = fields
-        self._batch_size = batch_size
-        self._offsets: dict[str, int] = {}
-        self._slot_bytes = 0
-        self._memory: mmap.mmap | None = None
-        for name, field in fields.items():
-            self._offsets[name] = self._slot_bytes
-            self._slot_bytes += -(-batch_size * field.row_bytes // ALIGNMENT) * ALIGNMENT
-        file = _file_in_memory()
-        os.ftruncate(file, max(1, n_slots * self._slot_bytes))
-        self._open(file)
-
-    def __getitem__(self, slot: int) -> dict[str, np.ndarray]:
-        """The batch in a slot, as {field: (batch_size, *shape)}."""
-        assert self._memory is not None, "closed"
-        start = slot * self._slot_bytes
-        return {
-            name: np.ndarray((self._batch_size, *field.shape), field.dtype, self._memory, start + self._offsets[name])
-            for name, field in self._fields.items()
-        }
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a worker that is no fork: it receives the descriptor of the file."""
-        return {**vars(self), "_memory": None, "_file": DupFd(self._file.fileno())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open(state["_file"].detach())
-
-    def close(self) -> None:
-        """Free the memory when no array of a batch is left, even while somebody holds this object."""
-        self._file.close()
-        self._memory = None
-
-    def _open(self, file: int) -> None:
-        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 (see `close`)
-        self._memory = mmap.mmap(file, 0)
-
-
-def _file_in_memory() -> int:
-    """The descriptor of a new file that has no name. Raises OSError."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("batches")
-    library = ctypes.CDLL(None, use_errno=True)  # Pythons built for an old C library lack the function
-    file = library.memfd_create(b"batches", CLOSE_AT_EXEC)
-    if file < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return file
-
-
-class _Filler(Dataset):
-    """What a worker process runs: it fills the slot of each batch that it is asked for."""
-
-    def __init__(self, items: Items, memory: BatchMemory, seed: int):
+    def __init__(self, items: Items, seed: int):
         self._items = items
-        self._memory = memory
         self._seed = seed
 
     def __getitems__(self, batch: Batch) -> "Answer":
         """torch asks for a whole batch by this method, and would wrap an error in a traceback."""
+        out = {
+            name: np.empty((len(batch.rows), *field.shape), field.dtype) for name, field in self._items.types.items()
+        }
         try:
-            self._items.fill(self._memory[batch.slot], batch.rows, seed=self._seed, epoch=batch.epoch)
+            self._items.fill(out, batch.rows, seed=self._seed, epoch=batch.epoch)
         except RankError as error:
             return error
-        return batch.slot, len(batch.rows)
+        return {name: torch.from_numpy(column) for name, column in out.items()}
 
 
 class WorkerPool:
@@ -138,17 +73,14 @@ class WorkerPool:
     rows_per_job: int | None = 1
     """Each batch is a job of its own, so loader.timeout_s is for one batch."""
 
-    def __init__(self, items: Items, order: BlockSampler, loader: Loader, n_workers: int):
+    def __init__(self, items: Items, order: BlockSampler, n_workers: int):
         """n_workers: 0 reads in this process."""
         self._items = items
         self._order = order
-        self._loader = loader
         self._n_workers = n_workers
         self._next_key: tuple[int, int] | None = None  # (epoch, row of this rank) that `read` takes next
         self._rows: Iterator[tuple[int, list[int]]] = iter(())  # those of the next batches
         self._answers: Iterator[Answer] = iter(())  # of the workers
-        self._memory: BatchMemory | None = None
-        self._free: deque[int] = deque()  # slots that no worker was asked to fill
 
     def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch. Each read is a batch: the epoch, the first row of this rank, and the places."""
@@ -169,10 +101,8 @@ class WorkerPool:
             next_row = row + len(places)
             if next_row < len(self._order):
                 self._next_key = (epoch, next_row)
-            elif self._loader.persistent_workers:
-                self._next_key = (epoch + 1, 0)
             else:
-                self._next_key = None
+                self._next_key = (epoch + 1, 0)
 
     def _read_batch(self, epoch: int, row: int, out: Mapping[str, np.ndarray]) -> None:
         if self._next_key != (epoch, row):
@@ -198,9 +128,6 @@ class WorkerPool:
         Those that hang, or were stopped, are killed. What torch does may hang with them, so a thread does it.
         """
         answers, self._answers = self._answers, iter(())
-        if self._memory:
-            self._memory.close()
-            self._memory = None
         self._next_key = None
         workers = getattr(answers, "_workers", ())  # private, like `_shutdown_workers`, and the only way torch offers
         if not workers:
@@ -229,6 +156,13 @@ class WorkerPool:
             text += f" (worker processes: {', '.join(states) or 'none'})"
         return text
 
+    def _death(self) -> RankError:
+        return RankError(
+            f"one of the loader.num_workers ({self._n_workers}) was killed or crashed while it read "
+            f"{self._items.name}{self._explain_death()}; if memory ran out use fewer of them; "
+            "loader.num_workers=0 shows its error"
+        )
+
     def _explain_death(self) -> str:
         """What a worker died of; empty if nobody knows."""
         workers = getattr(self._answers, "_workers", None)
@@ -242,22 +176,18 @@ class WorkerPool:
         return ""
 
     def _start_workers(self) -> None:
-        # torch asks for one more batch before it gives one that is ready.
-        n_slots = self._n_workers * self._loader.prefetch_factor + 1
-        self._free = deque(range(n_slots))
         if multiprocessing.get_start_method() == "forkserver":
             forkserver.ensure_running()  # before the signal is blocked: what else it starts would never be terminated
         before = {*multiprocessing.active_children()}
         # torchrun sends SIGTERM to the workers, too; it waits until they ignore it (see `_begin_worker`).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            self._memory = BatchMemory(self._items.types, self._order.batch_size, n_slots)
             loader = DataLoader(
-                _Filler(self._items, self._memory, self._order.seed),
-                batch_sampler=self._ask(),  # type: ignore[arg-type]  # whatever it gives is passed on to __getitems__
+                _Reader(self._items, self._order.seed),
+                batch_sampler=map(Batch._make, self._rows),  # type: ignore[arg-type]  # whatever it gives is passed on to __getitems__
                 collate_fn=_as_it_is,
                 num_workers=self._n_workers,
-                prefetch_factor=self._loader.prefetch_factor,
+                prefetch_factor=PREFETCH_FACTOR,
                 timeout=POLL_S,
                 worker_init_fn=_begin_worker,
             )
@@ -281,46 +211,32 @@ class WorkerPool:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _rows_from(self, epoch: int, row: int) -> Iterator[tuple[int, list[int]]]:
-        """(epoch, rows) of each batch, from a row of an epoch on; without end if the workers are persistent."""
+        """(epoch, rows) of each batch, from a row of an epoch on, without end."""
         consumed = row * self._order.num_replicas
-        for later in count(epoch) if self._loader.persistent_workers else (epoch,):
+        for later in count(epoch):
             for plan in self._order.pools(later, consumed if later == epoch else 0):
                 row_ids = self._order.row_ids(plan)[plan.n_skipped_rows :].tolist()
                 for start in range(0, len(row_ids), self._order.batch_size):
                     yield later, row_ids[start : start + self._order.batch_size]
 
-    def _ask(self) -> Iterator[Batch]:
-        """The batches that torch sends to the workers, each with a slot that is free."""
-        for epoch, rows in self._rows:
-            yield Batch(epoch, rows, self._free.popleft())
-
     def _take_batch(self, out: Mapping[str, np.ndarray]) -> None:
-        """Copy the next batch from its slot. Raises RankError if a worker died, or rows differ in type or shape."""
+        """Copy the next batch of the workers. Raises RankError if a worker died, or rows differ in type or shape."""
         while True:
             try:
                 answer = next(self._answers)
                 break
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 text = str(error)
                 if "in DataLoader worker process" in text:  # an error of the Dataset, with the traceback of the worker
                     raise
-                if "exited unexpectedly" in text:
-                    raise RankError(
-                        f"one of the loader.num_workers ({self._n_workers}) was killed or crashed while it read "
-                        f"{self._items.name}{self._explain_death()}; if memory ran out use fewer of them; "
-                        "loader.num_workers=0 shows its error"
-                    ) from None
+                if "exited unexpectedly" in text or not isinstance(error, RuntimeError):
+                    raise self._death() from None  # the dead do not hand over the memory of their batches
                 if "timed out" not in text:  # the poll is over; the feed knows how long is too long
                     raise
         if isinstance(answer, RankError):
             raise answer
-        assert self._memory is not None
-        slot, n_rows = answer
-        batch = self._memory[slot]
         for name, column in out.items():
-            assert len(column) == n_rows
-            np.copyto(column, batch[name][:n_rows])
-        self._free.append(slot)
+            np.copyto(column, answer[name].numpy())
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -7,6 +7,5 @@ it. A training run reads its result, `diagnosis.json`, as plain numbers (fastgpu
     bench.py       builds the training of a config with the functions of train.py, to measure its parts
     ceilings.py    measures how fast each part of the loop is without the others
     verdict.py     concludes from the measurements which part is the bottleneck, and what to change
-    tune.py        tries settings and writes those that help to a config file
-    result.py      the table, the page of bars, and diagnosis.json
+    result.py      the table and diagnosis.json
 """

@@ -13,7 +13,6 @@ import train
 import workloads
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
-from fastgpu.diagnose.result import save
 from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, Setting, as_words
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
 from fastgpu.feed.sources import open_source
@@ -138,7 +137,6 @@ class Bench:
             echo=self.loop.echo,
             float_fields={name: each.dtype.itemsize for name, each in source.fields.items() if each.dtype.kind == "f"},
             filters=source.filters,
-            pin_memory=config.loader.pin_memory,
             is_fp16=parts.precision.name == "fp16",
             lighter=tuple(
                 Setting(f"model.{key}", value) for key, value in lighter.items() if config.model[key] != value
@@ -159,7 +157,11 @@ class Bench:
         feeds.close()
         with self.world.raise_on_every_rank():
             if self.world.is_main:
-                save(path, lambda path: profile.export_chrome_trace(str(path)))
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    profile.export_chrome_trace(str(path))
+                except OSError as error:
+                    raise UserError(f"cannot write {path} ({error.strerror})") from None
 
     def show(self, text: str) -> None:
         """Print the progress to stderr."""

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from fastgpu.dataset.source import DatasetSource
+from fastgpu.dataset.workers import PREFETCH_FACTOR
 from fastgpu.diagnose.verdict import Measured, Rounds
 from fastgpu.feed.echo import echo
 from fastgpu.feed.tiers import Feed, Placement, StreamedFeed, make_feed
@@ -69,7 +70,7 @@ def open_feeds(
         return feeds
     feeds = feeds._replace(n_ready_pools=loader.prefetch_pools + 1)
     if isinstance(source, DatasetSource):  # its workers hold batches ready, too
-        n_held_pools = ceil(placement.n_readers * loader.prefetch_factor / order.pool_batches)
+        n_held_pools = ceil(placement.n_readers * PREFETCH_FACTOR / order.pool_batches)
         n_joint_pools = max(1, ceil(placement.n_readers / order.pool_batches))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
     if placement.tier == "disk" and not only_real:

@@ -1,39 +1,18 @@
-"""What was found out: as a table, as bars, and as diagnosis.json, which later runs read."""
+"""What was found out: as a table, and as diagnosis.json, which later runs read."""
 
-import html
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import MEANING, Measured, Rounds, Verdict
 from fastgpu.process.atomic import write_own
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import warn
 from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 
 LOOP = "the training loop"
-PAGE = Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$cause</title>
-<style>
-  :root { color-scheme: light dark }
-  body { font: 15px system-ui; margin: 2em auto; max-width: 60em; padding: 0 1em }
-  div { display: grid; gap: 1em; grid-template-columns: 15em 1fr 9em; height: 2.2em; align-items: center }
-  b { background: #2563eb; display: block; height: 1.5em }
-  .loop b { background: #dc2626 }
-  i { border: solid; border-width: 0 2px; height: .8em; position: absolute; top: .35em }
-  i::after { border-top: 2px solid; content: ""; display: block; margin-top: .35em }
-  u { position: relative; text-decoration: none }
-  s { border-left: 1px solid; padding-left: .2em; position: absolute; text-decoration: none }
-</style>
-<h1>$cause</h1><p>$sentence</p><p>$title. Bars: the median; brackets: the interval of the rounds.</p>
-$bars
-<div><span>ms per step</span><u>$axis</u></div>
-</html>
-""")
-N_TICKS = 4
 
 
 def ceilings(m: Measured) -> dict[str, Rounds]:
@@ -85,28 +64,6 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def bars_page(title: str, m: Measured, verdict: Verdict) -> str:
-    """The parts as bars of the time per step: an HTML page that needs no network."""
-    timings = ceilings(m)
-    end_s = 1.2 * max(timing.median for timing in timings.values())  # longer brackets are cut
-    bars = []
-    for name, timing in timings.items():
-        left, width, right = (100 * min(1.0, step_s / end_s) for step_s in (timing.low, timing.median, timing.high))
-        bars.append(
-            f'<div class="{"loop" if name == LOOP else "part"}"><span>{name}</span>'
-            f'<u><b style="width:{width:.2f}%"></b><i style="left:{left:.2f}%;width:{right - left:.2f}%"></i></u>'
-            f"<span>{m.batch_size / timing.median:,.0f} rows/s</span></div>"
-        )
-    ticks = [number / N_TICKS for number in range(N_TICKS)]
-    return PAGE.substitute(
-        cause=verdict.cause,
-        sentence=html.escape(sentence(verdict)),
-        title=html.escape(title),
-        bars="\n".join(bars),
-        axis="".join(f'<s style="left:{100 * tick:g}%">{1000 * tick * end_s:.3g}</s>' for tick in ticks),
-    )
-
-
 def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
     """Everything as JSON values. A later run reads the keys from `machine` to `summary` (telemetry/ceiling.py).
 
@@ -146,15 +103,7 @@ def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings:
 def keep(folder: Path, numbers: Mapping[str, Any]) -> None:
     """Write diagnosis.json for later runs. It is no error if that fails."""
     try:
-        save(folder / FILE, lambda path: write_own(path, json.dumps(numbers, indent=2)))
-    except UserError as error:
-        warn(f"later runs will not know this diagnosis: {error}")
-
-
-def save(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with the path, whose folder exists by then. Raises UserError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_own(folder / FILE, json.dumps(numbers, indent=2))
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror})") from None
+        warn(f"later runs will not know this diagnosis: cannot write {folder / FILE} ({error.strerror})")

@@ -192,7 +192,6 @@ class Facts(NamedTuple):
     """{field of floats: bytes of one value}. They may fit into one byte."""
     filters: str = ""
     """How the rows are compressed in their file."""
-    pin_memory: bool = True
     is_fp16: bool = False
     lighter: tuple[Setting, ...] = ()
     """Settings that each make the transform do less."""
@@ -246,8 +245,6 @@ def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
     """Settings whose effect does not follow from the ceilings. Measure them, and call `judge` with the results."""
     if cause in ("READ", "DECODE"):
         return [Setting(facts.readers_key, max(1, 2 * facts.n_readers))]
-    if cause == "COPY" and not facts.pin_memory:
-        return [Setting("loader.pin_memory", True)]
     if cause == "AUGMENT":
         return list(facts.lighter)
     return []

@@ -82,7 +82,7 @@ class Prefetcher:
         *,
         loader: Loader,
     ):
-        """loader: prefetch_pools, pin_memory and timeout_s are used."""
+        """loader: prefetch_pools and timeout_s are used."""
         self._source = source
         self._name = source.name
         self._timeout_s = loader.timeout_s
@@ -97,13 +97,13 @@ class Prefetcher:
         self._rows_per_job = reader.rows_per_job or worth_waking
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         n_slots = loader.prefetch_pools + 1
-        self._slots = [self._make_slot(source, capacity, loader.pin_memory) for _ in range(n_slots)]
+        self._slots = [self._make_slot(source, capacity) for _ in range(n_slots)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._threads: list[threading.Thread] = []
 
-    def _make_slot(self, source: Source, capacity: Capacity, pin_memory: bool) -> _Slot:
-        pinned = pin_memory and self._stream is not None
+    def _make_slot(self, source: Source, capacity: Capacity) -> _Slot:
+        pinned = self._stream is not None
         host = Rows.empty(source.fields, capacity.n_rows, torch.device("cpu"), pinned=pinned, n_values=capacity.values)
         if self._stream is None:
             return _Slot(host, host, None, None)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fastgpu.dataset.source import DatasetSource
+from fastgpu.dataset.workers import PREFETCH_FACTOR
 from fastgpu.process.config import Auto, Data, Loader, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
@@ -135,8 +136,7 @@ def auto_pool_rows(source: Source) -> int:
 
 
 def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: int = MAX_READERS) -> int:
-    """auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them. `diagnose.py --tune` measures
-    whether another number is better."""
+    """auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them."""
     if num_readers != "auto":
         return num_readers
     return max(1, min(max_readers, available_cpus() // local_world_size))
@@ -151,14 +151,13 @@ def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int) -> i
         n_workers = max(1, available_cpus() // local_world_size)
     else:
         n_workers = loader.num_workers
-    n_batches = n_workers * loader.prefetch_factor + 1 if n_workers else 0
+    n_batches = n_workers * PREFETCH_FACTOR + 1 if n_workers else 0
     need = 2 * n_batches * batch_bytes * local_world_size  # of training and validation
     free = free_host_bytes()
     if need > free:
         raise UserError(
-            f"loader.num_workers is {n_workers}, loader.prefetch_factor {loader.prefetch_factor}: their batches take "
-            f"{format_bytes(need)} of host memory, where {format_bytes(free)} are free; lower one of them or "
-            "data.batch_size"
+            f"loader.num_workers is {n_workers}: their batches take {format_bytes(need)} of host memory, where "
+            f"{format_bytes(free)} are free; lower it or data.batch_size"
         )
     return n_workers
 

@@ -139,7 +139,7 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> S
     if data.dataset != "none":
         if isinstance(named, dict):
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-        return open_dataset(key, paths, fields, factory=data.dataset, loader=loader)
+        return open_dataset(key, paths, fields, factory=data.dataset)
     refuse_unconverted(key, paths, list(fields))
     store = open_store(key, paths, fields)
     if isinstance(named, dict):

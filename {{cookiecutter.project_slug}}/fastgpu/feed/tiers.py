@@ -67,7 +67,7 @@ def open_feed(source: Source, order: BlockSampler, sizes: Sizes, world: World, *
 def make_feed(source: Source, order: BlockSampler, placement: Placement, loader: Loader | None = None) -> Feed:
     """The rows of `source` in the given order, kept on a tier, as pools on a device.
 
-    loader: pin_memory, prefetch_pools and timeout_s are used; the numbers of readers come from `placement`.
+    loader: prefetch_pools and timeout_s are used; the numbers of readers come from `placement`.
     """
     loader = loader or Loader()
     tier, device, n_readers = placement

@@ -108,15 +108,9 @@ class Loader(Section):
     """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8 unless they decode images."""
     prefetch_pools: Count = 2
     """Pools prepared ahead of the one in use. Each has its own staging memory. No effect on the device tier."""
-    pin_memory: bool = True
-    """Use page-locked staging memory, so that copies to a GPU overlap with its work."""
     num_workers: CountOrZero | Auto = "auto"
     """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main process, to
     debug; steps that draw random numbers on a CPU then differ from run to run."""
-    prefetch_factor: Count = 2
-    """Batches that each worker process prepares ahead."""
-    persistent_workers: bool = True
-    """Keep the worker processes from epoch to epoch. false: start new ones for each epoch."""
     timeout_s: Count = 300
     """Stop the run when a reader thread has read nothing, or no worker process has sent a batch, for this many seconds:
     a network file system is gone, or a Dataset hangs."""
