@@ -68,7 +68,7 @@ TIERS = {"disk tier": "disk", "host tier": "host", "device tier": "device"}
 TUNED = "DataLoader, tuned"
 NAIVE = "DataLoader, defaults"
 CONTENDERS = (FIXED, *TIERS, COLD, TUNED, NAIVE)
-JPEG_CASE = "ResNet-50, JPEG files"
+JPEG_CASE = "ResNet-18, JPEG files"
 CAUSES = "causes"
 """The part whose planted causes are saved one by one."""
 COUNTERS = {"gpu0/util_pct": "GPU-Util %", "gpu0/sm_active_pct": "SMs active %", "gpu0/power_w": "W"}

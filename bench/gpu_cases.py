@@ -1,7 +1,7 @@
 """What bench/gpu.py trains: rows that are made up, a config for each kind of rows, and the DataLoaders that compete.
 
 The cases are as large as the real thing, or tiny, to try the benchmark without a GPU: images of 224 x 224 for a
-ResNet-50, decoded and as JPEG files; rows in the shapes of CelebA and CIFAR-10; users and items as in MovieLens-20M.
+ResNet-18, decoded and as JPEG files; rows in the shapes of CelebA and CIFAR-10; users and items as in MovieLens-20M.
 """
 
 import io
@@ -34,7 +34,7 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import Ragged, Rows
 
-RESNET50 = {"width": 64, "block": "bottleneck", "blocks": [3, 4, 6, 3]}
+RESNET18 = {"width": 64, "blocks": 2}
 N_CLASSES = 10
 JPEG_SHAPE = (256, 341)
 """(height, width) of the JPEG files: a photograph of 500 x 375 whose shorter side was made 256."""
@@ -235,10 +235,10 @@ def users_and_items(folder: Path, *, size: recsys.Size, batch_size: int) -> Case
 # ---------------------------------------------------------------------------------------------- all cases
 
 CASES: dict[str, Callable[[Path], Case]] = {
-    "ResNet-50, 224 x 224": partial(
-        decoded_images, n_rows=8_192, shape=(3, 224, 224), batch_size=256, model={**RESNET50, "crop_padding": 4}
+    "ResNet-18, 224 x 224": partial(
+        decoded_images, n_rows=8_192, shape=(3, 224, 224), batch_size=256, model={**RESNET18, "crop_padding": 4}
     ),
-    "ResNet-50, JPEG files": partial(jpeg_images, n_rows=4_096, size=224, batch_size=256, model=RESNET50),
+    "ResNet-18, JPEG files": partial(jpeg_images, n_rows=4_096, size=224, batch_size=256, model=RESNET18),
     "CelebA": partial(
         decoded_images, n_rows=12_000, shape=(3, 218, 178), batch_size=256, model={"width": 64, "blocks": 2}
     ),
@@ -247,12 +247,12 @@ CASES: dict[str, Callable[[Path], Case]] = {
     ),
     "Mult-VAE, MovieLens-20M": partial(users_and_items, size=recsys.ML20M, batch_size=500),
 }
-TINY_RESNET = {"width": 4, "block": "bottleneck"}
+TINY = {"width": 4}
 TINY_CASES: dict[str, Callable[[Path], Case]] = {
-    "ResNet-50, 224 x 224": partial(decoded_images, n_rows=64, shape=(3, 32, 32), batch_size=8, model=TINY_RESNET),
-    "ResNet-50, JPEG files": partial(jpeg_images, n_rows=32, size=32, batch_size=8, model=TINY_RESNET),
-    "CelebA": partial(decoded_images, n_rows=64, shape=(3, 26, 22), batch_size=8, model={"width": 4}),
-    "CIFAR-10": partial(decoded_images, n_rows=64, shape=(3, 16, 16), batch_size=8, model={"width": 4}),
+    "ResNet-18, 224 x 224": partial(decoded_images, n_rows=64, shape=(3, 32, 32), batch_size=8, model=TINY),
+    "ResNet-18, JPEG files": partial(jpeg_images, n_rows=32, size=32, batch_size=8, model=TINY),
+    "CelebA": partial(decoded_images, n_rows=64, shape=(3, 26, 22), batch_size=8, model=TINY),
+    "CIFAR-10": partial(decoded_images, n_rows=64, shape=(3, 16, 16), batch_size=8, model=TINY),
     "Mult-VAE, MovieLens-20M": partial(
         users_and_items, size=recsys.QUICK._replace(name="tiny", n_users=400, n_items=200), batch_size=20
     ),

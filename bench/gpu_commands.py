@@ -59,11 +59,11 @@ PLANTED = (
     Planted(
         "JPEG files, one reader",
         "DECODE",
-        "ResNet-50, JPEG files",
+        "ResNet-18, JPEG files",
         ["data.tier=disk", "loader.num_readers=1"],
         [f"loader.num_readers={available_cpus()}"],
     ),
-    Planted("nothing", "COMPUTE", "ResNet-50, 224 x 224", ["data.tier=device"], []),
+    Planted("nothing", "COMPUTE", "ResNet-18, 224 x 224", ["data.tier=device"], []),
     Planted(
         "the loss is asked for in each step",
         "SYNC",
@@ -75,8 +75,8 @@ PLANTED = (
         "heavy augmentation",
         "AUGMENT",
         "CelebA",
-        [*FACES, "data.tier=device", "model.min_crop_scale=0.2", "model.color_jitter=0.3"],
-        ["model.min_crop_scale=1", "model.color_jitter=0"],
+        [*FACES, "data.tier=device", "model.min_crop_scale=0.2", "model.mixup_alpha=0.2"],
+        ["model.min_crop_scale=1", "model.mixup_alpha=0"],
     ),
 )
 

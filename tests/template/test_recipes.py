@@ -1,4 +1,5 @@
-"""Every recipe in configs/ trains on data in the published format, by the two commands that its head names."""
+"""Every recipe in configs/ trains on data in the published format, by the two commands that its head names; that with a
+network of timm says how to get it."""
 
 import re
 import shlex
@@ -139,6 +140,12 @@ def test_a_recipe_trains_on_data_in_the_published_format(path, tmp_path):
             done = convert(*command, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
     workload = re.search(r"(?m)^workload: (\w+)$", text)[1]
-    done = run_train(*commands_in(text, r"train\.py")[0], *SMALL, *SMALL_MODEL[workload], cwd=tmp_path)
+    (tmp_path / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
+    arguments = commands_in(text, r"train\.py")[0]
+    done = run_train(*arguments, *SMALL, *SMALL_MODEL[workload], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    if path.stem == "imagenet":
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == ["error: model.timm is resnet50, but No module named timm; pip install timm"]
+        return
     assert done.returncode == 0, done.stderr
     assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout + done.stderr)

@@ -4,8 +4,9 @@ Shapes: B rows of a batch, C H W of an image, K classes, attributes or numbers.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.images import augment
 from fastgpu.images.files import is_one_hot, looks_like_nhwc
-from fastgpu.process.config import Count, CountOrZero, Section, Share
+from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
@@ -24,7 +25,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
 
-DTYPES = ("uint8", "uint16", "float16", "float32")
+DTYPES = ("uint8", "float16", "float32")
 """Types of the images that this workload trains on as they are."""
 MAX_CLASSES = 1 << 24
 """A label that is not below this number is no class, but perhaps an id."""
@@ -47,20 +48,17 @@ class Workload(workloads.Workload):
 
         width: Count = 32
         """Channels of the first stage. Each later stage doubles them."""
-        block: Literal["basic", "bottleneck"] = "basic"
-        """Residual block. basic: two 3x3 convolutions. bottleneck: 1x1, 3x3 and 1x1, and four times as many channels
-        at its end."""
-        blocks: Count | Annotated[list[Count], Limits(min_length=1, max_length=4)] = 1
-        """Residual blocks in each stage, or a number for each stage: width 64 and bottlenecks [3, 4, 6, 3] are a
-        ResNet-50."""
+        blocks: Count = 1
+        """Residual blocks in each stage."""
+        timm: str = ""
+        """Name of a network of timm, such as resnet50, which is trained from scratch in place of the one here: without
+        `width` and `blocks`."""
         flip: bool = False
         """Mirror images left-right at random (not for digits or text)."""
         crop_padding: CountOrZero = 1
         """Pad by this many pixels, then crop at random. 0: off."""
         min_crop_scale: Annotated[float, Limits(gt=0, le=1)] = 1.0
         """Enlarge a random part of at least this share of the area (0.08 to 0.35 for photographs). 1: off."""
-        color_jitter: Share = 0.0
-        """Multiply brightness, contrast and saturation by 1 - color_jitter to 1 + color_jitter. 0: off."""
         cutout_size: CountOrZero = 0
         """Side of a random square that is filled with the mean, in pixels. 0: off."""
         mixup_alpha: Annotated[float, Limits(ge=0)] = 0.0
@@ -74,7 +72,6 @@ class Workload(workloads.Workload):
             "flip": False,
             "crop_padding": 0,
             "min_crop_scale": 1.0,
-            "color_jitter": 0.0,
             "cutout_size": 0,
             "mixup_alpha": 0.0,
         }
@@ -114,11 +111,6 @@ class Workload(workloads.Workload):
             warn(
                 f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
                 "image already: the model sees parts of parts"
-            )
-        if o.color_jitter and self.dtype.kind == "f":
-            raise UserError(
-                f"model.color_jitter is {o.color_jitter}, but images are {self.dtype}, whose brightest value is "
-                "unknown; allowed is 0, or images of integers (convert.py arrays ... --to uint8 --range LOW:HIGH)"
             )
         if o.label_smoothing and self.is_regression:
             raise UserError(f"model.label_smoothing is {o.label_smoothing}, but labels are no classes; allowed is 0")
@@ -160,7 +152,11 @@ class Workload(workloads.Workload):
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits or numbers (B, K)."""
         o = self.options
-        network = ResNet(self.shape_CHW, self.n_outputs, o.width, o.blocks, block=o.block)
+        network: nn.Module
+        if o.timm:
+            network = make_timm(o.timm, self.shape_CHW[0], self.n_outputs)
+        else:
+            network = ResNet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
         return nn.Sequential(self.normalize, network)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
@@ -174,8 +170,6 @@ class Workload(workloads.Workload):
             x_BCHW = augment.random_crop(x_BCHW, o.crop_padding, rng)
         if o.flip:
             x_BCHW = augment.random_flip(x_BCHW, rng)
-        if o.color_jitter:
-            x_BCHW = augment.color_jitter(x_BCHW, o.color_jitter, rng)
         if o.cutout_size:
             fill_C = self.normalize.mean_color(x_BCHW.dtype).to(x_BCHW.device)
             x_BCHW = augment.cutout(x_BCHW, o.cutout_size, fill_C, rng)
@@ -391,13 +385,15 @@ class Normalize(nn.Module):
 class Block(nn.Module):
     """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The last norm is initialised with zeros."""
 
-    expansion = 1
-    """How many times `channels` the output has."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int):
+    def __init__(self, channels_in: int, channels_out: int, stride: int):
         super().__init__()
-        channels_out = channels * self.expansion
-        self.body = nn.Sequential(*self._make_body(channels_in, channels, stride))
+        self.body = nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels_out, channels_out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels_out),
+        )
         nn.init.zeros_(self.body[-1].weight)  # type: ignore[arg-type]
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or channels_in != channels_out:
@@ -407,47 +403,15 @@ class Block(nn.Module):
                 nn.BatchNorm2d(channels_out),
             )
 
-    def _make_body(self, channels_in: int, channels: int, stride: int) -> list[nn.Module]:
-        return [
-            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        ]
-
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
-
-
-class Bottleneck(Block):
-    """Convolutions of 1x1, 3x3 and 1x1, and a shortcut. The 3x3 convolution has the stride."""
-
-    expansion = 4
-
-    def _make_body(self, channels_in: int, channels: int, stride: int) -> list[nn.Module]:
-        return [
-            nn.Conv2d(channels_in, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels * self.expansion, 1, bias=False),
-            nn.BatchNorm2d(channels * self.expansion),
-        ]
-
-
-BLOCKS = {"basic": Block, "bottleneck": Bottleneck}
 
 
 class ResNet(nn.Sequential):
     """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels."""
 
-    def __init__(
-        self, shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int | list[int], *, block: str = "basic"
-    ):
-        """blocks: in each stage. Raises UserError if it is a list of more stages than the images have room for."""
+    def __init__(self, shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int):
+        """blocks: in each stage."""
         channels, height, width_px = shape_CHW
         side, stride = min(height, width_px), 1 if min(height, width_px) <= 64 else 2
         layers: list[nn.Module] = [
@@ -459,16 +423,22 @@ class ResNet(nn.Sequential):
             layers.append(nn.MaxPool2d(3, 2, 1))
             side //= 4
         features = width
-        for stage, n_blocks in enumerate(blocks if isinstance(blocks, list) else [blocks] * 4):
+        for stage in range(4):
             halve = stage > 0
             if halve and side < 2 * MIN_SIDE:
-                if isinstance(blocks, list):
-                    raise UserError(
-                        f"model.blocks is {blocks}, but images of {height} x {width_px} pixels allow {stage} numbers"
-                    )
                 break
             side //= 2 if halve else 1
-            for number in range(n_blocks):
-                layers.append(BLOCKS[block](features, width << stage, 2 if halve and number == 0 else 1))
-                features = (width << stage) * BLOCKS[block].expansion
+            for number in range(blocks):
+                layers.append(Block(features, width << stage, 2 if halve and number == 0 else 1))
+                features = width << stage
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
+
+
+def make_timm(name: str, n_channels: int, n_outputs: int) -> nn.Module:
+    """A network of timm, newly initialised. Raises UserError if timm or the network is missing."""
+    try:
+        return import_module("timm").create_model(name, in_chans=n_channels, num_classes=n_outputs)
+    except ImportError as error:
+        raise UserError(f"model.timm is {name}, but {error}; pip install timm") from None
+    except RuntimeError as error:
+        raise UserError(f"model.timm is {name}: {error}; timm.list_models() names all") from None

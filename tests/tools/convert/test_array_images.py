@@ -27,7 +27,7 @@ def save(**arrays: np.ndarray) -> list[str]:
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_channels_last_are_refused_or_put_first(tmp_path, convert, channels, dtype):
     images = RNG.integers(0, 256, (60, 8, 6, channels)).astype(dtype)
     sources = save(images=images)
@@ -52,15 +52,6 @@ def test_images_without_channels_and_labels_in_a_column(tmp_path, convert):
     np.testing.assert_array_equal(labels, np.arange(60) % 3)
     with h5py.File(tmp_path / "x.h5") as file:
         assert file["masks"].shape == (60, 8, 6)
-
-
-def test_images_of_12_bits_in_16_have_their_own_mean_and_spread(tmp_path, convert):
-    images = RNG.integers(2000, 4096, (60, 2, 8, 6), np.uint16)
-    images[:, 1] = 60_000 + images[:, 1] % 8
-    assert convert("arrays", *save(images=images), "x.h5").returncode == 0
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_allclose(file.attrs["mean"], images.mean((0, 2, 3)), rtol=1e-4)
-        np.testing.assert_allclose(file.attrs["std"], images.std((0, 2, 3)), rtol=1e-3)
 
 
 def test_a_range_becomes_bytes_from_hdf5_too(tmp_path, convert):
@@ -88,7 +79,7 @@ def test_a_range_becomes_bytes_from_hdf5_too(tmp_path, convert):
 
 @pytest.mark.parametrize(
     ("dtype", "written"),
-    [(bool, np.uint8), (np.float64, np.float32), (np.float32, np.float32), (np.uint16, np.uint16)],
+    [(bool, np.uint8), (np.float64, np.float32), (np.float32, np.float32)],
 )
 def test_images_and_labels_get_a_type_that_can_be_trained_on(capsys, dtype, written):
     images = np.zeros((20, 1, 4, 4), dtype)
@@ -105,7 +96,7 @@ def test_images_and_labels_get_a_type_that_can_be_trained_on(capsys, dtype, writ
     assert (f"images, {images.dtype}, are written as {np.dtype(written)}\n" in shown) == (dtype != written)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint32])
+@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint16])
 def test_images_of_other_integers_become_bytes_by_range_only(dtype):
     images = np.arange(256, dtype=dtype).reshape(4, 1, 8, 8)
     with pytest.raises(UserError, match=rf"images are {images.dtype}; .* --to uint8 --range 0:255 writes"):

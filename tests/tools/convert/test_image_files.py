@@ -444,7 +444,7 @@ def test_images_that_lose_something_are_counted(tmp_path, convert):
     shown = convert("images", folder, "x.h5", "--on-error", "skip").stdout
     changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
     assert changes == [
-        "  changed  16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`): 1 of 208 images",
+        "  changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`): 1 of 208 images",
         "  changed  CMYK to RGB: 1 of 208 images",
         "  changed  P to RGB: 1 of 208 images",
         "  changed  RGBA to RGB, without the transparency: 1 of 208 images",

@@ -218,7 +218,7 @@ class Planted(NamedTuple):
 
 
 BUS_BYTES_PER_S = BATCH_SIZE * 16 / 0.024  # a row has 16 bytes, or 4 if its values were bytes
-NO_JITTER = Setting("model.color_jitter", 0.0)
+NO_CUTOUT = Setting("model.cutout_size", 0)
 PLANTED = [
     Planted(
         "a slow disk",
@@ -233,10 +233,10 @@ PLANTED = [
         "a slow transform",
         Times(transform_s=0.006),
         "AUGMENT",
-        "model.color_jitter=0",
+        "model.cutout_size=0",
         Times(),
-        Facts(lighter=(NO_JITTER,)),
-        {NO_JITTER: 0.004},
+        Facts(lighter=(NO_CUTOUT,)),
+        {NO_CUTOUT: 0.004},
     ),
     Planted(
         "rows of floats, four times the bytes",

@@ -82,10 +82,10 @@ def test_the_best_setting_that_was_tried_is_the_change():
     assert judge(slow_supply, Facts(n_readers=2), {four_readers: 3.95}).change == "data.echo=4"
 
     slow_transform = measured(1.0, 1.0, untransformed=0.5)
-    lighter = Facts(lighter=(Setting("model.color_jitter", 0.0), Setting("model.flip", False)))
-    no_jitter, no_flip = settings_to_try("AUGMENT", lighter)
-    verdict = judge(slow_transform, lighter, {no_jitter: 0.6, no_flip: 0.95})
-    assert (verdict.change, verdict.gain) == ("model.color_jitter=0", pytest.approx(1 / 0.6))
+    lighter = Facts(lighter=(Setting("model.cutout_size", 0), Setting("model.flip", False)))
+    no_cutout, no_flip = settings_to_try("AUGMENT", lighter)
+    verdict = judge(slow_transform, lighter, {no_cutout: 0.6, no_flip: 0.95})
+    assert (verdict.change, verdict.gain) == ("model.cutout_size=0", pytest.approx(1 / 0.6))
     assert settings_to_try("COMPUTE", Facts()) == []
 
 

@@ -63,7 +63,7 @@ class Writer:
 
     n_rows: number of rows that will come; another number raises ValueError at the end. may_be_fewer: fewer rows are
     allowed, and the file is then shorter. attributes: facts about the rows (class_names, mean, std, source); for
-    uint8 and uint16 images without `mean`, the mean and standard deviation of each channel are added.
+    uint8 images without `mean`, the mean and standard deviation of each channel are added.
     """
 
     def __init__(
@@ -350,14 +350,13 @@ class RaggedColumn:
 
 
 class ImageStatistics:
-    """Mean and standard deviation of each channel of the first uint8 or uint16 field (C, H, W), from rows spread over
-    all.
+    """Mean and standard deviation of each channel of the first uint8 field (C, H, W), from rows spread over all.
 
     Encoded images are decoded for this.
     """
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
-        whole = {name: field for name, field in fields.items() if field.dtype in (np.uint8, np.uint16)}
+        whole = {name: field for name, field in fields.items() if field.dtype == np.uint8}
         images = {name: field for name, field in whole.items() if field.codec or len(field.shape) == 3}
         self._name = next(iter(images), None)
         self._decode = None
@@ -381,7 +380,7 @@ class ImageStatistics:
             if pixels.shape[1] > STATISTICS_PIXELS:  # one of each part at random: a fixed step could stay in a column
                 borders = np.arange(STATISTICS_PIXELS + 1) * pixels.shape[1] // STATISTICS_PIXELS
                 pixels = pixels[:, self._rng.integers(borders[:-1], borders[1:])]
-            pixels = pixels.astype(np.float32 if pixels.dtype == np.uint8 else np.float64)
+            pixels = pixels.astype(np.float32)
             counts = np.full(len(image_CHW), pixels.shape[1])
             self._sums.append(np.stack([counts, pixels.sum(1), np.einsum("cp,cp->c", pixels, pixels)]))
 

@@ -1,7 +1,7 @@
 """Augmentation of image batches on the device. Every function draws anew for each image, at every call.
 
-Images keep their dtype, and integers are rounded: uint8 and uint16, or float16 and float32 of any range. `rng` is a
-generator on the device of the images. Nothing here makes the host wait for the device.
+Images keep their dtype, and integers are rounded: uint8, or float16 and float32 of any range. `rng` is a generator on
+the device of the images. Nothing here makes the host wait for the device.
 
 Shapes: B rows of a batch, C H W of an image, K classes.
 """
@@ -12,9 +12,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-LUMA = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in the perceived brightness (ITU-R BT.601)."""
 
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
@@ -31,14 +28,14 @@ def crop(x_BCHW: Tensor, padding: int, corners_2B: Tensor, fill: int = 0) -> Ten
     """Pad each image with `fill` by `padding` pixels on every side, then cut it to its old size at a given place."""
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
-    padded_BCHW = F.pad(_movable(x_BCHW), (padding, padding, padding, padding), value=fill)
+    padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding), value=fill)
     top_B, left_B = corners_2B
     rows_BH = top_B[:, None] + torch.arange(H, device=device)
     columns_BW = left_B[:, None] + torch.arange(W, device=device)
     batch_B = torch.arange(B, device=device)
     padded_BHWC = padded_BCHW.permute(0, 2, 3, 1)
     cropped_BHWC = padded_BHWC[batch_B[:, None, None], rows_BH[:, :, None], columns_BW[:, None, :]]
-    return cropped_BHWC.permute(0, 3, 1, 2).view(x_BCHW.dtype)
+    return cropped_BHWC.permute(0, 3, 1, 2)
 
 
 def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
@@ -53,8 +50,7 @@ def draw_flips(n_images: int, rng: torch.Generator) -> Tensor:
 
 def flip(x_BCHW: Tensor, is_flipped_B: Tensor) -> Tensor:
     """Mirror the given images left-right."""
-    pixels = _movable(x_BCHW)
-    return torch.where(is_flipped_B[:, None, None, None], pixels.flip(3), pixels).view(x_BCHW.dtype)
+    return torch.where(is_flipped_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
 
 
 class Boxes(NamedTuple):
@@ -110,33 +106,6 @@ def _sample_positions(start_B: Tensor, length_B: Tensor, count: int) -> Tensor:
     return start_B[:, None] + torch.minimum(offsets_BN, length_B[:, None] - 1)
 
 
-def color_jitter(x_BCHW: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """Multiply brightness, contrast and saturation of each image, in this order, by 1 - strength to 1 + strength.
-
-    Contrast is relative to the mean gray value of the image, saturation to the gray value of each pixel. Saturation
-    changes only images with three channels. Raises TypeError for floats: the largest value that they may have is
-    unknown.
-    """
-    B, C, H, W = x_BCHW.shape
-    white = torch.iinfo(x_BCHW.dtype).max
-    factors_3B111 = 1 + strength * (2 * torch.rand((3, B, 1, 1, 1), generator=rng, device=x_BCHW.device) - 1)
-    x = (x_BCHW.float() * factors_3B111[0]).clamp(0, white)
-    mean_B111 = _to_gray(x).mean(dim=(2, 3), keepdim=True)
-    x = (mean_B111 + (x - mean_B111) * factors_3B111[1]).clamp(0, white)
-    if C == 3:
-        gray_B1HW = _to_gray(x)
-        x = gray_B1HW + (x - gray_B1HW) * factors_3B111[2]
-    return to_dtype(x, x_BCHW.dtype)
-
-
-def _to_gray(x_BCHW: Tensor) -> Tensor:
-    """The gray value of each pixel, (B, 1, H, W): by `LUMA` for three channels, otherwise the mean."""
-    if x_BCHW.shape[1] != 3:
-        return x_BCHW.mean(1, keepdim=True)
-    red, green, blue = x_BCHW.split(1, 1)
-    return LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
-
-
 def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> Tensor:
     """Fill a square of `size` pixels around a random pixel of each image. It may reach over the border.
 
@@ -152,8 +121,7 @@ def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> T
     in_rows_BH = (y_H >= top_B[:, None]) & (y_H < top_B[:, None] + size)
     in_columns_BW = (x_W >= left_B[:, None]) & (x_W < left_B[:, None] + size)
     is_filled_BHW = in_rows_BH[:, :, None] & in_columns_BW[:, None, :]
-    filled = torch.where(is_filled_BHW[:, None], _movable(fill_C).view(1, C, 1, 1), _movable(x_BCHW))
-    return filled.view(x_BCHW.dtype)
+    return torch.where(is_filled_BHW[:, None], fill_C.view(1, C, 1, 1), x_BCHW)
 
 
 def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -169,16 +137,9 @@ def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator)
     share_B = gamma_2B[0] / gamma_2B.sum(0).clamp(min=1e-30)
     partner_B = torch.randperm(B, generator=rng, device=device)
     share_B111 = share_B.view(B, 1, 1, 1)
-    partners_BCHW = _movable(x_BCHW)[partner_B].view(x_BCHW.dtype)
-    mixed = x_BCHW * share_B111 + partners_BCHW * (1 - share_B111)
+    mixed = x_BCHW * share_B111 + x_BCHW[partner_B] * (1 - share_B111)
     mixed_target_BK = target_BK * share_B[:, None] + target_BK[partner_B] * (1 - share_B[:, None])
     return to_dtype(mixed, x_BCHW.dtype), mixed_target_BK
-
-
-def _movable(x: Tensor) -> Tensor:
-    """The same bytes as a type that every kernel of torch can move: `where` and `flip` have none for uint16, and of
-    older versions indexing."""
-    return x.view(torch.int16) if x.dtype == torch.uint16 else x
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

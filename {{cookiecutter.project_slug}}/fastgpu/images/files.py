@@ -37,7 +37,7 @@ EXIF_ON_ITS_SIDE = 5
 """From this EXIF orientation on, images are stored on their side."""
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class, and those that `pad` adds."""
-SIXTEEN_BITS = "16 bits to 8 (to keep them: a uint16 array of the images, `convert.py arrays`)"
+SIXTEEN_BITS = "16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)"
 
 
 class Preprocessing(NamedTuple):

@@ -54,9 +54,9 @@ def prepare_images(
 def _with_fitting_type(name: str, column: Any) -> Any:
     """Images or labels of a type that can be trained on. Raises UserError for images of integers of another type."""
     dtype = column.dtype
-    if name == "images" and dtype.kind in "iu" and dtype not in (np.uint8, np.uint16):
+    if name == "images" and dtype.kind in "iu" and dtype != np.uint8:
         cure = "--to uint8 --range 0:255 writes them as bytes"
-        raise UserError(f"images are {dtype}; allowed are uint8, uint16 and floats; {cure}")
+        raise UserError(f"images are {dtype}; allowed are uint8 and floats; {cure}")
     is_wide = name == "images" and dtype.kind == "f" and dtype.itemsize > 4
     if dtype.kind != "b" and not is_wide:
         return column
