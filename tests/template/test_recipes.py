@@ -16,7 +16,6 @@ RECIPES = sorted((PROJECT / "configs").glob("*.yaml"))
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu"]
 SMALL_MODEL = {
     "images": ["model.width=4", "model.blocks=1"],
-    "segmentation": ["model.width=4"],
     "recsys": ["model.hidden_dim=4", "model.latent_dim=4"],
 }
 
@@ -87,25 +86,12 @@ def included(folder: Path) -> None:
     (folder / "data").symlink_to(PROJECT / "data")
 
 
-def photos_with_masks(folder: Path) -> None:
-    """Photographs of one disk each, and masks of its pixels."""
-    y, x = np.mgrid[:150, :140]
-    for name in ("photos/a", "masks/a"):
-        (folder / name).mkdir(parents=True)
-    for number in range(40):
-        is_inside = (y - 40 - number) ** 2 + (x - 70) ** 2 < 900
-        pixels = np.where(is_inside[..., None], [200, 100, 50], [20, 40, 60]).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"photos/a/{number}.jpg")
-        Image.fromarray(is_inside.astype(np.uint8)).save(folder / f"masks/a/{number}.png")
-
-
 MAKE_DATA = {
     "cifar10": published,
     "celeba": published,
     "csv-images": photos,
     "imagenet": imagenet,
     "recsys": included,
-    "segmentation": photos_with_masks,
 }
 
 

@@ -79,7 +79,7 @@ class Workload(workloads.Workload):
 
     def __init__(self, options: Options, train: Source, val: Source):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
-        check_images(train, val, "labels")
+        check_images(train, val)
         images = train.fields["images"]
         labels = train.fields["labels"]
         _check_label_type(train.name, labels)
@@ -95,12 +95,12 @@ class Workload(workloads.Workload):
             self.n_outputs = labels.shape[0] if labels.shape else 1
             self.top = 0
         else:
-            self.n_outputs = count_classes(train, "labels")
+            self.n_outputs = count_classes(train)
         if self.is_regression:
             _check_numbers(train, val)
         else:
             for source in (train, val):
-                check_range(source, "labels", 1 if self.has_attributes else self.n_outputs - 1)
+                check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
         self._label_summary = self._describe_labels(train.in_memory("labels"))
         self._check_options(train)
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
@@ -247,11 +247,11 @@ class Workload(workloads.Workload):
 # ---------------------------------------------------------------------------------------------- checks of the rows
 
 
-def check_images(train: Source, val: Source, target: str) -> None:
-    """Raise UserError if a source lacks images of a known type and layout, or `target`, or if the sources differ."""
+def check_images(train: Source, val: Source) -> None:
+    """Raise UserError if a source lacks labels, or images of a known type and layout, or if the sources differ."""
     for source in (train, val):
-        if not {"images", target} <= source.fields.keys():
-            raise UserError(f"data.fields has {', '.join(source.fields)}; this workload needs images and {target}")
+        if not {"images", "labels"} <= source.fields.keys():
+            raise UserError(f"data.fields has {', '.join(source.fields)}; this workload needs images and labels")
         images = source.fields["images"]
         if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
             raise UserError(
@@ -263,58 +263,54 @@ def check_images(train: Source, val: Source, target: str) -> None:
                 f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
                 "them so by convert.py arrays ... --layout nhwc; otherwise give the file the attribute layout=nchw"
             )
-    for name in ("images", target):
+    for name in ("images", "labels"):
         ours = train.fields[name]
         theirs = val.fields[name]
-        are_labels = name != "images" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
+        are_labels = name == "labels" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
         if ours.shape != theirs.shape and name == "images" and train.decoding and val.decoding:
             continue  # they are decoded to sizes of their own
         if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
 
-def count_classes(source: Source, name: str, ignored: int = -1) -> int:
-    """The number of classes: by the attribute class_names or n_classes, otherwise the highest label + 1.
-
-    ignored: a label that is not a class.
-    """
+def count_classes(source: Source) -> int:
+    """The number of classes: by the attribute class_names or n_classes, otherwise the highest label + 1."""
     n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
     if n_classes:
         return int(n_classes)
-    labels = source.in_memory(name)
+    labels = source.in_memory("labels")
     if labels is None:
         raise UserError(
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
-            f"`class_names` or an attribute `{name}` that has the values of its items"
+            "`class_names` or an attribute `labels` that has the values of its items"
         )
-    highest = int(labels[labels != ignored].max(initial=0))
+    highest = int(labels.max(initial=0))
     if highest >= MAX_CLASSES:
-        raise UserError(f"{source.name}: {name} run up to {highest}; allowed are classes, numbered from 0 on")
+        raise UserError(f"{source.name}: labels run up to {highest}; allowed are classes, numbered from 0 on")
     return highest + 1
 
 
 def describe_classes(labels: np.ndarray | None, n_classes: int) -> str:
-    """How many classes there are, and how many of them have no label. labels: of any shape, or None if unknown."""
-    counts = np.ones(n_classes) if labels is None else np.bincount(labels.ravel().astype(np.int64), minlength=n_classes)
+    """How many classes there are, and how many of them have no label. labels: None if unknown."""
+    counts = np.ones(n_classes) if labels is None else np.bincount(labels.astype(np.int64), minlength=n_classes)
     n_empty = int((counts[:n_classes] == 0).sum())
     if not n_empty:
         return f"{n_classes} classes"
     return f"{n_classes} classes, {n_empty} of them without training rows (without gaps, they are 0, 1, 2...)"
 
 
-def check_range(source: Source, name: str, highest: int, ignored: int = -1) -> None:
-    """Raise UserError if labels that are in memory are below 0 or above `highest`, other than `ignored`."""
-    labels = source.in_memory(name)
+def check_range(source: Source, highest: int) -> None:
+    """Raise UserError if labels that are in memory are below 0 or above `highest`."""
+    labels = source.in_memory("labels")
     if labels is None or (labels.min() >= 0 and labels.max() <= highest):
         return
-    is_wrong = (labels < 0) | ((labels > highest) & (labels != ignored))
-    if is_wrong.any():
-        values = np.array2string(np.unique(labels[is_wrong]), separator=", ", threshold=8, max_line_width=1000)
-        n_rows = int(is_wrong.reshape(len(labels), -1).any(1).sum())
-        raise UserError(
-            f"{source.name}: {name} are {values} in {n_rows:,} of {len(labels):,} rows; allowed are 0 to {highest}, as "
-            "in the training rows; leave such rows out, or number the values from 0 on"
-        )
+    is_wrong = (labels < 0) | (labels > highest)
+    values = np.array2string(np.unique(labels[is_wrong]), separator=", ", threshold=8, max_line_width=1000)
+    n_rows = int(is_wrong.reshape(len(labels), -1).any(1).sum())
+    raise UserError(
+        f"{source.name}: labels are {values} in {n_rows:,} of {len(labels):,} rows; allowed are 0 to {highest}, as in "
+        "the training rows; leave such rows out, or number the values from 0 on"
+    )
 
 
 def _check_label_type(name: str, labels: Field) -> None:

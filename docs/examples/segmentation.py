@@ -1,5 +1,7 @@
 """Segmentation: a class for each pixel of an image, by a compact U-Net of residual blocks.
 
+segmentation.yaml says how to use it.
+
 Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
@@ -25,8 +27,8 @@ from workloads import Direction, images
 class Workload(workloads.Workload):
     """Trains on `images`, as the workload `images` takes them, and `masks`: uint8 (N, H, W), the class of each pixel.
 
-    Mask pixels of 255 count neither in the loss nor in the metrics. These attributes of the training data are used if
-    they exist: `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the file.
+    Mask pixels of 255 count neither in the loss nor in the metrics. The training data has the attribute `n_classes`, as
+    convert.py writes it, and if it has `mean` and `std` of each channel, they are used.
     """
 
     class Options(Section):
@@ -43,26 +45,31 @@ class Workload(workloads.Workload):
 
     def __init__(self, options: Options, train: Source, val: Source):
         """Raises UserError if the rows are not images with masks, or if validation rows are of another kind."""
-        images.check_images(train, val, "masks")
+        if not {"images", "masks"} <= train.fields.keys() & val.fields.keys():
+            raise UserError(f"data.fields has {', '.join(train.fields)}; this workload needs images and masks")
         image = train.fields["images"]
-        mask = train.fields["masks"]
-        if mask.dtype != "uint8" or mask.shape != image.shape[-2:]:
-            raise UserError(f"{train.name}: masks are {mask}, images {image}; allowed are masks of uint8 (N, H, W)")
+        for source in (train, val):
+            mask = source.fields["masks"]
+            if mask.dtype != "uint8" or mask.shape != image.shape[-2:] or source.fields["images"] != image:
+                raise UserError(
+                    f"{source.name}: masks are {mask}, images {source.fields['images']}; allowed are masks of uint8 "
+                    f"(N, H, W), and images as those of {train.name}: {image}"
+                )
         self.options = options
         self.dtype = image.dtype
         self.shape_CHW = (1, *image.shape)[-3:]
-        self.n_classes = images.count_classes(train, "masks", IGNORED_CLASS)
+        self.n_classes = int(train.attributes.get("n_classes", 0))
         if self.n_classes < 2:
-            raise UserError(f"{train.name}: masks have one class, because 255 is ignored; write foreground as 1")
-        for source in (train, val):
-            images.check_range(source, "masks", self.n_classes - 1, IGNORED_CLASS)
-        self._mask_summary = images.describe_classes(train.in_memory("masks"), self.n_classes)
+            raise UserError(
+                f"{train.name}: the attribute n_classes is {self.n_classes}; write the number of classes, at least 2, "
+                "without 255, which is ignored"
+            )
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
     @property
     def summary(self) -> str:
         C, H, W = self.shape_CHW
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self._mask_summary}"
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self.n_classes} classes"
 
     @property
     def metrics(self) -> dict[str, Direction]:

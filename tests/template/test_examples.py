@@ -1,0 +1,152 @@
+"""The examples in docs/examples train in a project that has taken them over, on made-up data."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness import TIMEOUT_S, check_workload
+from PIL import Image
+from template import PROJECT, ROOT
+from test_recipes import commands_in
+
+from fastgpu.images.files import IGNORED_CLASS
+from fastgpu.process.launch import UserError
+from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Rows
+
+EXAMPLES = ROOT / "docs/examples"
+SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the project in place, without data."""
+    unwanted = shutil.ignore_patterns("__pycache__", ".*", "docs", "data", "runs", "tests")
+    copy = shutil.copytree(PROJECT, tmp_path / "project", ignore=unwanted)
+    (copy / "data").mkdir()
+    return copy
+
+
+def run(project: Path, *words: str) -> str:
+    """Run a script of the project. Returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=project, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def take(project: Path, name: str) -> None:
+    """Copy a workload and its config into a project."""
+    shutil.copyfile(EXAMPLES / f"{name}.py", project / f"workloads/{name}.py")
+    shutil.copyfile(EXAMPLES / f"{name}.yaml", project / f"configs/{name}.yaml")
+
+
+def load(path: str) -> ModuleType:
+    """A module of an example."""
+    spec = spec_from_file_location("example", EXAMPLES / path)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def described(batch: Rows, **attributes: object) -> SimpleNamespace:
+    """A source of which a workload sees the fields and attributes alone. batch: some of its rows."""
+    fields = {name: Field(batch[name].numpy().dtype, tuple(batch[name].shape[1:])) for name in batch.columns}
+    return SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, in_memory=lambda name: None)
+
+
+# ---------------------------------------------------------------------------------------------- segmentation
+
+
+def draw_photos(folder: Path) -> None:
+    """Photographs of one disk each, and masks of its pixels."""
+    y, x = np.mgrid[:150, :140]
+    for name in ("photos/a", "masks/a"):
+        (folder / name).mkdir(parents=True)
+    for number in range(40):
+        is_inside = (y - 40 - number) ** 2 + (x - 70) ** 2 < 900
+        pixels = np.where(is_inside[..., None], [200, 100, 50], [20, 40, 60]).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"photos/a/{number}.jpg")
+        Image.fromarray(is_inside.astype(np.uint8)).save(folder / f"masks/a/{number}.png")
+
+
+@pytest.mark.slow
+def test_segmentation_trains_by_the_commands_that_its_config_names(project):
+    take(project, "segmentation")
+    draw_photos(project)
+    text = (project / "configs/segmentation.yaml").read_text()
+    for command in commands_in(text, r"python convert\.py"):
+        run(project, "convert.py", *command)
+    for command in commands_in(text, r"python train\.py"):
+        shown = run(project, "train.py", *command, *SMALL, "model.width=4")
+    assert "images: 3 x 128 x 128 (channels x height x width), uint8; masks: 2 classes" in shown
+    scores = run(project, "predict.py", "runs/a", "--evaluate", "data/segmentation-val.h5")
+    assert [line.split()[0] for line in scores.splitlines()] == ["image_miou_pct", "pixel_accuracy_pct", "loss"]
+
+
+def masked(n_rows: int) -> Rows:
+    """Images that are their own masks, of three classes; the first line of pixels is ignored."""
+    masks = torch.randint(0, 3, (n_rows, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    masks[:, 0] = IGNORED_CLASS
+    return Rows({"images": masks, "masks": masks})
+
+
+def segmentation(**options: object):
+    module = load("segmentation.py")
+    source = described(masked(4), n_classes=3)
+    return module.Workload(module.Workload.Options(width=4, **options), source, source)
+
+
+def test_segmentation_fits_the_protocol_and_moves_an_image_and_its_mask_alike():
+    workload = segmentation(crop_padding=5)
+    check_workload(workload, masked(12), masked(12))
+    batch = masked(32)
+    moved = workload.transform(batch, torch.Generator().manual_seed(0))
+    counts = moved["masks"] != IGNORED_CLASS
+    assert torch.equal(moved["images"][:, 0][counts], moved["masks"][counts])
+    assert not torch.equal(moved["masks"], batch["masks"])
+    assert (~counts).sum() > (batch["masks"] == IGNORED_CLASS).sum()  # what was padded is ignored, too
+
+
+def test_segmentation_does_not_count_ignored_pixels():
+    workload = segmentation()
+    batch = masked(6)
+    masks = batch["masks"]
+    valid = masks != IGNORED_CLASS
+    logits = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    likelihood = logits.log_softmax(1).gather(1, masks.long().clamp(max=2)[:, None])[:, 0]
+    torch.testing.assert_close(workload.loss(lambda _: logits, batch), -likelihood[valid].mean())
+    predicted = logits.argmax(1)
+    means = []
+    for image in range(6):
+        ours, truth = predicted[image][valid[image]], masks[image][valid[image]]
+        pairs = [((ours == k) & (truth == k), (ours == k) | (truth == k)) for k in range(3)]
+        means.append(np.mean([float(both.sum() / either.sum()) for both, either in pairs if either.any()]))
+    scores = workload.score(lambda _: logits, batch)
+    torch.testing.assert_close(scores["image_miou_pct"].total / 6, torch.tensor(100 * np.mean(means)).float())
+    accuracy = scores["pixel_accuracy_pct"]
+    assert accuracy.total / accuracy.n == 100 * (predicted == masks)[valid].float().mean()
+    ignored = Rows({"images": masks, "masks": torch.full_like(masks, IGNORED_CLASS)})
+    assert workload.loss(lambda _: logits, ignored) == 0
+    assert [int(score.n) for score in workload.score(lambda _: logits, ignored).values()] == [0, 0, 0]
+
+
+def test_segmentation_refuses_rows_that_do_not_fit():
+    workload = load("segmentation.py").Workload
+    good = described(masked(4), n_classes=3)
+    wide = described(Rows({"images": masked(4)["images"], "masks": masked(4)["masks"].int()}), n_classes=3)
+    for train, val, message in (
+        (good, wide, r"rows.h5: masks are int32 \(N, 16, 16\), images uint8 \(N, 16, 16\); allowed are masks of uint8"),
+        (described(masked(4)), good, "the attribute n_classes is 0; write the number of classes, at least 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            workload(workload.Options(), train, val)
