@@ -83,7 +83,7 @@ def write_config(path: Path, workload: str, data: dict[str, Any], model: dict[st
     if with_sgd:
         optim = {"name": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-5}
     data = {"val": data["train"], **data}
-    train = {"precision": "auto", "channels_last": with_sgd}
+    train = {"precision": "auto"}
     sections = {"workload": workload, "data": data, "model": model, "optim": optim, "train": train}
     path.write_text(yaml.safe_dump(sections))
     return path

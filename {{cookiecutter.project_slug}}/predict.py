@@ -147,7 +147,7 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
             return
         inputs = open_rows(args, trained)
     args.batch_size = args.batch_size or max(1, trained.card["batch_size"] // world.world_size)
-    trained = trained._replace(model=to_device(trained.model, world.device, trained.card["channels_last"]))
+    trained = trained._replace(model=to_device(trained.model, world.device))
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
     if args.inputs:

@@ -42,7 +42,6 @@ from fastgpu.run.checkpoint import Stateful
 from fastgpu.run.describe import describe_feed
 from fastgpu.run.model_files import describe_model
 from fastgpu.run.run import Run
-from fastgpu.training.apex import choose_kernels
 from fastgpu.training.ema import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.optim import make_optimizer
@@ -108,10 +107,10 @@ def build(cfg: Config, world: World) -> Parts:
 
     # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
-    model = to_device(workload.model(), world.device, cfg.train.channels_last)
+    model = to_device(workload.model(), world.device)
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
-    kernels = choose_kernels(cfg.optim, world)
-    optimizer = make_optimizer(model, cfg.optim, kernels, workload.parameter_groups(model))
+    with world.raise_on_every_rank():  # one of them may lack the package
+        optimizer = make_optimizer(model, cfg.optim, workload.parameter_groups(model))
     prepare_to_skip(optimizer, precision)
     has_ragged = any(field.is_ragged for field in source.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
@@ -210,7 +209,7 @@ def train(cfg: Config, world: World) -> int:
 
         batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order
-        while at.epoch < cfg.train.epochs and not at.is_stalled(cfg.train.stop_after_epochs_without_gain):
+        while at.epoch < cfg.train.epochs:
             for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
                 place = (cfg.run.seed, at.epoch, pool.plan.number)
                 passes = echo_passes(cfg.data.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)

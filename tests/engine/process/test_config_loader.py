@@ -281,7 +281,7 @@ def test_help_explains_every_key_and_its_default(help_of):
         assert description
         assert " ".join(description.split()) in words
     assert "data.train=(required)" in text
-    assert '  optim.name="adamw"  (adamw, sgd, lamb)' in text
+    assert '  optim.name="adamw"  (adamw, sgd, fused_adam, fused_lamb)' in text
     assert "  data.batch_size=64  (integer >= 1)" in text
     assert '  data.pool_batches="auto"  (integer >= 1 or auto)' in text
     assert "  train.ema=0.0  (number >= 0 < 1)" in text

@@ -16,7 +16,7 @@ def test_what_decides_the_weights_must_be_the_same():
         config(model={"hidden_dim": 3}),
         config(data={"batch_size": 32}),
         config(data={"val_fields": {"x": "other"}}),
-        config(dist={"strategy": "none"}),
+        config(dist={"strategy": "dp"}),
     ):
         differing = [key for key, value in identify_job(other).items() if job.get(key) != value]
         assert len(differing) == 1, differing

@@ -69,23 +69,12 @@ def test_the_end_of_an_epoch_keeps_the_best_value(direction, scores, best):
     assert progress == Progress(**json.loads(json.dumps(asdict(progress))))  # NaN is not equal to itself: it is None
 
 
-def test_epochs_without_gain_are_counted():
-    progress = Progress()
-    counts = []
-    for score in (nan, 1.0, 1.0, 0.5, nan, 2.0, 1.0):
-        progress.end_epoch("val/x", score, "higher")
-        counts.append(progress.epochs_without_gain)
-        assert progress.is_stalled(2) == (progress.epochs_without_gain >= 2)
-        assert not progress.is_stalled(0)
-    assert counts == [1, 0, 1, 2, 3, 0, 1]
-
-
 def test_another_metric_starts_anew():
     progress = Progress()
     progress.end_epoch("val/accuracy", 99.0, "higher")
     progress.end_epoch("val/accuracy", 98.0, "higher")
     progress.end_epoch("val/loss", 2.0, "lower")
-    assert (progress.best, progress.epochs_without_gain) == (2.0, 0)
+    assert (progress.best, progress.best_epoch) == (2.0, 3)
 
 
 def test_values_on_other_validation_rows_are_not_compared(tmp_path):
@@ -98,7 +87,7 @@ def test_values_on_other_validation_rows_are_not_compared(tmp_path):
     assert progress.validate_on("hard rows")
     assert progress.best is None
     progress.end_epoch("val/x", 0.5, "higher")
-    assert (progress.best, progress.epochs_without_gain) == (0.5, 0)
+    assert (progress.best, progress.best_epoch) == (0.5, 2)
 
 
 def test_nothing_to_resume_is_a_fresh_start(tmp_path):

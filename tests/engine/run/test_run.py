@@ -156,7 +156,7 @@ def test_values_that_equal_the_best_one_are_told(tmp_path, model, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"epoch \d/2 ", line)]
     told = [re.findall(r"; val/score equals that of epoch (\d), which stays the best one", line) for line in lines]
     assert told == [[], [], ["2"], [], ["2"], []]
-    assert run.progress.epochs_without_gain == 4
+    assert run.progress.best_epoch == 2
 
 
 def test_any_metric_may_decide_which_checkpoint_is_the_best(tmp_path, model):

@@ -12,20 +12,18 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-@pytest.mark.parametrize("kernels", ["torch", "none"])
-def test_adamw_has_the_settings(model, kernels):
-    optimizer = make_optimizer(model, Optim(name="adamw", lr=0.3, momentum=0.8), kernels)
+def test_adamw_has_the_settings(model):
+    optimizer = make_optimizer(model, Optim(name="adamw", lr=0.3, momentum=0.8))
     assert type(optimizer) is torch.optim.AdamW
-    assert optimizer.defaults["fused"] == (kernels == "torch")
+    assert optimizer.defaults["fused"]
     assert optimizer.defaults["lr"] == 0.3
     assert optimizer.defaults["betas"] == (0.8, 0.999)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "none"])
-def test_sgd_has_the_settings(model, kernels):
-    optimizer = make_optimizer(model, Optim(name="sgd", lr=0.3, momentum=0.8), kernels)
+def test_sgd_has_the_settings(model):
+    optimizer = make_optimizer(model, Optim(name="sgd", lr=0.3, momentum=0.8))
     assert type(optimizer) is torch.optim.SGD
-    assert optimizer.defaults["fused"] == (kernels == "torch")
+    assert optimizer.defaults["fused"]
     assert optimizer.defaults["lr"] == 0.3
     assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.8, True)
 

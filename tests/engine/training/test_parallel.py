@@ -38,16 +38,14 @@ def test_alone_nothing_is_averaged():
     assert (gradients, mean, count) == ([[0.0, 0.0]], 0.0, 5)
 
 
-@pytest.mark.parametrize(("strategy", "reason"), [("none", "shares no gradients"), ("dp", "from one process")])
-def test_strategies_for_one_process_refuse_two(strategy, reason):
-    with pytest.raises(UserError, match=f"dist.strategy is {strategy}, which .*{reason}.*2 processes: use ddp"):
-        share_gradients(nn.Linear(1, 1), Dist(strategy=strategy), World(0, 2, 2, CPU))
+def test_data_parallel_refuses_two_processes():
+    with pytest.raises(UserError, match=r"dist.strategy is dp, which .* from one process, .* 2 processes: use ddp"):
+        share_gradients(nn.Linear(1, 1), Dist(strategy="dp"), World(0, 2, 2, CPU))
 
 
-def test_alone_ddp_and_none_leave_the_model_as_it_is_and_dp_wraps_it():
+def test_alone_ddp_leaves_the_model_as_it_is_and_dp_wraps_it():
     model = nn.Linear(1, 1)
     assert share_gradients(model, Dist(strategy="ddp"), ALONE) is model
-    assert share_gradients(model, Dist(strategy="none"), ALONE) is model
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE), nn.DataParallel)
 
 

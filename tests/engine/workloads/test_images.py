@@ -514,7 +514,7 @@ def test_easy_images_are_learned(image_folder):
 
 GPU_SETTINGS = {
     "bf16": ["train.precision=bf16"],
-    "fp16, channels last": ["train.precision=fp16", "train.channels_last=true"],
+    "fp16": ["train.precision=fp16"],
     "compiled": ["train.compile=true"],
     "disk tier": ["data.tier=disk"],
     "host tier": ["data.tier=host"],

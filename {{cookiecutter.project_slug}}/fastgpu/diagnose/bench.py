@@ -29,7 +29,7 @@ from fastgpu.training.parallel import reseed
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
 TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
-FASTER = (Setting("train.compile", True), Setting("train.precision", "bf16"), Setting("train.channels_last", True))
+FASTER = (Setting("train.compile", True), Setting("train.precision", "bf16"))
 """Settings that may make a step faster on a GPU."""
 
 

@@ -20,7 +20,6 @@ from fastgpu.storage.file import split_group
 from fastgpu.storage.inspection import advise, columns_of
 from fastgpu.storage.store import expand
 from fastgpu.telemetry.monitor import clock_limits, gpu_handle, open_nvml
-from fastgpu.training import apex
 
 # beginnings of the names of network file systems
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
@@ -51,13 +50,11 @@ def look(data: Data, run: Run, world: World, *, nvml: Any = None) -> list[Findin
     """
     python = sys.version.split()[0]
     versions = f"python {python}, torch {torch.__version__}, h5py {h5py.__version__} (HDF5 {h5py.version.hdf5_version})"
-    why_no_apex = apex.why_unusable("optimizers", "FusedAdam", "amp_C")
     findings = [
         Finding("versions", versions),
         _processes(world),
         _memory(world),
         _run_folder(run.folder),
-        Finding("Apex", why_no_apex or "NVIDIA Apex is installed, with its kernels"),
     ]
     for part in (_gpus(world, nvml), _files(data)):
         try:

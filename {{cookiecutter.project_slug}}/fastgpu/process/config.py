@@ -18,7 +18,6 @@ Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
-Kernels = Literal["torch", "apex", "none"]
 MAX_COUNT = 2**31 - 1
 """No number of rows of a batch, of steps, threads or seconds is larger."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -119,16 +118,14 @@ class Loader(Section):
 class Optim(Section):
     """Optimizer and learning rate."""
 
-    name: Literal["adamw", "sgd", "lamb"] = "adamw"
-    """Optimizer. lamb, for very large batches, needs NVIDIA Apex."""
-    fused: Kernels | Auto = "torch"
-    """Fused kernels to use: torch's, NVIDIA Apex's, or none. auto: Apex's where they can be used, else torch's."""
+    name: Literal["adamw", "sgd", "fused_adam", "fused_lamb"] = "adamw"
+    """Optimizer. fused_adam and fused_lamb (for very large batches) are those of NVIDIA Apex."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     """Weight decay of matrices and convolution kernels; biases and norms have none."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of SGD; first beta of AdamW and LAMB."""
+    """Nesterov momentum of SGD; first beta of the others."""
     warmup_share: Share = 0.1
     """Share of the run in which the learning rate rises linearly. Afterwards it follows a cosine to 0."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -142,12 +139,8 @@ class Train(Section):
 
     epochs: Count = 20
     """Passes over the training rows."""
-    stop_after_epochs_without_gain: CountOrZero = 0
-    """Stop early when the metric run.best_metric has not become better for this many epochs. 0: never."""
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
-    channels_last: bool = True
-    """Use the NHWC memory format, which tensor cores prefer for convolutions."""
     compile: bool = False
     """Use torch.compile: the first step is slow, the others are faster."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -158,9 +151,9 @@ class Train(Section):
 class Dist(Section):
     """Processes and devices."""
 
-    strategy: Literal["ddp", "apex", "dp", "none"] = "ddp"
+    strategy: Literal["ddp", "apex", "dp"] = "ddp"
     """ddp: DistributedDataParallel, one process for each GPU. apex: the same by an NVIDIA Apex that still has it. dp:
-    nn.DataParallel in one process (slower). none: one device."""
+    nn.DataParallel in one process (slower)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: stop with an error if there is no GPU. auto: a GPU if there is one."""
     timeout_s: Count = 600

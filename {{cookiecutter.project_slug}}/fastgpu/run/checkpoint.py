@@ -82,8 +82,6 @@ class Progress:
     """Which values of `metric` are better."""
     best_epoch: Count = 0
     """Number of epochs that were done when the best one ended; of equal values, the first one counts."""
-    epochs_without_gain: Count = 0
-    """Epochs since `best` was reached first."""
     val_rows: str = ""
     """Digest of the validation rows, on which `best` was measured."""
 
@@ -92,7 +90,6 @@ class Progress:
         is_changed = self.val_rows not in ("", val_rows)
         if is_changed:
             self.best = None
-            self.epochs_without_gain = 0
         self.val_rows = val_rows
         return is_changed
 
@@ -100,21 +97,14 @@ class Progress:
         """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
         if self.metric not in ("", metric):
             self.best = None
-            self.epochs_without_gain = 0
         self.metric = metric
         self.direction = direction
         self.epoch += 1
         self.consumed = 0
         self.pool_steps = 0
-        self.epochs_without_gain += 1
         if _cost(score, direction) < _cost(self.best, direction):
             self.best = score
             self.best_epoch = self.epoch
-            self.epochs_without_gain = 0
-
-    def is_stalled(self, max_epochs_without_gain: int) -> bool:
-        """Whether the metric has not become better for so many epochs. 0: never."""
-        return 0 < max_epochs_without_gain <= self.epochs_without_gain
 
 
 def _cost(score: float | None, direction: Direction) -> float:

@@ -9,7 +9,7 @@ They need no other file: neither the training data nor model.pt, which is for re
     rows, val_rows         digests of the training and validation rows
     metrics, directions    values of the last validation, and which values are better
     epoch, step            when the weights were saved
-    batch_size, precision, channels_last    how the model was validated
+    batch_size, precision    how the model was validated
 
 Tensors that share memory (tied weights) are stored once, under one of their names, as `safetensors.torch.save_model`
 does; `safetensors.torch.load_model` fills all of them.
@@ -35,7 +35,7 @@ from fastgpu.storage.meaning import check_meaning
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
 FORMAT = 1
-KEYS = ("workload", "options", "attributes", "batch_size", "precision", "channels_last")
+KEYS = ("workload", "options", "attributes", "batch_size", "precision")
 """What model.json must hold besides its fields."""
 
 
@@ -78,7 +78,6 @@ def describe_model(
         "directions": dict(directions),
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
-        "channels_last": config["train.channels_last"],
     }
 
 

@@ -251,12 +251,6 @@ class Run:
         self._agreement.outlive_run()
         self._world.print_once(self._log.finish(self._metrics))
         self.close()
-        progress = self.progress
-        if progress.epoch < self._epochs:
-            self._world.print_once(
-                f"training is over: {self._metric} has not become better in {progress.epochs_without_gain} epochs "
-                f"(best {progress.best:.4g}); raise train.stop_after_epochs_without_gain to train on"
-            )
         self._world.check_everywhere(
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",

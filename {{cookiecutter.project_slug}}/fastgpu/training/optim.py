@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastgpu.process.config import Kernels, Optim
+from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from fastgpu.training import apex
 
 
 def make_optimizer(
-    model: nn.Module, settings: Optim, kernels: Kernels = "torch", own_groups: Sequence[dict[str, Any]] = ()
+    model: nn.Module, settings: Optim, own_groups: Sequence[dict[str, Any]] = ()
 ) -> torch.optim.Optimizer:
-    """AdamW with betas (momentum, 0.999), SGD with Nesterov momentum, or Apex's LAMB.
+    """AdamW with betas (momentum, 0.999), SGD with Nesterov momentum, or one of Apex, all with fused kernels.
 
-    kernels: the fused kernels to use, see `apex.choose_kernels`. Parameters with fewer than two dimensions (biases and
-    norms) get no weight decay. To add an optimizer, add its name to `Optim.name` and a branch here.
+    Parameters with fewer than two dimensions (biases and norms) get no weight decay. To add an optimizer, add its name
+    to `Optim.name` and a branch here.
 
     own_groups: parameters that train differently (see `Workload.parameter_groups`). Frozen parameters are left out.
     """
@@ -27,13 +27,12 @@ def make_optimizer(
     groups = [part for group in (rest, *own_groups) for part in _split_group(group, settings.weight_decay)]
     lr = settings.lr
     momentum = settings.momentum
-    if kernels == "apex":
+    if settings.name in apex.CLASSES:
         return apex.make_optimizer(settings.name, groups, lr, momentum)
-    is_fused = kernels == "torch"
     if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=is_fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)
     assert settings.name == "sgd", f"optim.name is {settings.name}: add a branch here"
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=is_fused)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
 
 
 def _split_group(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:

@@ -22,14 +22,14 @@ def share_gradients(
     cannot cut. Raises UserError if the strategy does not fit the number of processes or is not available.
     """
     strategy = settings.strategy
-    if strategy in ("dp", "none") and world.world_size > 1:
-        what = "shares no gradients" if strategy == "none" else "drives all GPUs from one process"
-        raise UserError(
-            f"dist.strategy is {strategy}, which {what}, but there are {world.world_size} processes: use ddp"
-        )
     if strategy == "apex":
         return apex.distributed(model, world.world_size)
     if strategy == "dp":
+        if world.world_size > 1:
+            raise UserError(
+                f"dist.strategy is dp, which drives all GPUs from one process, but there are {world.world_size} "
+                "processes: use ddp"
+            )
         if has_ragged:
             raise UserError("dist.strategy is dp, which cuts a batch into equal parts; rows are ragged: use ddp")
         return DataParallel(model)

@@ -13,7 +13,6 @@ from torch import nn
 
 from fastgpu.process.config import Auto, Precision
 from fastgpu.rows.rows import Rows
-from fastgpu.training import apex
 
 
 class MixedPrecision(NamedTuple):
@@ -41,10 +40,9 @@ def _best_precision(device: torch.device) -> Precision:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def to_device(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
-    """The model on the device, with its weights in the NHWC memory format if `channels_last`."""
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    moved: nn.Module = model.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on the device, with its weights in the NHWC memory format, which tensor cores prefer."""
+    moved: nn.Module = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return moved
 
 
@@ -92,11 +90,19 @@ class OptimizerState:
         """State of the optimizer, the kind of optimizer, and the loss scale."""
         return {
             "optimizer": self._optimizer.state_dict(),
-            "kind": apex.label(self._optimizer),
+            "kind": _label(self._optimizer),
             "scaler": self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the state belongs to another algorithm."""
-        self._optimizer.load_state_dict(apex.converted(state["optimizer"], state["kind"], self._optimizer))
+        now = _label(self._optimizer)
+        if state["kind"] != now:
+            raise ValueError(f"saved by {state['kind']}, optim.name is now {now}; continue with the one it began with")
+        self._optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
+
+
+def _label(optimizer: torch.optim.Optimizer) -> str:
+    """Class and package of an optimizer, for the checkpoint: `FusedAdam of apex`."""
+    return f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
