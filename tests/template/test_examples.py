@@ -1,5 +1,6 @@
 """The examples in docs/examples train in a project that has taken them over, on made-up data."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -150,3 +151,32 @@ def test_segmentation_refuses_rows_that_do_not_fit():
     ):
         with pytest.raises(UserError, match=message):
             workload(workload.Options(), train, val)
+
+
+# ---------------------------------------------------------------------------------------------- letters
+
+
+def test_letters_train_by_the_commands_that_their_config_names(project):
+    take(project, "letters")
+    (project / "book.txt").write_text("a rose is a rose is a rose. " * 300)
+    text = (project / "configs/letters.yaml").read_text()
+    assert "\n#          python -c" in text
+    (program,) = re.findall(r'python -c "(.*)"\n', text)
+    run(project, "-c", program)
+    for command in commands_in(text, r"python convert\.py"):
+        run(project, "convert.py", *command)
+    for command in commands_in(text, r"python train\.py"):
+        shown = run(project, "train.py", *command, *SMALL, "model.dim=8")
+    assert "epoch 1/1 train/loss " in shown
+    assert run(project, "predict.py", "runs/a", "data/text.h5").startswith("row,next\n")
+
+
+def test_letters_fit_the_protocol():
+    module = load("letters.py")
+    batch = Rows(
+        {"text": torch.randint(0, 256, (12, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))}
+    )
+    check_workload(module.Workload(module.Workload.Options(dim=4), described(batch), described(batch)), batch, batch)
+    wide = described(Rows({"text": batch["text"].int()}))
+    with pytest.raises(UserError, match=r"rows.h5: the field text is int32 \(N, 9\); allowed is uint8 \(N, T\)"):
+        module.Workload(module.Workload.Options(), described(batch), wide)
