@@ -180,3 +180,56 @@ def test_letters_fit_the_protocol():
     wide = described(Rows({"text": batch["text"].int()}))
     with pytest.raises(UserError, match=r"rows.h5: the field text is int32 \(N, 9\); allowed is uint8 \(N, T\)"):
         module.Workload(module.Workload.Options(), described(batch), wide)
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def test_numbers_train_by_the_commands_that_their_config_names(project):
+    take(project, "image_numbers")
+    lines = ["path,age"]
+    for number in range(40):
+        Image.new("RGB", (80, 70), (6 * number, 100, 50)).save(project / f"{number}.png")
+        lines.append(f"{number}.png,{number / 40 + 0.001}")
+    (project / "faces.csv").write_text("\n".join(lines))
+    text = (project / "configs/image_numbers.yaml").read_text()
+    for command in commands_in(text, r"python convert\.py"):
+        run(project, "convert.py", *command)
+    for command in commands_in(text, r"python train\.py"):
+        shown = run(project, "train.py", *command, *SMALL, "model.width=4")
+    assert "labels: 1 number to predict, mean [0." in shown
+    assert "epoch 1/1 train/loss " in shown
+    assert run(project, "predict.py", "runs/a", "0.png").startswith("file,prediction\n")
+
+
+def numbered(shape: tuple[int, ...], names: tuple[str, ...] = (), **options: object):
+    """A workload, and rows of it whose brightness is their label."""
+    module = load("image_numbers.py")
+    brightness = torch.arange(40, dtype=torch.uint8)
+    labels = brightness.float().view(-1, *[1] * len(shape)).expand(40, *shape).contiguous()
+    batch = Rows({"images": brightness.view(-1, 1, 1, 1).expand(40, 3, 8, 8).contiguous(), "labels": labels})
+    source = described(batch, target_names=list(names))
+    source.stored = source
+    return module.Workload(module.Workload.Options(width=4, crop_padding=0, **options), source, source), batch
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_loss_and_scores_of_numbers_against_the_formula(shape):
+    workload, batch = numbered(shape)
+    check_workload(workload, batch, batch)
+    outputs_BK = torch.randn(40, *shape, generator=torch.Generator().manual_seed(0)).view(40, -1)
+    error_BK = outputs_BK - batch["labels"].view(40, -1)
+    torch.testing.assert_close(workload.loss(lambda _: outputs_BK, batch), error_BK.square().mean())
+    scores = workload.score(lambda _: outputs_BK, batch)
+    torch.testing.assert_close(scores["mse"].total / scores["mse"].n, error_BK.square().mean())
+    torch.testing.assert_close(scores["mae"].total / scores["mae"].n, error_BK.abs().mean())
+
+
+def test_numbers_are_mixed_like_their_images_and_predicted_by_their_names():
+    workload, batch = numbered((2,), ("height", "age"), mixup_alpha=0.4)
+    mixed = workload.transform(batch, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mixed["labels"][:, 0], mixed["images"][:, 0, 0, 0].float(), atol=0.51, rtol=0)
+    assert not torch.equal(mixed["labels"], batch["labels"])
+    assert list(workload.predict(workload.model().eval(), batch)) == ["height", "age"]
+    with pytest.raises(UserError, match="model.label_smoothing is 0.1, but labels are no classes; allowed is 0"):
+        numbered((), label_smoothing=0.1)

@@ -1,6 +1,6 @@
-"""Images with one class of many, any number of attributes, or numbers to predict. A compact residual network.
+"""Images with one class of many, or any number of attributes. A compact residual network.
 
-Shapes: B rows of a batch, C H W of an image, K classes, attributes or numbers.
+Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,6 @@ DTYPES = ("uint8", "float16", "float32")
 """Types of the images that this workload trains on as they are."""
 MAX_CLASSES = 1 << 24
 """A label that is not below this number is no class, but perhaps an id."""
-FAR = 10.0
-"""Numbers to predict whose mean or standard deviation is above this train badly as they are."""
 MIN_SIDE = 4
 """Stages of the network halve the image until its shorter side has this many pixels."""
 
@@ -38,9 +36,9 @@ MIN_SIDE = 4
 class Workload(workloads.Workload):
     """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
 
-    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes, and floats (N,) or (N, K) are numbers
-    to predict (regression). These attributes of the training data are used if they exist: `class_names` or
-    `n_classes`, and `mean` and `std` of each channel, in the units of the file.
+    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. These attributes of the training data
+    are used if they exist: `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the
+    file.
     """
 
     class Options(Section):
@@ -88,19 +86,14 @@ class Workload(workloads.Workload):
         # The fields of a model.json have the size of validation images; its card has that of training images.
         self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *images.shape)[-3:]))
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
-        self.target_names = [str(name) for name in train.attributes.get("target_names") or []]
-        self.is_regression = labels.dtype.kind == "f"
-        self.has_attributes = bool(labels.shape) and not self.is_regression
-        if self.has_attributes or self.is_regression:
-            self.n_outputs = labels.shape[0] if labels.shape else 1
+        self.has_attributes = bool(labels.shape)
+        if self.has_attributes:
+            self.n_outputs = labels.shape[0]
             self.top = 0
         else:
             self.n_outputs = count_classes(train)
-        if self.is_regression:
-            _check_numbers(train, val)
-        else:
-            for source in (train, val):
-                check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
+        for source in (train, val):
+            check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
         self._label_summary = self._describe_labels(train.in_memory("labels"))
         self._check_options(train)
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
@@ -112,8 +105,6 @@ class Workload(workloads.Workload):
                 f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
                 "image already: the model sees parts of parts"
             )
-        if o.label_smoothing and self.is_regression:
-            raise UserError(f"model.label_smoothing is {o.label_smoothing}, but labels are no classes; allowed is 0")
         side = min(self.shape_CHW[1:])
         for name, pixels in (("crop_padding", o.crop_padding), ("cutout_size", o.cutout_size)):
             if pixels >= side:  # little or nothing of an image would be left
@@ -130,27 +121,16 @@ class Workload(workloads.Workload):
             is_class = labels is not None and is_one_hot(labels)
             hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))" if is_class else ""
             return f"{self.n_outputs} attributes{hint}"
-        if not self.is_regression:
-            return describe_classes(labels, self.n_outputs)
-        text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict (regression)"
-        if labels is None:
-            return text
-        mean_K, std_K = np.atleast_1d(labels.mean(0, np.float64), labels.std(0, np.float64))
-        mean, std = (np.array2string(values_K, precision=3, threshold=8) for values_K in (mean_K, std_K))
-        is_far = max(abs(mean_K).max(), std_K.max()) > FAR
-        hint = "; they train better as (labels - mean) / std" if is_far else ""
-        return f"{text}, mean {mean}, std {std}{hint}"
+        return describe_classes(labels, self.n_outputs)
 
     @property
     def metrics(self) -> dict[str, Direction]:
-        if self.is_regression:
-            return {"mse": "lower", "mae": "lower"}
         if self.has_attributes:
             return {"accuracy_pct": "higher", "loss": "lower"}
         return {"top1_pct": "higher", "top5_pct": "higher", "loss": "lower"}
 
     def model(self) -> nn.Module:
-        """Images as they lie in the file -> logits or numbers (B, K)."""
+        """Images as they lie in the file -> logits (B, K)."""
         o = self.options
         network: nn.Module
         if o.timm:
@@ -174,20 +154,17 @@ class Workload(workloads.Workload):
             fill_C = self.normalize.mean_color(x_BCHW.dtype).to(x_BCHW.device)
             x_BCHW = augment.cutout(x_BCHW, o.cutout_size, fill_C, rng)
         if o.mixup_alpha:
-            is_class = not (self.has_attributes or self.is_regression)
-            target = F.one_hot(labels.long(), self.n_outputs) if is_class else labels.view(-1, self.n_outputs)
+            target = labels if self.has_attributes else F.one_hot(labels.long(), self.n_outputs)
             x_BCHW, labels = augment.mixup(x_BCHW, target.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy (regression: squared error) of the batch, and of its attributes or numbers.
+        """Mean cross-entropy of the batch, and of its attributes.
 
         Mixed labels of classes are floats (B, K).
         """
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
-        if self.is_regression:
-            return F.mse_loss(logits_BK, labels.float().view_as(logits_BK))
         smoothing = self.options.label_smoothing
         if self.has_attributes:
             target_BK = labels.float() * (1 - smoothing) + smoothing / 2
@@ -199,9 +176,6 @@ class Workload(workloads.Workload):
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
         n = len(batch)
-        if self.is_regression:
-            error_BK = logits_BK - labels.float().view_as(logits_BK)
-            return {"mse": Sum(error_BK.square().mean(1).sum(), n), "mae": Sum(error_BK.abs().mean(1).sum(), n)}
         if self.has_attributes:
             target_BK = labels.float()
             loss = F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="sum") / self.n_outputs
@@ -218,12 +192,8 @@ class Workload(workloads.Workload):
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """`class` and its `probability`, (B,), or (B, top) if `top` is above 1; for attributes the probability of each,
-        by its name; for a regression each number by its name, or the `prediction`, (B,) or (B, K)."""
+        by its name."""
         logits_BK = model(batch["images"]).float()
-        if self.is_regression and len(self.target_names) == self.n_outputs:
-            return dict(zip(self.target_names, logits_BK.unbind(1), strict=True))
-        if self.is_regression:
-            return {"prediction": logits_BK[:, 0] if self.n_outputs == 1 else logits_BK}
         if self.has_attributes:
             names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
             return dict(zip(names, logits_BK.sigmoid().unbind(1), strict=True))
@@ -235,10 +205,9 @@ class Workload(workloads.Workload):
     def card(self) -> dict[str, Any]:
         return {
             "training_shape": list(self.shape_CHW),
-            "n_classes": 0 if self.is_regression else self.n_outputs,
+            "n_classes": self.n_outputs,
             "class_names": self.class_names,
             "has_attributes": self.has_attributes,
-            "is_regression": self.is_regression,
             "scale": self.normalize.scale.flatten().tolist(),
             "shift": self.normalize.shift.flatten().tolist(),
         }
@@ -314,32 +283,14 @@ def check_range(source: Source, highest: int) -> None:
 
 
 def _check_label_type(name: str, labels: Field) -> None:
-    if labels.is_ragged or labels.dtype.kind not in "uif" or len(labels.shape) > 1:
+    if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1:
         raise UserError(
-            f"{name}: labels are {labels}; allowed are integers (N,) for classes, 0 and 1 (N, K) for attributes, and "
-            "floats (N,) or (N, K) for regression"
+            f"{name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for attributes; "
+            "one-hot rows are labels.argmax(1) (convert.py arrays writes them so); to predict numbers, take "
+            "docs/examples/image_numbers.py of the template"
         )
-    if labels.dtype.kind != "f" and labels.shape == (1,):
+    if labels.shape == (1,):
         raise UserError(f"{name}: labels are {labels}; did you mean (N,)? convert.py arrays writes them so")
-
-
-def _check_numbers(train: Source, val: Source) -> None:
-    """Check the numbers of a regression, if they are in memory."""
-    for source in (val, train):
-        labels = source.in_memory("labels")
-        if labels is not None and not np.isfinite(labels).all():
-            rows = np.unique(np.argwhere(~np.isfinite(labels))[:, 0])
-            raise UserError(
-                f"{source.name}: labels are NaN or infinite in {len(rows):,} rows, first in row {rows[0]}; leave them "
-                "out"
-            )
-    if labels is not None and is_one_hot(labels):
-        raise UserError(
-            f"{train.name}: labels are {train.fields['labels']} with a single 1 in each row (one-hot); allowed is the "
-            "number of the class, integers (N,), such as labels.argmax(1); convert.py arrays writes them so"
-        )
-    if labels is not None and (labels == np.round(labels)).all():
-        warn(f"{train.name}: labels are whole numbers of type {labels.dtype}: a regression; classes must be integers")
 
 
 # ---------------------------------------------------------------------------------------------- the network

@@ -175,20 +175,6 @@ def test_predictions_of_classes_and_attributes():
     torch.testing.assert_close(torch.stack(list(predicted.values()), 1), model(batch["images"]).sigmoid())
 
 
-def test_numbers_are_predicted_by_their_names():
-    batch = Rows({"images": torch.from_numpy(RNG.integers(0, 256, (5, 3, 8, 8)).astype(np.uint8))})
-    labels = RNG.random((4, 2), np.float32)
-    for names, columns in (([], ["prediction"]), (["height", "age"], ["height", "age"])):
-        source = Arrays(
-            "made up", {"images": np.zeros((4, 3, 8, 8), np.uint8), "labels": labels}, {"target_names": names}
-        )
-        workload = Workload(Workload.Options(width=4), source, source)
-        model = workload.model().eval()
-        predicted = workload.predict(model, batch)
-        assert list(predicted) == columns
-        torch.testing.assert_close(torch.column_stack(list(predicted.values())), model(batch["images"]))
-
-
 def test_labels_to_evaluate_are_checked_as_those_of_validation_rows():
     card = {
         "workload": "images",

@@ -1,0 +1,97 @@
+"""Regression: numbers that are predicted from an image, by the network and the augmentation of the workload `images`.
+
+image_numbers.yaml says how to use it. Shapes: B rows of a batch, K numbers of a row.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Source
+from fastgpu.rows.rows import Rows
+from fastgpu.training.evaluate import Sum
+from workloads import Direction, images
+
+FAR = 10.0
+"""Numbers whose mean or standard deviation is above this train badly as they are."""
+
+
+class Workload(images.Workload):
+    """Trains on `images`, as the workload `images` takes them, and `labels`: floats (N,) or (N, K).
+
+    If the training data has the attribute `target_names`, predictions have these names.
+    """
+
+    top = 0
+
+    def __init__(self, options: images.Workload.Options, train: Source, val: Source):
+        """Raises UserError if the rows are not images with numbers, or if validation rows are of another kind."""
+        images.check_images(train, val)
+        labels = train.fields["labels"]
+        if labels.is_ragged or labels.dtype.kind != "f" or len(labels.shape) > 1:
+            raise UserError(f"{train.name}: labels are {labels}; allowed are floats, (N,) or (N, K)")
+        for source in (train, val):
+            values = source.in_memory("labels")
+            if values is not None and not np.isfinite(values).all():
+                rows = np.unique(np.argwhere(~np.isfinite(values))[:, 0])
+                raise UserError(
+                    f"{source.name}: labels are NaN or infinite in {len(rows):,} rows, first in row {rows[0]}; leave "
+                    "them out"
+                )
+        if options.label_smoothing:
+            raise UserError(
+                f"model.label_smoothing is {options.label_smoothing}, but labels are no classes; allowed is 0"
+            )
+        image = train.fields["images"]
+        self.options = options
+        self.dtype = image.dtype
+        self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *image.shape)[-3:]))
+        self.names = [str(name) for name in train.attributes.get("target_names") or []]
+        self.has_attributes = True  # of which mixup blends all
+        self.n_outputs = labels.shape[0] if labels.shape else 1
+        self._label_summary = self._describe_labels(train.in_memory("labels"))
+        self._check_options(train)
+        self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
+
+    def _describe_labels(self, labels: np.ndarray | None) -> str:
+        text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict"
+        if labels is None:
+            return text
+        mean_K, std_K = np.atleast_1d(labels.mean(0, np.float64), labels.std(0, np.float64))
+        mean, std = (np.array2string(values_K, precision=3, threshold=8) for values_K in (mean_K, std_K))
+        is_far = max(abs(mean_K).max(), std_K.max()) > FAR
+        hint = "; they train better as (labels - mean) / std" if is_far else ""
+        return f"{text}, mean {mean}, std {std}{hint}"
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        return {"mse": "lower", "mae": "lower"}
+
+    def transform(self, batch: Rows, rng: Any) -> Rows:
+        """Augment on the device; the labels become (B, K)."""
+        labels_BK = batch["labels"].view(-1, self.n_outputs)
+        return super().transform(Rows({"images": batch["images"], "labels": labels_BK}), rng)
+
+    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
+        """Mean squared error of the batch and its numbers."""
+        prediction_BK = model(batch["images"]).float()
+        return F.mse_loss(prediction_BK, batch["labels"].float().view_as(prediction_BK))
+
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
+        prediction_BK = model(batch["images"]).float()
+        error_BK = prediction_BK - batch["labels"].float().view_as(prediction_BK)
+        n = len(batch)
+        return {"mse": Sum(error_BK.square().mean(1).sum(), n), "mae": Sum(error_BK.abs().mean(1).sum(), n)}
+
+    def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        """Each number by its name, or the `prediction`, (B,) or (B, K)."""
+        prediction_BK = model(batch["images"]).float()
+        if len(self.names) == self.n_outputs:
+            return dict(zip(self.names, prediction_BK.unbind(1), strict=True))
+        return {"prediction": prediction_BK[:, 0] if self.n_outputs == 1 else prediction_BK}
+
+    def card(self) -> dict[str, Any]:
+        return {"training_shape": list(self.shape_CHW)}
