@@ -83,16 +83,13 @@ class Workload(workloads.Workload):
         """Move each image and its mask alike."""
         o = self.options
         x_BCHW = batch["images"].view(-1, *self.shape_CHW)
-        mask_B1HW = batch["masks"][:, None]
+        mask_B1HW = batch["masks"][:, None] + 1  # 255 becomes 0, and crops are padded by 0
+        both = torch.cat([x_BCHW, mask_B1HW.to(x_BCHW.dtype)], dim=1)
         if o.crop_padding:
-            corners_2B = augment.draw_corners(len(batch), o.crop_padding, rng)
-            x_BCHW = augment.crop(x_BCHW, o.crop_padding, corners_2B)
-            mask_B1HW = augment.crop(mask_B1HW, o.crop_padding, corners_2B, fill=IGNORED_CLASS)
+            both = augment.random_crop(both, o.crop_padding, rng)
         if o.flip:
-            is_flipped_B = augment.draw_flips(len(batch), rng)
-            x_BCHW = augment.flip(x_BCHW, is_flipped_B)
-            mask_B1HW = augment.flip(mask_B1HW, is_flipped_B)
-        return Rows({"images": x_BCHW, "masks": mask_B1HW[:, 0]})
+            both = augment.random_flip(both, rng)
+        return Rows({"images": both[:, :-1], "masks": both[:, -1].to(torch.uint8) - 1})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
         """Mean cross-entropy of the pixels that are not ignored."""

@@ -5,11 +5,7 @@ import torch.nn.functional as F
 from harness import needs_gpu, no_host_sync
 
 from fastgpu.images.augment import (
-    crop,
     cutout,
-    draw_corners,
-    draw_flips,
-    flip,
     mixup,
     random_boxes,
     random_crop,
@@ -142,28 +138,15 @@ def test_blended_pixels_of_every_dtype_are_those_of_floats(dtype):
         torch.testing.assert_close(out.float(), blend(x.float()), rtol=1e-3 * dtype.is_floating_point, atol=half_step)
 
 
-def test_images_and_masks_move_alike():
-    x = images(32, 1, 6, 9) // 2 + 1  # 1 to 128: other than what they are padded with
-    corners = draw_corners(32, 3, rng())
-    is_flipped = draw_flips(32, rng())
-    image = flip(crop(x, 3, corners), is_flipped)
-    mask = flip(crop(x, 3, corners, fill=255), is_flipped)
-    assert torch.equal(mask == 255, image == 0)
-    assert torch.equal(mask[mask != 255], image[image != 0])
-    assert (mask == 255).any()
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpu_moves_pixels_of_every_dtype_as_a_cpu_does(dtype):
+def test_a_gpu_moves_pixels_of_every_dtype(dtype):
     x = images_of(dtype, 16, 3, 6, 9)
-    corners = draw_corners(16, 2, rng())
-    is_flipped = draw_flips(16, rng())
-    moved = flip(crop(x.cuda(), 2, corners.cuda()), is_flipped.cuda())
-    assert torch.equal(moved.cpu().double(), flip(crop(x, 2, corners), is_flipped).double())
     generator = torch.Generator("cuda")
     for out in (
+        random_crop(x.cuda(), 2, generator),
+        random_flip(x.cuda(), generator),
         random_resized_crop(x.cuda(), 0.3, generator),
         cutout(x.cuda(), 4, x.cuda()[0, :, 0, 0], generator),
         mixup(x.cuda(), torch.eye(16, device="cuda"), 0.4, generator)[0],

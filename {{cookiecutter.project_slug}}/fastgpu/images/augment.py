@@ -16,20 +16,10 @@ from torch import Tensor
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
     """Pad each image with zeros by `padding` pixels on every side, then crop it to its old size at a random place."""
-    return crop(x_BCHW, padding, draw_corners(len(x_BCHW), padding, rng))
-
-
-def draw_corners(n_images: int, padding: int, rng: torch.Generator) -> Tensor:
-    """Draw the place of each image for `crop`: (2, B) int64, its top and left pixel in the padded image."""
-    return torch.randint(0, 2 * padding + 1, (2, n_images), generator=rng, device=rng.device)
-
-
-def crop(x_BCHW: Tensor, padding: int, corners_2B: Tensor, fill: int = 0) -> Tensor:
-    """Pad each image with `fill` by `padding` pixels on every side, then cut it to its old size at a given place."""
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
-    padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding), value=fill)
-    top_B, left_B = corners_2B
+    padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding))
+    top_B, left_B = torch.randint(0, 2 * padding + 1, (2, B), generator=rng, device=device)
     rows_BH = top_B[:, None] + torch.arange(H, device=device)
     columns_BW = left_B[:, None] + torch.arange(W, device=device)
     batch_B = torch.arange(B, device=device)
@@ -40,16 +30,7 @@ def crop(x_BCHW: Tensor, padding: int, corners_2B: Tensor, fill: int = 0) -> Ten
 
 def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
     """Mirror each image left-right with probability 1/2."""
-    return flip(x_BCHW, draw_flips(len(x_BCHW), rng))
-
-
-def draw_flips(n_images: int, rng: torch.Generator) -> Tensor:
-    """Draw for `flip` which images are mirrored: (B,) bool."""
-    return torch.rand(n_images, generator=rng, device=rng.device) < 0.5
-
-
-def flip(x_BCHW: Tensor, is_flipped_B: Tensor) -> Tensor:
-    """Mirror the given images left-right."""
+    is_flipped_B = torch.rand(len(x_BCHW), generator=rng, device=x_BCHW.device) < 0.5
     return torch.where(is_flipped_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
 
 
