@@ -124,7 +124,10 @@ def assert_equal_end(job: Job) -> None:
     assert job.wait_for_end() == "COMPLETED", job.log
     assert same_weights(job.run, job.project / "runs/untouched")
     assert job.starts[0] == 0
-    assert job.starts[1:] == job.stops, job.log  # no step was taken twice
+    starts = job.starts[1:]
+    if starts and f"at step {starts[-1]}" in job.log and "nothing is left to train" in job.log:
+        starts.pop()  # the signal came while the last step was taken, and a finished run was queued again
+    assert starts == job.stops, job.log  # no step was taken twice
 
 
 @pytest.mark.parametrize(("nodes", "procs"), [(2, 2), (1, 4)])
