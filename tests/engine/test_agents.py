@@ -31,7 +31,7 @@ from harness import (
 from fastgpu.process.config_loader import load_config
 from workloads import minimal
 
-WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "log.to=[]", "train.epochs=40")
+WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=40")
 
 
 NOTING = """
@@ -207,7 +207,7 @@ def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jo
     root = copy_project(folder)
     (root / "workloads/noting.py").write_text(NOTING)
     write_minimal(folder, n_rows=5000)
-    words = ("workload=noting", "run.resume=auto", "log.to=[]", "train.epochs=1", "data.batch_size=8")
+    words = ("workload=noting", "run.resume=auto", "train.epochs=1", "data.batch_size=8")
     rows = folder / "rows.txt"
     monkeypatch.setenv("ROWS", str(rows))
     slow = folder / "slow"

@@ -40,6 +40,6 @@ def test_once_a_run_has_started_the_ranks_exchange_no_objects(monkeypatch):
 
     monkeypatch.setattr(Run, "start", start_then_refuse)
     monkeypatch.setattr(script, "share_gradients", lambda model, *_, **__: model)  # DDP needs gradients of others
-    words = ["train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=4", "data.echo=1.5", "log.to=[]"]
+    words = ["train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=4", "data.echo=1.5"]
     assert script.train(load_config(words), WORLD) == 0
     monkeypatch.undo()

@@ -131,7 +131,7 @@ def make_foreign() -> None:
 
 def make_config() -> None:
     shutil.copyfile(PROJECT / "config.yaml", "config.yaml")
-    words = ["optim.lr=1e-3", "data.fields={images: x, labels: y}", "log.to=[tensorboard]", "data.train=a.h5"]
+    words = ["optim.lr=1e-3", "data.fields={images: x, labels: y}", "log.wandb=mine", "data.train=a.h5"]
     Path("words").write_text("\n".join(words))
 
 

@@ -161,13 +161,13 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
     victim.write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("metrics.jsonl", "report.html", "run.json", "wandb-id.txt", ".writable", "lock", "diagnosis.json"):
+    for name in ("metrics.jsonl", "report.html", "run.json", ".writable", "lock", "diagnosis.json"):
         (run / name).symlink_to(victim)
     with pytest.raises(UserError, match="cannot write to"):
         create_folder(run)
     with pytest.raises(OSError, match="symbolic links"):
         FolderLock(run)
-    log = Log(run, planned_rows=1, config={"log.to": []})
+    log = Log(run, planned_rows=1)
     log.scalars(1, {"train/loss": 1.0})
     (run / "metrics.jsonl").unlink()
     log.scalars(2, {"train/loss": 1.0})

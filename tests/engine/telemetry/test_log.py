@@ -90,7 +90,7 @@ def test_points_that_a_resumed_run_trains_again_count_once(tmp_path):
 
 
 def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
-    log = Log(tmp_path, planned_rows=100, config={"log.to": []})
+    log = Log(tmp_path, planned_rows=100)
 
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -141,7 +141,7 @@ def test_the_bar_moves_every_second_between_two_reports(tmp_path, monkeypatch, r
     monkeypatch.setattr(log_module.sys, "stderr", terminal)
     now = [1000.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    log = Log(tmp_path, planned_rows=round(300 * rows_per_step), config={"log.to": []})
+    log = Log(tmp_path, planned_rows=round(300 * rows_per_step))
     for step in range(1, 301):  # thirty seconds without a report
         now[0] += 0.1
         log.count(rows_per_step)
@@ -184,7 +184,7 @@ def clock(monkeypatch):
 
 
 def test_the_rest_takes_as_long_a_row_as_since_this_process_began(tmp_path, clock, capsys):
-    log = Log(tmp_path, planned_rows=1000, consumed_rows=400, config={"log.to": []})
+    log = Log(tmp_path, planned_rows=1000, consumed_rows=400)
     assert log.estimate_left_s() == 0  # nothing is known yet
     log.count(100)
     clock.now = 30.0  # validation counts as well
@@ -198,7 +198,7 @@ def test_the_rest_takes_as_long_a_row_as_since_this_process_began(tmp_path, cloc
 
 @pytest.mark.parametrize(("rows", "hint"), [(100, "about 18 min are left on this CPU; "), (800, "")])
 def test_a_long_run_on_a_cpu_says_so_once(tmp_path, clock, capsys, rows, hint):
-    log = Log(tmp_path, planned_rows=1000, config={"log.to": []})
+    log = Log(tmp_path, planned_rows=1000)
     log.count(1)
     clock.now = 9.0
     log.hint_at_slow_cpu()  # too early for an estimate

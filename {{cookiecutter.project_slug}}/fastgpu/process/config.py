@@ -8,16 +8,13 @@ does not import torch, so a typing error in the config is reported at once.
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
-SinkName = Literal["tensorboard", "wandb", "mlflow"]
 MAX_COUNT = 2**31 - 1
 """No number of rows of a batch, of steps, threads or seconds is larger."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -164,20 +161,10 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in metrics.jsonl and the sinks of `to`."""
-    to: list[SinkName] = ["tensorboard"]
-    """Where scalars go besides metrics.jsonl. wandb and mlflow are packages to be installed; their own environment
-    variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI) decide where they log to."""
-
-    @field_validator("to")
-    @classmethod
-    def _is_installed(cls, names: list[SinkName]) -> list[SinkName]:
-        for name in names:
-            package = find_spec(name)
-            if package is None or package.origin is None:  # a folder of that name has no origin
-                cure = f'name installed packages only; run: pip install -e ".[{name}]"'
-                raise PydanticCustomError("not_installed", "Input should {cure}", {"cure": cure})
-        return names
+    """Steps between two points in metrics.jsonl and TensorBoard."""
+    wandb: str = ""
+    """A project of Weights & Biases that gets the scalars, too (pip install wandb). Its own environment variables,
+    such as WANDB_MODE=offline, decide how."""
 
 
 class Config(Section):

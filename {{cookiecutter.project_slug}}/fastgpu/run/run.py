@@ -255,10 +255,9 @@ class Run:
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
-        is_charted = "tensorboard" in self._config["log.to"]
-        charts = f"; charts: tensorboard --logdir {self._settings.folder}" if is_charted else ""
         self._world.print_once(
-            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html{charts}"
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; "
+            f"charts: tensorboard --logdir {self._settings.folder}"
         )
 
     def close(self) -> None:

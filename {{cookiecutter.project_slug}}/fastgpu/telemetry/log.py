@@ -1,4 +1,4 @@
-"""Where the scalars of a run go: metrics.jsonl, the sinks of `log.to`, a progress bar and report.html. On rank 0 only.
+"""Where the scalars of a run go: metrics.jsonl, TensorBoard, a progress bar and report.html. On rank 0 only.
 
 A log that cannot be written never stops a run: the first I/O error is reported, later ones are ignored.
 """
@@ -15,11 +15,10 @@ from typing import Any
 from tqdm import tqdm
 
 from fastgpu.process.atomic import open_own
-from fastgpu.process.config import Log as LogSettings
 from fastgpu.process.launch import warn
 from fastgpu.telemetry import page, report
 from fastgpu.telemetry.clock import Throughput
-from fastgpu.telemetry.sinks import Sinks
+from fastgpu.telemetry.tensorboard import TensorBoard
 
 WAIT_POINTS = 4
 """A run is called input-bound, once, if it is so in the mean of this many points after the first."""
@@ -47,7 +46,7 @@ class Log:
         ceiling_rows_per_s: float | None = None,
     ):
         """planned_rows: fresh rows of the whole run. consumed_rows: those read before this process began,
-        step: the optimizer steps made by then. config: {dotted key: value}, shown by the sinks; `log.to` names them.
+        step: the optimizer steps made by then. config: {dotted key: value}, shown by TensorBoard.
         ceiling_rows_per_s: trained rows per second of the step alone (see `read_ceiling`), for data/feed_ratio.
         """
         self._folder = folder
@@ -60,11 +59,10 @@ class Log:
         self._has_warned = False
         self._has_hinted = False
         self._waits_pct: list[float] = []
-        self._sinks: Sinks | None = None
+        self._board: TensorBoard | None = None
         if folder:
-            config = config or {}
             page.write_report(folder)  # of a run that is resumed: it may have been killed
-            self._sinks = Sinks(config.get("log.to", LogSettings().to), folder, config, step)
+            self._board = TensorBoard(folder, config or {}, step)
             atexit.register(self._end)  # however the run ends, except by a signal that kills
         self._rows = float(consumed_rows)
         self._first_rows = consumed_rows
@@ -105,8 +103,8 @@ class Log:
             if not self._has_warned:
                 warn(f"cannot write logs to {self._folder} ({error}); training goes on")
             self._has_warned = True
-        if self._sinks:
-            self._sinks.scalars(step, values)
+        if self._board:
+            self._board.scalars(step, values)
 
     def count(self, fresh_rows: float) -> None:
         """Advance the bar by these rows, which the host has queued for the device. It is drawn once a second."""
@@ -153,7 +151,7 @@ class Log:
                 )
 
     def finish(self, metrics: Mapping[str, float]) -> str:
-        """Close the sinks with the final metrics, and write the report.
+        """Close TensorBoard with the final metrics, and write the report.
 
         Returns the summary as a table for the terminal.
         """
@@ -164,8 +162,8 @@ class Log:
     def _end(self, metrics: Mapping[str, float] | None = None) -> None:
         """metrics: None if the run broke off."""
         atexit.unregister(self._end)
-        if self._folder and self._sinks:
-            self._sinks.close(metrics, "\n\n".join(report.verdicts(self._folder, report.read_metrics(self._folder))))
+        if self._folder and self._board:
+            self._board.close(metrics)
             page.write_report(self._folder)
 
     def _warn_if_input_bound(self, wait_pct: float) -> None:
