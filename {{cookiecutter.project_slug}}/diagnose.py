@@ -73,12 +73,10 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     # ------------------------------------------------------------ tell
     world.print_once(f"\n{result.table(bench.title, measured, verdict)}")
     numbers = result.as_json(bench.subject, measured, verdict, findings)
-    folder = Path(cfg.run.folder)
     if args.trace:
-        bench.trace(args.trace, folder / "trace.json")
-        world.print_once(f"profile of {args.trace} steps: {folder}/trace.json, for https://ui.perfetto.dev")
-    if world.is_main:
-        result.keep(folder, numbers)
+        path = Path(cfg.run.folder) / "trace.json"
+        bench.trace(args.trace, path)
+        world.print_once(f"profile of {args.trace} steps: {path}, for https://ui.perfetto.dev")
     return numbers
 
 

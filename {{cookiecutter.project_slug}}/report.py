@@ -32,7 +32,9 @@ def main(argv: list[str]) -> None:
         return
     for folder in args.runs:
         points = report.read_metrics(folder)
-        print(report.table(points), *report.verdicts(folder, points), sep="\n")
+        print(report.table(points))
+        if verdict := report.run_verdict(points):
+            print(verdict.text)
         page.write_report(folder)
         print(folder / "report.html")
 

@@ -45,7 +45,7 @@ def started_run(
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     config = CONFIG | (config or {})
     with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, description=DESCRIPTION)) as run:
-        run.start((SOURCE, SOURCE), CARD)
+        run.start(CARD)
         yield run
 
 

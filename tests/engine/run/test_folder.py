@@ -161,7 +161,7 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
     victim.write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("metrics.jsonl", "report.html", "run.json", ".writable", "lock", "diagnosis.json"):
+    for name in ("metrics.jsonl", "report.html", "run.json", ".writable", "lock"):
         (run / name).symlink_to(victim)
     with pytest.raises(UserError, match="cannot write to"):
         create_folder(run)

@@ -43,13 +43,6 @@ def test_a_point_holds_the_sums_of_its_interval(tmp_path):
     assert set(events.Tags()["scalars"]) == set(interval.scalars())  # the sums are in the JSON lines only
 
 
-def test_the_feed_ratio_is_the_speed_over_the_ceiling(tmp_path):
-    log = Log(tmp_path, planned_rows=100, ceiling_rows_per_s=6400.0)
-    log.scalars(1, {"train/trained_rows_per_s": 1600.0})
-    log.finish({})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["data/feed_ratio"] == 0.25
-
-
 def test_the_time_of_a_resumed_run_goes_on(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "time_s": 100.0, "x/y": 1.0}\n')
     log = Log(tmp_path, planned_rows=100)

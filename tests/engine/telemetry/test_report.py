@@ -5,9 +5,7 @@ from math import nan
 import pytest
 from written_run import write_points, write_run
 
-from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 from fastgpu.telemetry.clock import Throughput
-from fastgpu.telemetry.page import write_report
 from fastgpu.telemetry.report import (
     as_text,
     best,
@@ -16,9 +14,9 @@ from fastgpu.telemetry.report import (
     feed_verdict,
     read_config,
     read_metrics,
+    run_verdict,
     summary,
     table,
-    verdicts,
 )
 
 # ---------------------------------------------------------------------------------------------- the summary
@@ -74,7 +72,7 @@ def test_the_start_counts_if_the_rest_is_less_than_a_pool(tmp_path, pool_batches
 
 def test_a_run_without_points_or_with_a_cut_line_is_no_error(tmp_path):
     assert table([]) == ""
-    assert verdicts(tmp_path, []) == []
+    assert run_verdict([]) is None
     path = write_run(tmp_path) / "metrics.jsonl"
     path.write_text(path.read_text()[:-20])
     assert len(read_metrics(tmp_path)) == 5
@@ -131,20 +129,6 @@ def test_the_summary_has_every_gpu_and_the_last_validation(tmp_path):
 )
 def test_a_verdict_in_one_line(wait_pct, util_pct, verdict):
     assert feed_verdict(wait_pct, util_pct).text == verdict
-
-
-def test_the_verdict_of_diagnose_is_shown_to_a_run_with_its_settings(tmp_path):
-    folder = write_run(tmp_path / "a")
-    config = read_config(folder)
-    diagnosis = {"is_conclusive": True, "summary": "READ: the storage is slow"}
-    for name, identity in (("step", step_identity(config)), ("feed", feed_identity(config))):
-        diagnosis[name] = identity
-    (tmp_path / FILE).write_text(json.dumps(diagnosis))
-    assert verdicts(folder, read_metrics(folder)) == [feed_verdict(3.0, 97.0).text, "READ: the storage is slow"]
-    write_report(folder)
-    assert "READ: the storage is slow" in (folder / "report.html").read_text()
-    (folder / "config-2.yaml").write_text("workload: images\ndata: {batch_size: 32}\nmodel: {width: 8}\n")
-    assert verdicts(folder, read_metrics(folder)) == [feed_verdict(3.0, 97.0).text]
 
 
 def test_the_newest_config_counts(tmp_path):

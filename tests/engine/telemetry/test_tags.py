@@ -1,4 +1,3 @@
-import json
 import re
 import time
 
@@ -6,10 +5,9 @@ import psutil
 import pytest
 import torch
 from fake_nvml import Nvml
-from short_run import CONFIG, SOURCE, WORLD, started_run, train_epoch
+from short_run import started_run, train_epoch
 from torch import nn
 
-from fastgpu.telemetry.ceiling import FILE, step_identity
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
 from fastgpu.telemetry.report import read_metrics
@@ -18,14 +16,7 @@ from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag
 
 @pytest.fixture
 def logged(tmp_path, monkeypatch) -> set[str]:
-    """The names of all scalars of a short run on a diagnosed machine, and of all counters of a machine with a GPU."""
-    diagnosis = {
-        "machine": WORLD.identity | {"row_bytes": SOURCE.row_bytes},
-        "step": step_identity(CONFIG),
-        "compute_rows_per_s": 100.0,
-        "is_conclusive": True,
-    }
-    (tmp_path / FILE).write_text(json.dumps(diagnosis))
+    """The names of all scalars of a short run, and of all counters of a machine with a GPU."""
     model = nn.Linear(2, 2)
     with started_run(tmp_path, model) as run:
         train_epoch(run, model)

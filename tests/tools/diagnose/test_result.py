@@ -6,7 +6,6 @@ import pytest
 from fastgpu.diagnose import result
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Verdict, judge
-from fastgpu.telemetry.ceiling import read_ceiling, read_summary
 
 CONFIG = {"workload": "mine", "data.batch_size": 64, "loader.num_readers": 2, "model.shape": (3, 4)}
 MACHINE = {"device": "CPU process", "world_size": 1, "local_world_size": 1, "row_bytes": 72}
@@ -62,23 +61,3 @@ def test_numbers_survive_json():
     verdict = Verdict(**numbers["verdict"])
     assert verdict._replace(candidates=tuple(verdict.candidates)) == VERDICT
     assert Finding(**numbers["preflight"][0]) == findings[0]
-
-
-def test_later_runs_read_what_is_written(tmp_path):
-    numbers = result.as_json(SUBJECT, SLOW, VERDICT, [])
-    result.keep(tmp_path / "runs", numbers)
-    folder = tmp_path / "runs"
-    assert read_ceiling(folder, MACHINE, CONFIG) == 6400
-    assert "READ: the loop waits for bytes" in read_summary(folder, CONFIG)
-    assert "change: data.echo=4, 4.00 x the speed" in read_summary(folder, CONFIG)
-    noisy = VERDICT._replace(cause="INCONCLUSIVE")
-    numbers = result.as_json(SUBJECT, SLOW, noisy, [])
-    result.keep(tmp_path / "runs", numbers)
-    assert read_ceiling(folder, MACHINE, CONFIG) is None
-    assert read_summary(folder, CONFIG) == ""
-
-
-def test_a_diagnosis_that_cannot_be_kept_is_a_warning(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    result.keep(tmp_path / "file", {})
-    assert "warning: later runs will not know this diagnosis: cannot write" in capsys.readouterr().out

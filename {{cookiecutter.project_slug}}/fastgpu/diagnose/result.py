@@ -1,16 +1,11 @@
-"""What was found out: as a table, and as diagnosis.json, which later runs read."""
+"""What was found out: as a table, and as JSON."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fastgpu.diagnose.preflight import Finding
 from fastgpu.diagnose.verdict import MEANING, Measured, Rounds, Verdict
-from fastgpu.process.atomic import write_own
-from fastgpu.process.launch import warn
-from fastgpu.telemetry.ceiling import FILE, feed_identity, step_identity
 
 LOOP = "the training loop"
 
@@ -65,24 +60,18 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
 
 
 def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything as JSON values. A later run reads the keys from `machine` to `summary` (telemetry/ceiling.py).
+    """Everything as JSON values.
 
     subject: see `Bench.subject`.
     """
-    date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     parts = {}
     for name, timing in ceilings(m).items():
         rows_per_s = m.batch_size / timing.median
         parts[name] = {"step_s": timing.median, "rounds": timing.values, "rows_per_s": rows_per_s}
-    gain = f"{verdict.gain:.2f} x the speed predicted"
     return {
         **subject,
-        "date": date,
-        "step": step_identity(subject["config"]),
-        "feed": feed_identity(subject["config"]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "compute_rows_per_s": m.batch_size / m.compute_s,
-        "is_conclusive": verdict.cause != "INCONCLUSIVE",
-        "summary": f"diagnose.py, {date}: {verdict.cause}: {sentence(verdict)}; change: {verdict.change}, {gain}",
         "feed_ratio": m.feed_ratio.median,
         "feed_ratio_rounds": m.feed_ratio.values,
         "feed_ratio_shown": describe_ratio(m.feed_ratio),
@@ -98,12 +87,3 @@ def as_json(subject: Mapping[str, Any], m: Measured, verdict: Verdict, findings:
         },
         "preflight": [finding._asdict() for finding in findings],
     }
-
-
-def keep(folder: Path, numbers: Mapping[str, Any]) -> None:
-    """Write diagnosis.json for later runs. It is no error if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_own(folder / FILE, json.dumps(numbers, indent=2))
-    except OSError as error:
-        warn(f"later runs will not know this diagnosis: cannot write {folder / FILE} ({error.strerror})")

@@ -15,7 +15,7 @@ from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.lock import FolderLock
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.contract import Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.run import checkpoint, folder
 from fastgpu.run.agreement import Agreement
@@ -23,7 +23,6 @@ from fastgpu.run.describe import describe_metrics
 from fastgpu.run.losses import Losses
 from fastgpu.run.model_files import ModelToUse
 from fastgpu.run.record import Record, write_or_warn
-from fastgpu.telemetry.ceiling import read_ceiling
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
@@ -107,10 +106,10 @@ class Run:
         self._is_saved = True
         self._saved_step = self.progress.step
 
-    def start(self, sources: tuple[Source, Source], card: Mapping[str, Any]) -> None:
+    def start(self, card: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        sources: training and validation rows. card: what the workload says about the model. Raises UserError
+        card: what the workload says about the model. Raises UserError
         on every rank if the folder cannot be written.
         """
         with self._world.raise_on_every_rank():
@@ -127,14 +126,12 @@ class Run:
             self._record.write_description(card, self._description["directions"])
             self._record.write_config(self._config)
         self._monitor = Monitor(machine_counters(self._world.gpus) if self._world.is_main else None)
-        machine = self._world.identity | {"row_bytes": sources[0].row_bytes}
         self._log = Log(
             self.folder if self._world.is_main else None,
             planned_rows=self._epochs * self._order.total_size,
             consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
             step=self.progress.step,
             config=self._config,
-            ceiling_rows_per_s=read_ceiling(self.folder.parent, machine, self._config),
         )
         self._tell_missing()
         self.clock.restart()

@@ -43,14 +43,11 @@ class Log:
         consumed_rows: int = 0,
         step: int = 0,
         config: Mapping[str, Any] | None = None,
-        ceiling_rows_per_s: float | None = None,
     ):
         """planned_rows: fresh rows of the whole run. consumed_rows: those read before this process began,
         step: the optimizer steps made by then. config: {dotted key: value}, shown by TensorBoard.
-        ceiling_rows_per_s: trained rows per second of the step alone (see `read_ceiling`), for data/feed_ratio.
         """
         self._folder = folder
-        self._ceiling_rows_per_s = ceiling_rows_per_s
         self._printed = time.monotonic()
         points = report.read_metrics(folder) if folder else []
         logged_s = points[-1]["time_s"] if points else 0.0
@@ -89,16 +86,13 @@ class Log:
         """
         if not self._folder:
             return
-        values = dict(values)
-        if self._ceiling_rows_per_s and "train/trained_rows_per_s" in values:
-            values["data/feed_ratio"] = values["train/trained_rows_per_s"] / self._ceiling_rows_per_s
         if "data/wait_pct" in values:
             self._warn_if_input_bound(values["data/wait_pct"])
         sums = interval._asdict() if interval else {}
         place = {"step": step, "time_s": round(time.monotonic() - self._t0, 3), "part": self._part}
         try:
             with open_own(self._folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(place | sums | values) + "\n")
+                file.write(json.dumps({**place, **sums, **values}) + "\n")
         except OSError as error:
             if not self._has_warned:
                 warn(f"cannot write logs to {self._folder} ({error}); training goes on")

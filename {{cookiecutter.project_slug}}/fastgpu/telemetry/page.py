@@ -65,11 +65,9 @@ def write_comparison(runs: Mapping[str, Path], path: Path) -> None:
 def _run_page(folder: Path, points: Sequence[Point]) -> str:
     description = report.read_description(folder)
     verdict = report.run_verdict(points)
-    lines = "".join(f"<p>{html.escape(line)}</p>" for line in report.verdicts(folder, points))
+    line = f"<p>{html.escape(verdict.text)}</p>" if verdict else ""
     headline = HEADLINES[verdict.kind] if verdict else folder.name
-    top = (
-        f'<section class="verdict {verdict.kind if verdict else ""}"><h1>{html.escape(headline)}</h1>{lines}</section>'
-    )
+    top = f'<section class="verdict {verdict.kind if verdict else ""}"><h1>{html.escape(headline)}</h1>{line}</section>'
     facts = [folder.name, description.get("started", ""), description.get("gpu") or "CPU"]
     top += f"<p class=facts>{html.escape(' · '.join(filter(None, facts)))}</p>"
     cards = "".join(
@@ -98,7 +96,6 @@ def _cards(points: Sequence[Point], folder: Path) -> list[tuple[str, str, str]]:
         ("data/wait_pct", "data wait", "% of the time"),
         ("gpu0/util_pct", "GPU-Util", "% of the time"),
         ("host/cpu_user_pct", "CPU, user", "% of all CPUs"),
-        ("data/feed_ratio", "feed ratio", "x the speed without a feed"),
     ):
         is_shown = name in values and not (name.startswith("host") and "gpu0/util_pct" in values)
         if is_shown:

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from fastgpu.telemetry import tags
-from fastgpu.telemetry.ceiling import read_summary
 from fastgpu.telemetry.tags import Tag
 
 Point = Mapping[str, float]
@@ -184,13 +183,6 @@ def best(points: Iterable[Point], folder: Path) -> Best | None:
 
 
 # ---------------------------------------------------------------------------------------------- verdicts
-
-
-def verdicts(folder: Path, points: Sequence[Point]) -> list[str]:
-    """Whether the run was fed, and what diagnose.py found out about a run with the same settings, if it did."""
-    verdict = run_verdict(points)
-    lines = [verdict.text if verdict else "", read_summary(folder.parent, read_config(folder))]
-    return [line for line in lines if line]
 
 
 def run_verdict(points: Sequence[Point]) -> Verdict | None:

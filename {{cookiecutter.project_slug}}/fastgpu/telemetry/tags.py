@@ -61,7 +61,6 @@ TAGS = (
     Tag("data/wait_pct", "% of the time", title="data wait", chart=FED),
     Tag("data/fresh_rows_per_s", "rows/s", title="fresh rows", chart=RATES),
     Tag("train/trained_rows_per_s", "rows/s", title="trained rows", chart=RATES),
-    Tag("data/feed_ratio", "x the speed without a feed", title="feed ratio"),
     Tag("train/step_ms", "ms, data wait included", title="step", over_run="steps"),
     Tag("data/echo", "times", over_run="fresh_rows"),
     Tag("train/loss", "", chart=LOSS, over_run="last"),
