@@ -226,13 +226,13 @@ class CaseBench:
                 break
         wait_for(self.device)
         self.clock.restart()
-        self.monitor.scalars(0.0)
+        self.monitor.scalars()
         t0 = time.perf_counter()
         while time.perf_counter() - t0 < seconds:
             next(steps)
         wait_for(self.device)
         interval = self.clock.take()
-        read = self.monitor.scalars(0.0)
+        read = self.monitor.scalars()
         counters = {tag: read[tag] for tag in COUNTERS if tag in read}
         wait_pct = 100 * interval.wait_s / interval.seconds
         self.results[name].rounds.append(Round(interval.steps / interval.seconds, wait_pct, counters))

@@ -12,7 +12,7 @@ from fake_nvml import Nvml, NvmlError
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import monitor as monitor_module
-from fastgpu.telemetry.monitor import PSS_EVERY, Counters, Monitor, machine_counters
+from fastgpu.telemetry.monitor import Counters, Monitor, machine_counters
 from fastgpu.telemetry.tags import TAGS
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def start() -> Iterator[Callable[..., Monitor]]:
         monitor.close()
 
 
-def read(counters: Counters, n_times: int = PSS_EVERY) -> dict[str, float]:
+def read(counters: Counters, n_times: int = 3) -> dict[str, float]:
     """The values of several reads, later ones over earlier ones."""
     values = {}
     for _ in range(n_times):
@@ -66,7 +66,7 @@ def wait_for(get: Callable[[], T]) -> T:
 def test_every_counter_has_its_tag_and_unit():
     counters = machine_counters(["a"], Nvml())
     values = read(counters)
-    assert set(values) == (GPU_TAGS - {"gpu0/energy_j_per_1000_rows"}) | HOST_TAGS
+    assert set(values) == GPU_TAGS | HOST_TAGS
     expected = {
         "util_pct": 60,
         "util_min_pct": 30,
@@ -76,9 +76,6 @@ def test_every_counter_has_its_tag_and_unit():
         "mem_peak_gib": 3,
         "power_w": 300,
         "temperature_c": 65,
-        "clock_limited_pct": 0,
-        "pcie_rx_mb_per_s": 12_000,
-        "pcie_width": 16,
     }
     assert {name: values[f"gpu0/{name}"] for name in expected} == pytest.approx(expected)
     assert counters.missing == []
@@ -91,17 +88,11 @@ def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them():
     assert {tag.split("/")[0] for tag in values} == {"gpu0", "gpu1", "host"}
 
 
-@pytest.mark.parametrize(("reasons", "limited_pct"), [(1, 0), (2, 0), (4, 100), (64 | 1, 100)])
-def test_idle_clocks_are_no_limit(reasons, limited_pct):
-    values = machine_counters(["a"], Nvml(reasons=reasons)).read()
-    assert values["gpu0/clock_limited_pct"] == limited_pct
-
-
 def test_a_counter_that_a_gpu_does_not_have_is_listed_once_and_never_a_zero():
     nvml = Nvml("nvmlDeviceGetPowerUsage", "nvmlGpmQueryDeviceSupport", "nvmlDeviceGetSamples")
     counters = machine_counters(["a"], nvml)
     values = read(counters)
-    absent = {"power_w", "energy_j_per_1000_rows", "sm_active_pct", "tensor_active_pct", "util_pct", "util_min_pct"}
+    absent = {"power_w", "sm_active_pct", "tensor_active_pct", "util_pct", "util_min_pct"}
     assert {tag for tag in values if tag.startswith("gpu0/")} == GPU_TAGS - {f"gpu0/{name}" for name in absent}
     assert [text.split(" (")[0] for text in counters.missing] == ["gpu0/utilisation", "gpu0/sm_activity", "gpu0/power"]
 
@@ -142,7 +133,7 @@ def test_samples_of_nvml_are_freed():
 # ---------------------------------------------------------------------------------------------- the monitor
 
 
-def test_means_between_two_calls_minima_and_energy(start):
+def test_means_between_two_calls_and_minima(start):
     names = ("util_pct", "util_min_pct", "power_w")
     samples = iter([(1, 1, 1.0), (80, 70, 200.0), (100, 75, 400.0)])
     is_done = threading.Event()
@@ -156,13 +147,12 @@ def test_means_between_two_calls_minima_and_energy(start):
 
     monitor = start(Counters([("gpu0/", gpu)]))
     assert is_done.wait(30)
-    assert monitor.scalars(rows_per_s=2000.0) == {  # without the first read
+    assert monitor.scalars() == {  # without the first read
         "gpu0/util_pct": 90,
         "gpu0/util_min_pct": 70,
         "gpu0/power_w": 300,
-        "gpu0/energy_j_per_1000_rows": 150,
     }
-    assert monitor.scalars(rows_per_s=2000.0) == {}
+    assert monitor.scalars() == {}
 
 
 def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch):
@@ -181,7 +171,7 @@ def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch
     counters.read()  # even if another thread has read before
     monitor = start(counters)
     for _ in range(2):
-        scalars = wait_for(lambda: monitor.scalars(1.0))
+        scalars = wait_for(monitor.scalars)
         assert scalars["host/cpu_user_pct"] == 12.0
         assert scalars["host/cpu_system_pct"] == 12.0
 
@@ -194,10 +184,10 @@ def test_a_counter_that_breaks_during_the_run_is_told_once_and_does_not_reach_it
     nvml.missing += ("nvmlDeviceGetTemperature",)
     missing = wait_for(monitor.take_missing)
     assert missing == ["gpu0/temperature (nvmlDeviceGetTemperature Not Supported)"]
-    monitor.scalars(1.0)
-    scalars = wait_for(lambda: monitor.scalars(1.0))
+    monitor.scalars()
+    scalars = wait_for(monitor.scalars)
     assert "gpu0/temperature_c" not in scalars
-    assert scalars["gpu0/pcie_width"] == 16
+    assert scalars["gpu0/mem_used_gib"] == 5
     assert monitor.take_missing() == []
 
 
@@ -212,7 +202,7 @@ def test_closing_ends_the_thread(start):
 def test_without_counters_there_is_no_thread(start):
     monitor = start(None)
     assert not any(thread.name == "monitor" for thread in threading.enumerate())
-    assert monitor.scalars(1.0) == {}
+    assert monitor.scalars() == {}
     assert monitor.take_missing() == []
 
 
@@ -231,7 +221,7 @@ def test_on_a_gpu_its_counters_are_there():
         torch.cuda.synchronize()
     query = ["nvidia-smi", f"--id=GPU-{gpus[0]}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     used_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
-    scalars = monitor.scalars(1000.0)
+    scalars = monitor.scalars()
     monitor.close()
     assert scalars["gpu0/util_pct"] > 50
     assert scalars["gpu0/mem_used_gib"] == pytest.approx(used_mib / 1024, abs=1)

@@ -87,10 +87,7 @@ def test_how_the_files_are_laid_out(write, monkeypatch):
 
 
 def driver(width: int = 16, reasons: int = 0) -> SimpleNamespace:
-    names = {
-        f"nvmlClocksEventReason{name}": 1 << number
-        for number, name in enumerate(preflight.clock_limits.__globals__["LIMITS"])
-    }
+    names = {f"nvmlClocksEventReason{name}": 1 << number for number, name in enumerate(preflight.LIMITS)}
     return SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,

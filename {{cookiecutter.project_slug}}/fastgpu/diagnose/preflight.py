@@ -19,12 +19,14 @@ from fastgpu.process.world import World
 from fastgpu.storage.file import split_group
 from fastgpu.storage.inspection import advise, columns_of
 from fastgpu.storage.store import expand
-from fastgpu.telemetry.monitor import clock_limits, gpu_handle, open_nvml
+from fastgpu.telemetry.monitor import gpu_handle, open_nvml
 
 # beginnings of the names of network file systems
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
 MIN_OPEN_FILES = 1024
 MIN_SHM_BYTES = 512 << 20
+LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
+"""The reasons (nvmlClocksEventReason<name>) that hold the clocks down although there is work."""
 MIN_DISK_BYTES = 2 << 30
 MAX_DATASETS_SHOWN = 2
 
@@ -108,7 +110,8 @@ def _gpus(world: World, nvml: Any) -> Iterator[Finding]:
         handle = gpu_handle(nvml, uuid)
         n_lanes = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
         max_lanes = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-        limits = clock_limits(nvml, handle)
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        limits = [name for name in LIMITS if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")]
         advice = ""
         if n_lanes < max_lanes:
             advice = f"its slot has {n_lanes} of {max_lanes} PCIe lanes; copies are slower by this factor"

@@ -163,7 +163,7 @@ class Run:
         seconds = self._world.all_reduce_max(throughput.seconds)
         self.epoch_throughput = self.epoch_throughput.plus(throughput)
         self._agreement.set_pace(throughput.steps / seconds)
-        counters = self._monitor.scalars(throughput.trained_rows_per_s)
+        counters = self._monitor.scalars()
         self._tell_missing()
         scalars = {"train/lr": lr, "train/loss": loss} | throughput.scalars() | counters
         text = f"epoch {self.progress.epoch + 1}/{self._epochs}, step {step}: loss {loss:.4f}, {throughput}"

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,11 +21,7 @@ import torch
 from fastgpu.process.machine import GIB
 
 POLL_S = 1.0
-PSS_EVERY = 10
-"""Reads between two values of pss_gib, for which the kernel walks over all pages of the process."""
 MB = 1e6
-LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""The reasons (nvmlClocksEventReason<name>) that hold the clocks down although there is work."""
 Counter = Callable[[], dict[str, float]]
 """A function that returns {name: value}; its own name is used in messages."""
 
@@ -83,20 +78,14 @@ class Monitor:
             self._thread.start()
             self._is_ready.wait()
 
-    def scalars(self, rows_per_s: float) -> dict[str, float]:
-        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`.
-
-        rows_per_s: trained rows of the job, for the energy of a row.
-        """
+    def scalars(self) -> dict[str, float]:
+        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`."""
         with self._lock:
             values = self._values
             self._values = {}
         scalars = {}
         for tag, samples in values.items():
             scalars[tag] = min(samples) if tag.endswith("_min_pct") else fmean(samples)
-            if tag.endswith("/power_w") and rows_per_s:
-                energy_tag = tag.replace("power_w", "energy_j_per_1000_rows")
-                scalars[energy_tag] = 1000 * scalars[tag] / rows_per_s
         return scalars
 
     def take_missing(self) -> list[str]:
@@ -141,12 +130,6 @@ def gpu_handle(nvml: Any, uuid: str) -> Any:
     raise RuntimeError(f"NVML knows no GPU {uuid}")
 
 
-def clock_limits(nvml: Any, handle: Any) -> list[str]:
-    """What holds the clocks of a GPU down now: names from `LIMITS`."""
-    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    return [name for name in LIMITS if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")]
-
-
 class _Gpu:
     """Counters of one GPU."""
 
@@ -161,8 +144,6 @@ class _Gpu:
             self.memory,
             self.power,
             self.temperature,
-            self.clocks,
-            self.pcie,
         )
 
     def utilisation(self) -> dict[str, float]:
@@ -215,15 +196,6 @@ class _Gpu:
         sensor = self._nvml.NVML_TEMPERATURE_GPU
         return {"temperature_c": self._nvml.nvmlDeviceGetTemperature(self._handle, sensor)}
 
-    def clocks(self) -> dict[str, float]:
-        return {"clock_limited_pct": 100.0 if clock_limits(self._nvml, self._handle) else 0.0}
-
-    def pcie(self) -> dict[str, float]:
-        nvml = self._nvml
-        received_kb_per_s = nvml.nvmlDeviceGetPcieThroughput(self._handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
-        width = nvml.nvmlDeviceGetCurrPcieLinkWidth(self._handle)
-        return {"pcie_rx_mb_per_s": received_kb_per_s / 1000, "pcie_width": width}
-
 
 def peak_memory() -> dict[str, float]:
     """The maximum so far of the memory that tensors of this process took on its GPU."""
@@ -238,10 +210,9 @@ class _Host:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._n_reads = 0
         self._totals: dict[str, tuple[float, float]] = {}
         """{name: (time, value)} of the last read of a value that only grows"""
-        self.counters = [self.cpu, self.memory, self.pss, self.disk_reads, self.page_cache_refaults]
+        self.counters = [self.cpu, self.memory, self.disk_reads]
 
     def cpu(self) -> dict[str, float]:
         times = psutil.cpu_times_percent()._asdict()  # since the last call in this thread, and 0 in the first one
@@ -254,24 +225,11 @@ class _Host:
             "available_gib": psutil.virtual_memory().available / GIB,
         }
 
-    def pss(self) -> dict[str, float]:
-        self._n_reads += 1
-        if self._n_reads % PSS_EVERY:
-            return {}
-        return {"pss_gib": self._process.memory_full_info().pss / GIB}
-
     def disk_reads(self) -> dict[str, float]:
         counters = psutil.disk_io_counters()
         if counters is None:
             raise RuntimeError("this system does not count them")
         return self._rate("disk_read_mb_per_s", counters.read_bytes / MB)
-
-    def page_cache_refaults(self) -> dict[str, float]:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, value = line.split()
-            if name == "workingset_refault_file":
-                return self._rate("page_cache_refaults_per_s", float(value))
-        raise RuntimeError("this kernel does not count them")
 
     def _rate(self, name: str, value: float) -> dict[str, float]:
         """{name: growth per second since the last call}; empty the first time."""

@@ -17,7 +17,6 @@ FED = "data wait and GPU activity, %"
 RATES = "rows per second"
 LOSS = "loss"
 CPU = "CPU, % of all CPUs"
-CLOCKS = "GPU clocks held down, % of the time"
 METRICS_PCT = "validation, %"
 
 
@@ -74,19 +73,13 @@ TAGS = (
     Tag("gpu<n>/mem_used_gib", "GiB"),
     Tag("gpu<n>/mem_peak_gib", "GiB", title="GPU memory, peak of tensors", over_run="maximum"),
     Tag("gpu<n>/power_w", "W", title="GPU power", chart="GPU power, W"),
-    Tag("gpu<n>/energy_j_per_1000_rows", "J for 1,000 trained rows", title="GPU energy", over_run="trained_rows"),
     Tag("gpu<n>/temperature_c", "°C"),
-    Tag("gpu<n>/clock_limited_pct", "% of the time", title="GPU clocks held down", chart=CLOCKS),
-    Tag("gpu<n>/pcie_rx_mb_per_s", "MB/s"),
-    Tag("gpu<n>/pcie_width", "lanes", over_run="minimum"),
     Tag("host/cpu_user_pct", "% of all CPUs", title="CPU, user", chart=CPU),
     Tag("host/cpu_system_pct", "% of all CPUs", title="CPU, system", chart=CPU),
     Tag("host/cpu_iowait_pct", "% of all CPUs", title="CPU, waiting for disks", chart=CPU),
     Tag("host/rss_gib", "GiB", title="memory of the first process"),
-    Tag("host/pss_gib", "GiB"),
     Tag("host/available_gib", "GiB"),
     Tag("host/disk_read_mb_per_s", "MB/s", title="disk reads", chart="disk reads, MB/s"),
-    Tag("host/page_cache_refaults_per_s", "pages/s", chart="page cache refaults, pages/s"),
 )
 
 
