@@ -7,5 +7,4 @@ log         where scalars go: metrics.jsonl, TensorBoard, the progress bar
 tensorboard TensorBoard's event files, and Weights & Biases
 report      what a run did: values, verdict, and how runs differ
 page        report.html and the page that compares runs
-ceiling     the speed that diagnose.py measured, for data/feed_ratio
 """
