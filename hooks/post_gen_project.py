@@ -20,6 +20,7 @@ KEEP = {
     "fastgpu/convert": {"tools": ["all"]},
     "fastgpu/diagnose": {"tools": ["all"]},
     "fastgpu/predict": {"tools": ["all"]},
+    "fastgpu/report": {"tools": ["all"]},
     "docs/data.md": {"tools": ["all"]},
     "docs/measuring.md": {"tools": ["all"]},
     "docs/troubleshooting.md": {"tools": ["all"]},

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER = "{{cookiecutter.project_slug}}"
 PROJECT = ROOT / FOLDER
-LEAF_ROOMS = ("convert", "diagnose", "predict")
+LEAF_ROOMS = ("convert", "diagnose", "predict", "report")
 """Rooms of fastgpu/ that a user may delete together with their script and their tests."""
 
 sys.path.insert(0, str(PROJECT))  # the tools import the project as it lies here

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from fastgpu.process.launch import Launch, UserError, exit_with_message, stop_at_closed_pipe
-from fastgpu.telemetry import page, report
+from fastgpu.report import page, results
 
 
 def main(argv: list[str]) -> None:
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     if args.output and not args.compare:
         raise UserError(f"-o is {args.output}; it names the page of --compare: give both")
     for folder in args.runs:
-        if not report.read_metrics(folder):
+        if not results.read_metrics(folder):
             raise UserError(
                 f"{folder} holds no metrics.jsonl with points; name the folder of a run, such as runs/first"
             )
@@ -31,9 +31,9 @@ def main(argv: list[str]) -> None:
         compare(args.runs, args.output)
         return
     for folder in args.runs:
-        points = report.read_metrics(folder)
-        print(report.table(points))
-        if verdict := report.run_verdict(points):
+        points = results.read_metrics(folder)
+        print(results.table(points))
+        if verdict := results.run_verdict(points):
             print(verdict.text)
         page.write_report(folder)
         print(folder / "report.html")
@@ -44,9 +44,9 @@ def compare(folders: list[Path], path: Path | None) -> None:
     names = [folder.resolve().name for folder in folders]
     labels = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     runs = dict(zip(labels, folders, strict=True))
-    print(report.as_text(report.differing_settings(runs)))
+    print(results.as_text(results.differing_settings(runs)))
     print()
-    print(report.as_text(report.differing_values(runs)))
+    print(results.as_text(results.differing_values(runs)))
     if path:
         page.write_comparison(runs, path)
         print(path)

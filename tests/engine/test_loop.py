@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.telemetry.report import read_metrics
+from fastgpu.report.results import read_metrics
 from workloads import minimal
 
 STEPS_PER_EPOCH = 21
@@ -116,7 +116,7 @@ def test_a_run_leaves_a_record(folder, capsys):
     assert set(events.Tags()["scalars"]) == tags
     assert "config/text_summary" in events.Tags()["tensors"]
     files = {path.name for path in run.iterdir()}
-    assert {"config.yaml", "run.json", "metrics.jsonl", "report.html", "checkpoints"} <= files
+    assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= files
     assert len(list(run.glob("checkpoints/best-*"))) == 1
     assert "1 CPU process" in printed
     assert "on the device tier" in printed

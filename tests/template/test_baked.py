@@ -236,12 +236,14 @@ def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, worklo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("room", "workload"), [("convert", "images"), ("diagnose", "recsys"), ("predict", "images")])
+@pytest.mark.parametrize(
+    ("room", "workload"), [("convert", "images"), ("diagnose", "recsys"), ("predict", "images"), ("report", "recsys")]
+)
 def test_a_leaf_room_can_be_deleted(own_copy, room, workload):
     """The project trains, and its tests pass."""
     project = own_copy(workload)
     shutil.rmtree(project / "fastgpu" / room)
     (project / f"{room}.py").unlink()
     assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "run.name=first"]).stdout
-    assert (project / "runs/first/report.html").exists()
+    assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)

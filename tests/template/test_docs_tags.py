@@ -10,7 +10,7 @@ PAGE = PROJECT / "docs/measuring.md"
 
 def test_the_page_explains_exactly_the_table_of_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PROJECT))
-    from fastgpu.telemetry.tags import TAGS
+    from fastgpu.report.tags import TAGS
 
     rows = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| ([^|]*) \| ([^|]+) \| [^|]*\|$", PAGE.read_text(encoding="utf-8"))
     assert [(name, unit.strip()) for name, unit, _ in rows] == [(tag.name, tag.unit) for tag in TAGS]

@@ -161,7 +161,7 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
     victim.write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("metrics.jsonl", "report.html", "run.json", ".writable", "lock"):
+    for name in ("metrics.jsonl", "run.json", ".writable", "lock"):
         (run / name).symlink_to(victim)
     with pytest.raises(UserError, match="cannot write to"):
         create_folder(run)
@@ -172,6 +172,5 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
     (run / "metrics.jsonl").unlink()
     log.scalars(2, {"train/loss": 1.0})
     log.finish({})
-    assert "cannot write logs" in (shown := capsys.readouterr().out)
-    assert "cannot write" in shown.partition("report.html")[0]
+    assert "cannot write logs" in capsys.readouterr().out
     assert victim.read_text() == "mine"

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastgpu.report.results import read_metrics
 from fastgpu.telemetry import log as log_module
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.log import Log
-from fastgpu.telemetry.report import read_metrics
 
 
 def test_the_same_scalars_in_tensorboard_and_json_lines(tmp_path):

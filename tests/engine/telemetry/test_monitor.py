@@ -11,9 +11,9 @@ import torch
 from fake_nvml import Nvml, NvmlError
 
 from fastgpu.process.world import World
+from fastgpu.report.tags import TAGS
 from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.monitor import Counters, Monitor, machine_counters
-from fastgpu.telemetry.tags import TAGS
 
 T = TypeVar("T")
 POLL_S = 0.01

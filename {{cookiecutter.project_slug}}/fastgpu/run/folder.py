@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.process.lock import FolderLock
-from fastgpu.telemetry.report import read_config
 
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
@@ -104,6 +105,29 @@ def lock(folder: Path) -> FolderLock:
         raise UserError(
             f"cannot lock {folder} ({error.strerror}); make it writable, or use another run.folder"
         ) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """{dotted key: value} of the newest config.yaml of a run; empty if there is none."""
+    paths = numbered(folder, "config*.yaml")
+    return read_settings(paths[-1]) if paths else {}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """{dotted key: value} of a config.yaml; empty if it cannot be read."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    config: dict[str, Any] = {}
+    for name, value in tree.items():
+        config |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return config
+
+
+def numbered(folder: Path, pattern: str) -> list[Path]:
+    """The files that the parts of a run wrote, in their order: run.json, run-2.json, ..., run-10.json."""
+    return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
 
 
 # ---------------------------------------------------------------------------------------------- resuming

@@ -246,14 +246,14 @@ class Run:
     def finish(self) -> None:
         """Print the summary. Raises UserError if the last checkpoint could not be written."""
         self._agreement.outlive_run()
-        self._world.print_once(self._log.finish(self._metrics))
+        self._log.finish(self._metrics)
         self.close()
         self._world.check_everywhere(
             self._is_saved,
             f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
         )
         self._world.print_once(
-            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}/report.html; "
+            f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}; "
             f"charts: tensorboard --logdir {self._settings.folder}"
         )
 

@@ -36,7 +36,7 @@ class Throughput(NamedTuple):
         return Throughput(*(a + b for a, b in zip(self, other, strict=True)))
 
     def scalars(self) -> dict[str, float]:
-        """{tag: value} (see tags.py)."""
+        """{tag: value}."""
         return {
             "train/step_ms": 1000 * self.seconds / max(1, self.steps),
             "train/trained_rows_per_s": self.trained_rows_per_s,

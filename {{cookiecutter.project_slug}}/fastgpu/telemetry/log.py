@@ -1,4 +1,4 @@
-"""Where the scalars of a run go: metrics.jsonl, TensorBoard, a progress bar and report.html. On rank 0 only.
+"""Where the scalars of a run go: metrics.jsonl, TensorBoard and a progress bar. On rank 0 only.
 
 A log that cannot be written never stops a run: the first I/O error is reported, later ones are ignored.
 """
@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,10 +17,11 @@ from tqdm import tqdm
 
 from fastgpu.process.atomic import open_own
 from fastgpu.process.launch import warn
-from fastgpu.telemetry import page, report
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.tensorboard import TensorBoard
 
+WAIT_PCT = 10.0
+"""A run that waits for data for a larger part of its time is input-bound."""
 WAIT_POINTS = 4
 """A run is called input-bound, once, if it is so in the mean of this many points after the first."""
 LINE_EVERY_S = 5.0
@@ -49,16 +51,14 @@ class Log:
         """
         self._folder = folder
         self._printed = time.monotonic()
-        points = report.read_metrics(folder) if folder else []
-        logged_s = points[-1]["time_s"] if points else 0.0
-        self._t0 = time.monotonic() - logged_s  # the time of a resumed run goes on from where it stopped
-        self._part = 1 + points[-1].get("part", 1) if points else 1
+        last = _last_point(folder) if folder else {}
+        self._t0 = time.monotonic() - last.get("time_s", 0.0)  # the time of a resumed run goes on from where it stopped
+        self._part = 1 + last.get("part", 1) if last else 1
         self._has_warned = False
         self._has_hinted = False
         self._waits_pct: list[float] = []
         self._board: TensorBoard | None = None
         if folder:
-            page.write_report(folder)  # of a run that is resumed: it may have been killed
             self._board = TensorBoard(folder, config or {}, step)
             atexit.register(self._end)  # however the run ends, except by a signal that kills
         self._rows = float(consumed_rows)
@@ -79,7 +79,7 @@ class Log:
         )
 
     def scalars(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
-        """Log one point: {tag: value} (see tags.py) at this optimizer step.
+        """Log one point: {tag: value} at this optimizer step.
 
         interval: the steps that the values are about. Its sums go to metrics.jsonl, so that a mean over the run can be
         computed from sums.
@@ -144,27 +144,34 @@ class Log:
                     flush=True,
                 )
 
-    def finish(self, metrics: Mapping[str, float]) -> str:
-        """Close TensorBoard with the final metrics, and write the report.
-
-        Returns the summary as a table for the terminal.
-        """
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """Close the bar, and TensorBoard with the final metrics."""
         self._bar.close()
         self._end(metrics)
-        return report.table(report.read_metrics(self._folder)) if self._folder else ""
 
     def _end(self, metrics: Mapping[str, float] | None = None) -> None:
         """metrics: None if the run broke off."""
         atexit.unregister(self._end)
-        if self._folder and self._board:
+        if self._board:
             self._board.close(metrics)
-            page.write_report(self._folder)
 
     def _warn_if_input_bound(self, wait_pct: float) -> None:
         self._waits_pct.append(wait_pct)
         if len(self._waits_pct) != WAIT_POINTS + 1:
             return
         mean_pct = fmean(self._waits_pct[1:])  # the first point holds what happens only at the start
-        if mean_pct > report.WAIT_PCT:
+        if mean_pct > WAIT_PCT:
             with self._bar.external_write_mode():
-                warn(report.feed_verdict(mean_pct).text)
+                warn(f"input-bound: {mean_pct:.0f} % of the time was spent waiting for data; run `python diagnose.py`")
+
+
+def _last_point(folder: Path) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl; empty if there is none."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):
+            return dict(json.loads(line))
+    return {}

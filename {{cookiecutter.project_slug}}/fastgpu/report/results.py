@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
-from fastgpu.telemetry import tags
-from fastgpu.telemetry.tags import Tag
+from fastgpu.report import tags
+from fastgpu.report.tags import Tag
+from fastgpu.run.folder import numbered, read_config, read_settings
 
 Point = Mapping[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {tag: value}."""
@@ -86,34 +85,11 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return points
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """{dotted key: value} of the newest config.yaml of a run; empty if there is none."""
-    paths = numbered(folder, "config*.yaml")
-    return _read_settings(paths[-1]) if paths else {}
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """{dotted key: value} of a config.yaml; empty if it cannot be read."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    config: dict[str, Any] = {}
-    for name, value in tree.items():
-        config |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-    return config
-
-
 def read_description(folder: Path) -> dict[str, Any]:
     """The newest run.json of a run; empty if there is none."""
     with suppress(IndexError, OSError, ValueError):
         return dict(json.loads(numbered(folder, "run*.json")[-1].read_text(encoding="utf-8")))
     return {}
-
-
-def numbered(folder: Path, pattern: str) -> list[Path]:
-    """The files that the parts of a run wrote, in their order: run.json, run-2.json, ..., run-10.json."""
-    return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
 
 
 # ---------------------------------------------------------------------------------------------- one value of a run
@@ -219,7 +195,7 @@ def differing_settings(runs: Mapping[str, Path]) -> Table:
 
     runs: {label: folder}. A cell of a run whose parts differ is `64, then 128`.
     """
-    parts_of = [[_read_settings(path) for path in numbered(folder, "config*.yaml")] for folder in runs.values()]
+    parts_of = [[read_settings(path) for path in numbered(folder, "config*.yaml")] for folder in runs.values()]
     keys = dict.fromkeys(key for parts in parts_of for config in parts for key in config)
     lines = [["setting", *runs]]
     for key in keys:

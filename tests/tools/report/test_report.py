@@ -5,8 +5,7 @@ from math import nan
 import pytest
 from written_run import write_points, write_run
 
-from fastgpu.telemetry.clock import Throughput
-from fastgpu.telemetry.report import (
+from fastgpu.report.results import (
     as_text,
     best,
     differing_settings,
@@ -18,6 +17,7 @@ from fastgpu.telemetry.report import (
     summary,
     table,
 )
+from fastgpu.telemetry.clock import Throughput
 
 # ---------------------------------------------------------------------------------------------- the summary
 

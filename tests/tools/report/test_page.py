@@ -1,18 +1,15 @@
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import ROOT
 from written_run import write_points, write_run
 
-from fastgpu.telemetry import page as page_module
-from fastgpu.telemetry.page import MAX_POINTS, TIMELINE, write_comparison, write_report
-from fastgpu.telemetry.tags import METRICS_PCT
+from fastgpu.report import page as page_module
+from fastgpu.report.page import MAX_POINTS, TIMELINE, write_comparison, write_report
+from fastgpu.report.tags import METRICS_PCT
 
 EVIL = '</script><img src=x onerror="alert(1)">'
 """A name that runs as code where it is not escaped."""
@@ -165,17 +162,3 @@ def test_the_curves_of_compared_runs_are_in_the_same_charts(tmp_path):
     write_comparison({"a": a, "b": b}, tmp_path / "ab.html")
     lines = Page(tmp_path / "ab.html").lines("train/loss")
     assert lines == {"a": {1: 1.0, 2: 1.0, 3: 1.0}, "b": {2: 2.0, 4: 2.0}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["raise ValueError('a bug')", "raise SystemExit(2)", "log.finish({})"])
-def test_however_a_run_ends_there_is_a_page(tmp_path, end):
-    script = f"""
-from pathlib import Path
-from fastgpu.telemetry.log import Log
-log = Log(Path({str(tmp_path)!r}), planned_rows=100)
-log.scalars(1, {{"train/loss": 0.5, "data/wait_pct": 1.0}})
-{end}
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False)
-    assert Page(tmp_path / "report.html").lines("loss") == {"train/loss": {1: 0.5}}

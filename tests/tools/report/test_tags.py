@@ -7,10 +7,10 @@ from fake_nvml import Nvml
 from short_run import started_run, train_epoch
 from torch import nn
 
+from fastgpu.report.results import read_metrics
+from fastgpu.report.tags import METRICS_PCT, TAGS, charts, find_tag
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import machine_counters
-from fastgpu.telemetry.report import read_metrics
-from fastgpu.telemetry.tags import METRICS_PCT, TAGS, charts, find_tag
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from fastgpu.process.atomic import write_own
 from fastgpu.process.launch import UserError, warn
-from fastgpu.telemetry import report, tags
-from fastgpu.telemetry.report import Point, Table
+from fastgpu.report import results, tags
+from fastgpu.report.results import Point, Table
 
 MAX_POINTS = 600
 """Points of a line in a chart. Of a longer line, neighbouring points are combined into one."""
@@ -36,7 +36,7 @@ def write_report(folder: Path) -> None:
 
     Without points nothing is written. If the disk refuses, a warning is printed.
     """
-    points = report.read_metrics(folder)
+    points = results.read_metrics(folder)
     if not points:
         return
     try:
@@ -51,7 +51,7 @@ def write_comparison(runs: Mapping[str, Path], path: Path) -> None:
     Raises UserError if the page cannot be written.
     """
     title = " / ".join(runs)
-    tables = _table(report.differing_settings(runs)) + _table(report.differing_values(runs))
+    tables = _table(results.differing_settings(runs)) + _table(results.differing_values(runs))
     text = _page(title, f"<h1>{html.escape(title)}</h1>{tables}", _comparison_charts(runs))
     try:
         path.write_text(text, encoding="utf-8")
@@ -63,8 +63,8 @@ def write_comparison(runs: Mapping[str, Path], path: Path) -> None:
 
 
 def _run_page(folder: Path, points: Sequence[Point]) -> str:
-    description = report.read_description(folder)
-    verdict = report.run_verdict(points)
+    description = results.read_description(folder)
+    verdict = results.run_verdict(points)
     line = f"<p>{html.escape(verdict.text)}</p>" if verdict else ""
     headline = HEADLINES[verdict.kind] if verdict else folder.name
     top = f'<section class="verdict {verdict.kind if verdict else ""}"><h1>{html.escape(headline)}</h1>{line}</section>'
@@ -75,10 +75,10 @@ def _run_page(folder: Path, points: Sequence[Point]) -> str:
         for title, value, note in _cards(points, folder)
     )
     numbers = [["over the whole run", "", ""]]
-    numbers += [[row.title, report.number(row.value), row.unit] for row in report.summary(points)]
+    numbers += [[row.title, results.number(row.value), row.unit] for row in results.summary(points)]
     bottom = _table(numbers) + _checkpoints(folder)
     folded = {"command": shlex.join(["python", *description.get("command", ())])}
-    for path in (*report.numbered(folder, "config*.yaml"), *report.numbered(folder, "run*.json")):
+    for path in (*results.numbered(folder, "config*.yaml"), *results.numbered(folder, "run*.json")):
         folded[path.name] = path.read_text(encoding="utf-8")
     for name, text in folded.items():
         bottom += f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(text)}</pre></details>"
@@ -87,10 +87,10 @@ def _run_page(folder: Path, points: Sequence[Point]) -> str:
 
 def _cards(points: Sequence[Point], folder: Path) -> list[tuple[str, str, str]]:
     """(title, value, note) of the few numbers that matter most."""
-    values = {row.name: row.value for row in report.summary(points)}
+    values = {row.name: row.value for row in results.summary(points)}
     cards = []
-    if best := report.best(points, folder):
-        cards.append((f"best {best.metric}", report.number(best.value), f"at step {best.step:,.0f}"))
+    if best := results.best(points, folder):
+        cards.append((f"best {best.metric}", results.number(best.value), f"at step {best.step:,.0f}"))
     for name, title, note in (
         ("train/trained_rows_per_s", "speed", "trained rows/s"),
         ("data/wait_pct", "data wait", "% of the time"),
@@ -99,7 +99,7 @@ def _cards(points: Sequence[Point], folder: Path) -> list[tuple[str, str, str]]:
     ):
         is_shown = name in values and not (name.startswith("host") and "gpu0/util_pct" in values)
         if is_shown:
-            cards.append((title, report.number(values[name]), note))
+            cards.append((title, results.number(values[name]), note))
     trained_s = sum(point.get("seconds", 0) for point in points)
     n_parts = len({point.get("part", 1) for point in points})
     parts = f" in {n_parts} parts" if n_parts > 1 else ""
@@ -126,7 +126,7 @@ def _checkpoints(folder: Path) -> str:
 
 def _run_charts(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Loss and metrics, where the time goes, then all other charts of the table of tags."""
-    groups = tags.charts(report.names_of(points))
+    groups = tags.charts(results.names_of(points))
     rows = _by_step(points, [name for names in groups.values() for name in names])
     starts = {point.get("part", 1): point["step"] - point.get("steps", 0) for point in reversed(points)}
     shared: dict[str, Any] = {"x": [row["step"] for row in rows], "resumed_at": sorted(starts.values())[1:]}
@@ -160,7 +160,7 @@ def _by_step(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, fl
             tag = tags.find_tag(name)
             having = [point for point in bucket if name in point]
             if tag and having:
-                row[name] = report.combine(having, tag, name)
+                row[name] = results.combine(having, tag, name)
         n_steps, seconds, wait_s = (
             sum(point.get(key, 0) for point in bucket) for key in ("steps", "seconds", "wait_s")
         )
@@ -172,8 +172,8 @@ def _by_step(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, fl
 
 def _comparison_charts(runs: Mapping[str, Path]) -> list[dict[str, Any]]:
     """One chart for each tag that is drawn, with a line for each run."""
-    points_of = {label: report.read_metrics(folder) for label, folder in runs.items()}
-    groups = tags.charts(report.names_of(point for points in points_of.values() for point in points))
+    points_of = {label: results.read_metrics(folder) for label, folder in runs.items()}
+    groups = tags.charts(results.names_of(point for points in points_of.values() for point in points))
     names = [name for group in groups.values() for name in group]
     by_run = {label: {row["step"]: row for row in _by_step(points, names)} for label, points in points_of.items()}
     steps = sorted({step for rows in by_run.values() for step in rows})

@@ -1,0 +1,8 @@
+"""What a run did, from the files in its folder: a table, a page, and how runs differ. Used by report.py only.
+
+Nothing else imports this room: delete `fastgpu/report` and `report.py` if you do not need it.
+
+    results.py   values of the whole run, verdicts, and how runs differ
+    page.py      report.html and the page that compares runs
+    tags.py      the table of all scalars: name, unit, title, chart
+"""
