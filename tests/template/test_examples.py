@@ -49,6 +49,15 @@ def take(project: Path, name: str) -> None:
     shutil.copyfile(EXAMPLES / f"{name}.yaml", project / f"configs/{name}.yaml")
 
 
+def follow(project: Path, name: str, *words: str) -> str:
+    """Run the commands that a config names, and return what its training printed. words: for the training."""
+    text = (project / f"configs/{name}.yaml").read_text()
+    for command in commands_in(text, r"python convert\.py"):
+        run(project, "convert.py", *command)
+    (command,) = commands_in(text, r"python train\.py")
+    return run(project, "train.py", *command, *SMALL, *words)
+
+
 def load(path: str) -> ModuleType:
     """A module of an example."""
     spec = spec_from_file_location("example", EXAMPLES / path)
@@ -84,11 +93,7 @@ def draw_photos(folder: Path) -> None:
 def test_segmentation_trains_by_the_commands_that_its_config_names(project):
     take(project, "segmentation")
     draw_photos(project)
-    text = (project / "configs/segmentation.yaml").read_text()
-    for command in commands_in(text, r"python convert\.py"):
-        run(project, "convert.py", *command)
-    for command in commands_in(text, r"python train\.py"):
-        shown = run(project, "train.py", *command, *SMALL, "model.width=4")
+    shown = follow(project, "segmentation", "model.width=4")
     assert "images: 3 x 128 x 128 (channels x height x width), uint8; masks: 2 classes" in shown
     scores = run(project, "predict.py", "runs/a", "--evaluate", "data/segmentation-val.h5")
     assert [line.split()[0] for line in scores.splitlines()] == ["image_miou_pct", "pixel_accuracy_pct", "loss"]
@@ -192,11 +197,7 @@ def test_numbers_train_by_the_commands_that_their_config_names(project):
         Image.new("RGB", (80, 70), (6 * number, 100, 50)).save(project / f"{number}.png")
         lines.append(f"{number}.png,{number / 40 + 0.001}")
     (project / "faces.csv").write_text("\n".join(lines))
-    text = (project / "configs/image_numbers.yaml").read_text()
-    for command in commands_in(text, r"python convert\.py"):
-        run(project, "convert.py", *command)
-    for command in commands_in(text, r"python train\.py"):
-        shown = run(project, "train.py", *command, *SMALL, "model.width=4")
+    shown = follow(project, "image_numbers", "model.width=4")
     assert "labels: 1 number to predict, mean [0." in shown
     assert "epoch 1/1 train/loss " in shown
     assert run(project, "predict.py", "runs/a", "0.png").startswith("file,prediction\n")

@@ -103,6 +103,7 @@ def test_origins_say_where_a_key_was_set_last(tmp_path):
         ("batch_size: 5", r"0\.yaml:1: unknown key batch_size \(did you mean data.batch_size\?\)"),
         ("optm: {lr: 5}", r"0\.yaml:1: unknown key optm \(did you mean optim\?\)"),
         ("data:\n  zzz: 5", r"0\.yaml:2: unknown key data.zzz \(allowed are: data.train, .*data.echo.*\)"),
+        ("log:\n  zzz: 5", r"0\.yaml:2: unknown key log.zzz \(allowed are: log.every_steps, log.wandb\)"),
         ("data: {batch_size: 0}", "data.batch_size is 0; it should be greater than or equal to 1"),
         ("data: {batch_size: abc}", 'data.batch_size is "abc"; it should be a valid integer'),
         ("data: {batch_size: '512'}", 'data.batch_size is "512"; it should be a valid integer'),

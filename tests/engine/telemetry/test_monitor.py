@@ -11,14 +11,24 @@ import torch
 from fake_nvml import Nvml, NvmlError
 
 from fastgpu.process.world import World
-from fastgpu.report.tags import TAGS
 from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.monitor import Counters, Monitor, machine_counters
 
 T = TypeVar("T")
 POLL_S = 0.01
-GPU_TAGS = {tag.name.replace("<n>", "0") for tag in TAGS if tag.name.startswith("gpu")}
-HOST_TAGS = {tag.name for tag in TAGS if tag.name.startswith("host/")}
+GPU_NAMES = (
+    "util_pct",
+    "util_min_pct",
+    "sm_active_pct",
+    "tensor_active_pct",
+    "mem_used_gib",
+    "mem_peak_gib",
+    "power_w",
+    "temperature_c",
+)
+GPU_TAGS = {f"gpu0/{name}" for name in GPU_NAMES}
+HOST_NAMES = ("cpu_user_pct", "cpu_system_pct", "cpu_iowait_pct", "rss_gib", "available_gib", "disk_read_mb_per_s")
+HOST_TAGS = {f"host/{name}" for name in HOST_NAMES}
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 from harness import TIMEOUT_S
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastgpu.process.launch import UserError
 from fastgpu.telemetry import tensorboard as tensorboard_module
 from fastgpu.telemetry.tensorboard import CHARTS, TensorBoard
 
@@ -57,6 +58,17 @@ def test_a_disk_without_room_at_the_start_does_not_stop_the_run(tmp_path, monkey
     board.scalars(1, {"x/y": 1.0})
     board.close({})
     assert capsys.readouterr().out.count("training goes on") == 1
+
+
+def test_wandb_that_refuses_is_one_line(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UserError, match=r"log.wandb is mine, but No API key configured.; use"):
+        TensorBoard(tmp_path, {"log.wandb": "mine"}, 0)
 
 
 @pytest.mark.slow

@@ -239,7 +239,7 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
             key = prefix + ".".join(str(part) for part in item["loc"])
         _, _, allowed = wrong.setdefault(key, (item["type"], item["input"], []))
         allowed.append(re.sub(r"^\w+ should ", "", item["msg"]))
-    known = [*keys(), *keys(root, prefix)]
+    known = list(dict.fromkeys([*keys(), *keys(root, prefix)]))  # root may be the whole config
     lines = []
     for key, (kind, value, allowed) in wrong.items():
         if kind == "missing":
@@ -252,9 +252,7 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
         choices = re.findall(r"'([^']+)'", " ".join(allowed))
         close = difflib.get_close_matches(value, choices, 1) if isinstance(value, str) else []
         hint = f' (did you mean "{close[0]}"?)' if close else ""
-        if allowed == ["be a valid list"] and isinstance(value, str):
-            hint = f" (did you mean [{value}]?)"
-        elif key == "data.val" and isinstance(value, (int, float)):
+        if key == "data.val" and isinstance(value, (int, float)):
             hint = f" (did you mean {100 * value if value < 1 else value:g}%?)"
         elif allowed == ["be a valid string"] and isinstance(value, (int, float)):
             hint = f""" (did you mean "{value}", with the quotes? On a command line: '{key}="{value}"')"""

@@ -1,4 +1,4 @@
-"""Every scalar that a run logs: one table for TensorBoard's charts, the summary and report.html.
+"""Every scalar that a run logs: one table for the summary and report.html.
 
 A tag is `group/name_unit`. A job on several machines logs the tags of `gpu<n>` and `host` of
 the first one.
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Literal, NamedTuple
 
-OverRun = Literal["seconds", "steps", "fresh_rows", "trained_rows", "minimum", "maximum", "last"]
+OverRun = Literal["seconds", "steps", "fresh_rows", "minimum", "maximum", "last"]
 """How the points of a tag become one value of the run. A field of `Throughput` is the weight of a mean: rows per second
 weighted by seconds are all rows over all seconds."""
 
@@ -28,7 +28,7 @@ class Tag(NamedTuple):
     title: str = ""
     """Its name in the summary table. Empty: it is not in there."""
     chart: str = ""
-    """The chart that it is drawn in. Empty: none of its own (TensorBoard shows every tag on its page SCALARS)."""
+    """The chart that it is drawn in. Empty: none of its own."""
     over_run: OverRun = "seconds"
 
     @property

@@ -109,8 +109,8 @@ class Run:
     def start(self, card: Mapping[str, Any]) -> None:
         """Create the folder, write what is needed to repeat the run, and begin to log.
 
-        card: what the workload says about the model. Raises UserError
-        on every rank if the folder cannot be written.
+        card: what the workload says about the model. Raises UserError on every rank if the folder cannot be written, or
+        nothing can be sent to log.wandb.
         """
         with self._world.raise_on_every_rank():
             if self._world.is_main:
@@ -126,13 +126,14 @@ class Run:
             self._record.write_description(card, self._description["directions"])
             self._record.write_config(self._config)
         self._monitor = Monitor(machine_counters(self._world.gpus) if self._world.is_main else None)
-        self._log = Log(
-            self.folder if self._world.is_main else None,
-            planned_rows=self._epochs * self._order.total_size,
-            consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
-            step=self.progress.step,
-            config=self._config,
-        )
+        with self._world.raise_on_every_rank():
+            self._log = Log(
+                self.folder if self._world.is_main else None,
+                planned_rows=self._epochs * self._order.total_size,
+                consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+                step=self.progress.step,
+                config=self._config,
+            )
         self._tell_missing()
         self.clock.restart()
 

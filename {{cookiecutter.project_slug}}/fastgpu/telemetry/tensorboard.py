@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from fastgpu.process.launch import warn
+from fastgpu.process.launch import UserError, warn
 
 CHARTS = {
     "data wait and GPU activity, %": ["Multiline", [r"data/wait_pct", r"gpu\d+/util_pct", r"gpu\d+/sm_active_pct"]],
@@ -26,17 +26,23 @@ class TensorBoard:
     """Event files in the folder of the run. Whatever a disk or the writer raises costs a point, not the run."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], step: int):
-        """config: {dotted key: value}. step: where the run starts; above 0 if resumed."""
+        """config: {dotted key: value}. step: where the run starts; above 0 if resumed.
+
+        Raises UserError if wandb refuses.
+        """
         self._config = config
         self._has_failed = False
         self._wandb: Any = None
         if project := config.get("log.wandb"):
-            import wandb
+            try:
+                import wandb
 
-            # It takes over what SummaryWriter writes from here on. A resumed run is another one of the same group.
-            self._wandb = wandb.init(
-                project=project, group=folder.name, dir=folder, config=dict(config), sync_tensorboard=True
-            )
+                # It takes over what SummaryWriter writes from here on. A resumed run is another one of the same group.
+                self._wandb = wandb.init(
+                    project=project, group=folder.name, dir=folder, config=dict(config), sync_tensorboard=True
+                )
+            except Exception as error:
+                raise UserError(f'log.wandb is {project}, but {error}; use log.wandb="" to train without it') from None
         with self._forgiving():
             purge_step = step + 1 if step else None  # a resumed run trains these steps again
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
