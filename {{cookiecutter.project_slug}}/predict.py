@@ -6,7 +6,7 @@ python predict.py CHECKPOINT --export FILE         for torch.export (model.pt2) 
 
 CHECKPOINT is the folder of a run (its best checkpoint is used), a folder in its `checkpoints`, or a copy of one: the
 training data is not needed. INPUT: image files, folders of images and globs, or HDF5 files (`file.h5::/group`), or one
-.npy or .npz file. On several GPUs: torchrun --standalone --nproc-per-node=gpu predict.py ...
+.npy or .npz file. On several GPUs, start one process for each with a part of the files: CUDA_VISIBLE_DEVICES=1 ...
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--evaluate", metavar="FILE.h5", help="print the metrics over this file, which has labels")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     parser.add_argument("--export", metavar="FILE", help="write FILE.pt2 or FILE.onnx")
-    parser.add_argument("--batch-size", type=int, help="rows of a batch on each device; default: as in training")
+    parser.add_argument("--batch-size", type=int, help="rows of a batch; default: as in training")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: as in training")
     args = parser.parse_args(argv)
@@ -51,6 +51,8 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
     launch = read_launch()
     with exit_with_message(launch, "interrupted"):
         args = parse(sys.argv[1:])
+        if launch.world_size > 1:
+            raise UserError("predict.py is one process; start it by python, once for each part of the files")
 
 import json
 from contextlib import redirect_stdout
@@ -108,13 +110,13 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
 
 
 def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: World, *, terminal: IO[str]) -> None:
-    """Write a line for each row. A rank predicts an equal part of the rows, in the order of the input."""
-    order = make_order(inputs.source, args.batch_size, world)
+    """Write a line for each row, in the order of the input."""
+    order = make_order(inputs.source, args.batch_size)
     autocast = mixed_precision(args.precision, world.device).autocast
     with (
-        open_output(args.output, terminal, world) as file,
-        open_pools(inputs.source, order, world) as pools,
-        tqdm(total=len(inputs.source), unit=" rows", disable=None if world.is_main else True) as bar,
+        open_output(args.output, terminal) as file,
+        open_pools(inputs.source, order, world.device) as pools,
+        tqdm(total=len(inputs.source), unit=" rows", disable=None) as bar,
     ):
         is_csv = not args.output.endswith(".jsonl")
         writer = PredictionWriter(file, inputs, trained.card["attributes"], is_csv=is_csv)
@@ -127,33 +129,32 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
                     values = trained.workload.predict(trained.model, rows)
                 ids = {args.id: rows[args.id]} if args.id else {}
                 writer.write(batch_ids, ids, values)
-                bar.update(len(batch_ids) * world.world_size)
-    n_failed = int(sum(world.all_gather(writer.n_failed)))
-    n_nan = int(sum(world.all_gather(writer.n_nan)))
-    failed = f", of which {n_failed:,} could not be read" if n_failed else ""
+                bar.update(len(batch_ids))
+    failed = f", of which {writer.n_failed:,} could not be read" if writer.n_failed else ""
     place = "" if args.output == "-" else f": {args.output}"
-    world.print_once(f"{len(inputs.source):,} rows{failed}{place}")
-    if n_nan and world.is_main:
-        warn(f"the model gives NaN for {n_nan:,} rows, so their predictions mean nothing: look for NaN in these rows")
+    print(f"{len(inputs.source):,} rows{failed}{place}")
+    if writer.n_nan:
+        warn(
+            f"the model gives NaN for {writer.n_nan:,} rows; their predictions mean nothing: look for NaN in these rows"
+        )
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     """terminal: what is asked for goes there; everything else goes to sys.stdout."""
-    with world.raise_on_every_rank():
-        trained = load(args)
-        world.print_once(f"model: {args.checkpoint}")
-        if args.export:
-            world.print_once(export(trained, Path(args.export)) if world.is_main else None)
-            return
-        inputs = open_rows(args, trained)
-    args.batch_size = args.batch_size or max(1, trained.card["batch_size"] // world.world_size)
+    trained = load(args)
+    print(f"model: {args.checkpoint}")
+    if args.export:
+        print(export(trained, Path(args.export)))
+        return
+    inputs = open_rows(args, trained)
+    args.batch_size = args.batch_size or trained.card["batch_size"]
     trained = trained._replace(model=to_device(trained.model, world.device))
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
     if args.inputs:
         predict(args, trained, inputs, world, terminal=terminal)
         return
-    with open_pools(inputs.source, make_order(inputs.source, args.batch_size, world), world) as pools:
+    with open_pools(inputs.source, make_order(inputs.source, args.batch_size), world.device) as pools:
         metrics = evaluate(
             trained.model,
             trained.workload,
@@ -164,8 +165,7 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
         )
     metrics = {name.removeprefix("val/"): value for name, value in metrics.items()}
     text = json.dumps(metrics) if args.json else "\n".join(f"{name} {value:.6g}" for name, value in metrics.items())
-    if world.is_main:
-        print(text, file=terminal)
+    print(text, file=terminal)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def new_state() -> dict[str, Any]:
 def digest(source: Source) -> str:
     """SHA-256 of all rows, read in the order of the source as pools on a device."""
     hashes = {name: hashlib.sha256(str((field.dtype, field.shape)).encode()) for name, field in source.fields.items()}
-    with open_pools(source, make_order(source, 16, ALONE), ALONE) as pools:
+    with open_pools(source, make_order(source, 16), ALONE.device) as pools:
         for pool in pools:
             columns: Mapping[str, Any] = pool.rows.slice(0, pool.plan.n_real_rows).numpy()
             for name, column in columns.items():

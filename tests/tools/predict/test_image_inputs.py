@@ -41,8 +41,8 @@ def save_image(path, height=6, width=6, mode="RGB"):
 
 
 def read(source) -> np.ndarray:
-    order = make_order(source, 4, ALONE)
-    with open_pools(source, order, ALONE) as pools:
+    order = make_order(source, 4)
+    with open_pools(source, order, ALONE.device) as pools:
         return np.concatenate([rows["images"][: plan.n_real_rows].numpy().copy() for plan, rows in pools])
 
 

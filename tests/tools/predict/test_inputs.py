@@ -5,18 +5,17 @@ from harness import ALONE, is_ragged, numbered, numbers_of
 
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.process.launch import UserError
-from fastgpu.process.world import World
 from fastgpu.rows.field import Field
 
 FIELDS = {"x": Field(np.dtype(np.uint8), (1, 4, 2))}
 CARD = {"fields": {"x": {"dataset": "images"}}, "attributes": {}}
 
 
-def read(inputs, world=ALONE, batch_size=8):
-    """(numbers that the rows of this rank carry, their row numbers)"""
-    order = make_order(inputs.source, batch_size, world)
+def read(inputs):
+    """(numbers that the rows carry, their row numbers)"""
+    order = make_order(inputs.source, 8)
     numbers, row_ids = [], []
-    with open_pools(inputs.source, order, world) as pools:
+    with open_pools(inputs.source, order, ALONE.device) as pools:
         for plan, rows in pools:
             numbers += numbers_of(rows["x"][: plan.n_real_rows])
             row_ids += order.row_ids(plan)[: plan.n_real_rows].tolist()
@@ -27,13 +26,6 @@ def test_rows_come_in_the_order_of_the_files(write):
     paths = [write(20, name="a.h5"), write(15, name="b.h5", start=20)]
     numbers, row_ids = read(open_inputs(paths, CARD, FIELDS, "stop"))
     assert numbers == row_ids == list(range(35))
-
-
-def test_ranks_have_equal_parts_one_after_the_other(write):
-    inputs = open_inputs([write(35)], CARD, FIELDS, "stop")
-    parts = [read(inputs, World(rank, 3, 3, ALONE.device)) for rank in range(3)]
-    assert [number for numbers, _ in parts for number in numbers] == list(range(35))
-    assert {len(numbers) for numbers, _ in parts} == {11, 12}
 
 
 def test_a_dataset_has_the_name_that_it_had_in_training_or_that_of_its_field(tmp_path):
@@ -58,8 +50,8 @@ def test_ragged_rows(write_ragged):
     fields = {"items": Field(np.dtype(np.int32), (), 2.0, 1000)}
     card = {"fields": {"items": {"dataset": "items"}}, "attributes": {}}
     source = open_inputs([write_ragged(50)], card, fields, "stop").source
-    order = make_order(source, 50, ALONE)
-    with open_pools(source, order, ALONE) as pools:
+    order = make_order(source, 50)
+    with open_pools(source, order, ALONE.device) as pools:
         assert is_ragged(next(pools).rows["items"], range(50))
     fewer = {"items": fields["items"]._replace(n_items=60)}
     with pytest.raises(

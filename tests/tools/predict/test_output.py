@@ -4,11 +4,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from harness import ALONE
 
 from fastgpu.predict.inputs import Inputs
 from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import Arrays
 
 ROWS = Arrays("made up", {"x": np.zeros((9, 2), np.float32)})
@@ -111,13 +110,13 @@ def test_only_whole_numbers_have_names(capsys):
 
 def test_the_output_is_complete_or_absent(tmp_path):
     target = tmp_path / "x.csv"
-    with open_output(str(target), io.StringIO(), ALONE) as file:
+    with open_output(str(target), io.StringIO()) as file:
         file.write("new")
         assert not target.exists()
     assert target.read_text() == "new"
     with (
-        pytest.raises(RankError, match=r"x.csv was not written: .*No space left"),
-        open_output(str(target), io.StringIO(), ALONE),
+        pytest.raises(UserError, match=r"x.csv was not written: .*No space left"),
+        open_output(str(target), io.StringIO()),
     ):
         raise OSError(28, "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]

@@ -17,13 +17,12 @@ import predict as script
 import pytest
 import torch
 import train
-from harness import ALONE, ROOT, TIMEOUT_S, in_world, metrics_of, write_minimal
+from harness import ALONE, ROOT, TIMEOUT_S, metrics_of, write_minimal
 from torch import nn
 
 from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from workloads import minimal
 
@@ -47,10 +46,10 @@ def inside(trained_folder: Path) -> Iterator[None]:
         yield
 
 
-def run(*arguments: str | Path, world: World = ALONE) -> str:
+def run(*arguments: str | Path) -> str:
     """`python predict.py` in this process. Returns what it prints to the terminal."""
     terminal = io.StringIO()
-    script.main(script.parse([str(each) for each in arguments]), world, terminal)
+    script.main(script.parse([str(each) for each in arguments]), ALONE, terminal)
     return terminal.getvalue()
 
 
@@ -129,27 +128,17 @@ def test_an_error_leaves_no_output_behind(tmp_path, monkeypatch):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.csv": "old"}
 
 
-def predict_and_evaluate(world: World, folder: Path) -> str:
-    with chdir(folder):
-        run("runs/a", "rows.h5::/val", "-o", f"{world.world_size}.csv", "--batch-size", "8", world=world)
-        run("runs/a", "one.npy", "-o", f"{world.world_size}-one.csv", world=world)
-        return run("runs/a", "--evaluate", "rows.h5::/val", "--json", world=world)
-
-
-@pytest.mark.slow
-def test_two_ranks_write_what_one_writes(trained_folder):
-    np.save("one.npy", val_rows()[:1])
-    printed = in_world(2, predict_and_evaluate, trained_folder)
-    alone = predict_and_evaluate(ALONE, trained_folder)
-    one, two = (list(csv.DictReader(Path(f"{ranks}.csv").read_text().splitlines())) for ranks in (1, 2))
-    assert [line["row"] for line in one] == [line["row"] for line in two]
-    np.testing.assert_allclose([float(x["prediction"]) for x in one], [float(x["prediction"]) for x in two], rtol=1e-5)
-    one, two = (Path(f"{ranks}-one.csv").read_text().splitlines() for ranks in (1, 2))
-    assert one[0] == two[0] == "row,prediction"
-    assert len(one) == len(two) == 2
-    assert json.loads(printed[0])["mse"] == pytest.approx(json.loads(alone)["mse"])
-    assert printed[1] == ""
-    assert not list(trained_folder.glob(".*part*"))
+def test_several_processes_are_refused_at_once():
+    done = subprocess.run(
+        [sys.executable, ROOT / "predict.py", "runs/a", "rows.h5::/val"],
+        env=os.environ | {"WORLD_SIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: predict.py is one process; start it by python, once for each part of the files\n"
 
 
 # ---------------------------------------------------------------------------------------------- metrics

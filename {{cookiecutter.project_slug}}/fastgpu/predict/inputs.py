@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from fastgpu.feed.prefetch import Prefetcher
 from fastgpu.feed.sizes import choose_readers
@@ -16,10 +17,9 @@ from fastgpu.feed.sources import decode_images
 from fastgpu.feed.tiers import pool_capacity
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
-from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.field import Field
-from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.order import BlockSampler
 from fastgpu.run.model_files import DESCRIPTION
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
@@ -158,12 +158,11 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
     return Arrays(paths[0], columns)
 
 
-def make_order(source: Source, batch_size: int, world: World) -> BlockSampler:
-    """The rows of this rank, an equal part of them all, in their order. batch_size: rows of a batch on this rank."""
+def make_order(source: Source, batch_size: int) -> BlockSampler:
+    """All rows, in their order."""
     return BlockSampler(
         source.block_rows,
         batch_size,
-        shard=Shard(world.rank, world.world_size),
         pool_batches=max(1, POOL_BYTES // (source.row_bytes * batch_size)),
         seed=None,
         drop_last=False,
@@ -171,10 +170,10 @@ def make_order(source: Source, batch_size: int, world: World) -> BlockSampler:
 
 
 @contextmanager
-def open_pools(source: Source, order: BlockSampler, world: World) -> Iterator[Iterator[Pool]]:
+def open_pools(source: Source, order: BlockSampler, device: torch.device) -> Iterator[Iterator[Pool]]:
     """All rows once, read ahead by threads, as pools on the device."""
-    reader = source.open_reader(order, choose_readers("auto", world.local_world_size))
-    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), world.device, loader=Loader())
+    reader = source.open_reader(order, choose_readers("auto", 1))
+    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), device, loader=Loader())
     try:
         prefetcher.start(reader.pools(0))
         yield (Pool(plan, rows) for plan, rows in prefetcher)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
 from fastgpu.process.atomic import atomic_replace
-from fastgpu.process.launch import RankError, UserError, stop_at_closed_pipe, warn
-from fastgpu.process.world import World
+from fastgpu.process.launch import UserError, stop_at_closed_pipe, warn
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
 """{column of numbers: (column of their names, attribute of model.json that has the names)}"""
@@ -72,8 +70,7 @@ class PredictionWriter:
             return
         if self._csv is None:
             self._csv = csv.DictWriter(self._file, [*columns, *errors], lineterminator="\n")
-            if row_ids[0] == 0:  # the first rank may have no row
-                self._csv.writeheader()
+            self._csv.writeheader()
         self._csv.writerows(lines)
 
     def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
@@ -105,32 +102,19 @@ def _shorten(value: float, itemsize: int) -> float | None:
 
 
 @contextmanager
-def open_output(path: str, terminal: IO[str], world: World) -> Iterator[IO[str]]:
-    """The file to which this rank writes its part; the first rank joins the parts at the end. `-` is the terminal.
-
-    The output is complete or absent. The parts lie beside it, on a file system that all ranks share. Raises UserError
-    on every rank if several of them were to write to the terminal, and RankError if the disk refuses.
-    """
+def open_output(path: str, terminal: IO[str]) -> Iterator[IO[str]]:
+    """The file to write to, which is complete or absent; `-` is the terminal. Raises UserError if the disk refuses."""
     if path == "-":
-        world.check_everywhere(world.world_size == 1, "-o: several processes need a FILE.csv or FILE.jsonl")
         with stop_at_closed_pipe(terminal):
             yield terminal
         return
     target = Path(path)
-    parts = [target.with_name(f".{target.name}.part{rank}") for rank in range(world.world_size)]
+    partial = target.with_name(f".partial-{target.name}")
     try:
-        with parts[world.rank].open("w", encoding="utf-8", errors="surrogateescape") as file:
+        with partial.open("w", encoding="utf-8", errors="surrogateescape") as file:
             yield file
-        world.check_everywhere(True, "")  # every part is complete
-        if world.is_main:
-            with parts[0].open("ab") as whole:
-                for part in parts[1:]:
-                    with part.open("rb") as rest:
-                        shutil.copyfileobj(rest, whole)
-                    part.unlink()
-            atomic_replace(parts[0], target)
-    except BaseException as error:
-        parts[world.rank].unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise RankError(f"{path} was not written: {error}") from None
-        raise
+        atomic_replace(partial, target)
+    except OSError as error:
+        raise UserError(f"{path} was not written: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
