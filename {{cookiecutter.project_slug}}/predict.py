@@ -55,17 +55,19 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
             raise UserError("predict.py is one process; start it by python, once for each part of the files")
 
 import json
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import IO
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from fastgpu.predict.export import export
 from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
-from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load_model, rehearse
-from fastgpu.predict.output import PredictionWriter, check_fits_csv, open_output
+from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load_model
+from fastgpu.predict.output import PredictionWriter, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
 from fastgpu.run.model_files import DescribedSource
@@ -79,10 +81,10 @@ def load(args: argparse.Namespace) -> Trained:
     args.checkpoint = find_checkpoint(Path(args.checkpoint))
     trained = load_model(args.checkpoint)
     name = f"workloads/{trained.card['workload']}.py"
-    if not (args.evaluate or hasattr(trained.workload, "predict")):
-        raise UserError(f"{name} has no predict; workloads/__init__.py describes it")
+    if not (args.evaluate or trained.workload.inputs):
+        raise UserError(f"{name} declares no inputs of predict; workloads/__init__.py describes them")
     if args.top:
-        if not getattr(trained.workload, "top", 0):
+        if not trained.workload.top:
             raise UserError(f"--top is {args.top}, but {name} ranks nothing")
         trained.workload.top = args.top
     args.precision = args.precision or trained.card["precision"]
@@ -90,15 +92,9 @@ def load(args: argparse.Namespace) -> Trained:
 
 
 def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
-    """The rows to predict or to evaluate, with those fields that the workload uses for that."""
-    call = trained.workload.score if args.evaluate else trained.workload.predict
-    fields, values = rehearse(call, trained)
-    if args.top:
-        n_ranked = max((value.shape[1] for value in values.values() if value.ndim > 1), default=1)
-        if args.top > n_ranked:
-            raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
-    if args.inputs and not args.output.endswith(".jsonl"):
-        check_fits_csv(values)
+    """The rows to predict, with those fields that the workload takes, or to evaluate, with all fields of training."""
+    names = tuple(trained.fields) if args.evaluate else trained.workload.inputs
+    fields = {name: trained.fields[name] for name in names}
     paths = [args.evaluate] if args.evaluate else args.inputs
     inputs = open_inputs(paths, trained.card, fields, args.on_error, id_field=args.id or "")
     described = DescribedSource(trained.card, "the training rows")
@@ -107,6 +103,17 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
     if args.evaluate:
         check_labelled(trained, inputs.source)
     return inputs
+
+
+def check_fits(values: Mapping[str, Tensor], args: argparse.Namespace) -> None:
+    """Raise UserError if predictions cannot be written as they were asked for. values: those of a batch."""
+    n_ranked = max((value.shape[1] for value in values.values() if value.ndim > 1), default=1)
+    if args.top and args.top > n_ranked:
+        raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
+    for name, value in values.items():
+        if value.ndim > 2 and not args.output.endswith(".jsonl"):
+            shape = tuple(value.shape[1:])
+            raise UserError(f"{name} is {shape} in each row, which does not fit CSV; use -o FILE.jsonl")
 
 
 def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: World, *, terminal: IO[str]) -> None:
@@ -127,6 +134,7 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
                 with torch.inference_mode(), autocast:
                     rows = pool.rows.slice(start, start + len(batch_ids))
                     values = trained.workload.predict(trained.model, rows)
+                check_fits(values, args)
                 ids = {args.id: rows[args.id]} if args.id else {}
                 writer.write(batch_ids, ids, values)
                 bar.update(len(batch_ids))

@@ -29,6 +29,8 @@ class Workload(workloads.Workload):
         dim: Count = 64
         """Width of the network."""
 
+    inputs = ("text",)
+
     def __init__(self, options: Options, train: Source, val: Source):
         for source in (train, val):
             text = source.fields.get("text")

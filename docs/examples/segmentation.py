@@ -43,6 +43,8 @@ class Workload(workloads.Workload):
 
     lighter = MappingProxyType({"flip": False, "crop_padding": 0})
 
+    inputs = ("images",)
+
     def __init__(self, options: Options, train: Source, val: Source):
         """Raises UserError if the rows are not images with masks, or if validation rows are of another kind."""
         if not {"images", "masks"} <= train.fields.keys() & val.fields.keys():

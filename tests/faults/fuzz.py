@@ -56,8 +56,9 @@ from torch import nn
 import workloads
 from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.feed.sources import open_sources
+from fastgpu.predict.export import make_rows
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
-from fastgpu.predict.model import load_model, rehearse
+from fastgpu.predict.model import load_model
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import Launch, exit_with_message
@@ -218,7 +219,8 @@ def read_checkpoint() -> str:
 
 def read_model() -> str:
     trained = load_model(SAVED)
-    rehearse(trained.workload.predict, trained)
+    rows = make_rows({name: trained.fields[name] for name in trained.workload.inputs}, 2)
+    trained.workload.predict(trained.model, rows)
     return str([value.tolist() for value in trained.model.state_dict().values()]) + json.dumps(trained.card)
 
 

@@ -39,14 +39,9 @@ def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> No
         total = torch.stack([torch.as_tensor(part[name].total).double() for part in parts]).sum()
         torch.testing.assert_close(total, torch.as_tensor(whole[name].total).double(), rtol=1e-4, atol=1e-4)
         assert sum(int(part[name].n) for part in parts) == int(whole[name].n)
-    if can_predict(workload):
+    if workload.inputs:
         with torch.no_grad():
-            predicted = workload.predict(model, val_batch)
+            predicted = workload.predict(model, Rows({name: val_batch[name] for name in workload.inputs}))
         assert predicted
         assert all(len(value) == len(val_batch) for value in predicted.values())
     json.dumps(workload.card())
-
-
-def can_predict(workload: Workload) -> bool:
-    """Whether the workload has a method `predict` of its own. Training does not need it."""
-    return getattr(type(workload), "predict", None) not in (None, Workload.predict)

@@ -40,6 +40,9 @@ class Workload(Protocol):
     top: int = 0
     """Number of answers that `predict` ranks for each row, best first; `predict.py --top` sets it. 0: it ranks none."""
 
+    inputs: tuple[str, ...] = ()
+    """The fields that `predict` takes from a batch. predict.py reads these, and all fields of training to evaluate."""
+
     @property
     @abstractmethod
     def metrics(self) -> Mapping[str, Direction]:
@@ -83,7 +86,7 @@ class Workload(Protocol):
         """{metric: its sum over the rows of a validation batch and the number of rows}, for every metric."""
 
     def predict(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Tensor"]:
-        """{column: (B,) or (B, k)} for a batch without labels, as predict.py writes it. Training does not need this.
+        """{column: (B,) or (B, k)} for a batch of `inputs`, as predict.py writes it. Training does not need this.
 
         A column `class` holds indices of the attribute `class_names`, a column `items` those of `item_ids`: predict.py
         writes the names beside them.

@@ -64,6 +64,7 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    inputs = ("images",)
     top = 1
     lighter = MappingProxyType(
         {

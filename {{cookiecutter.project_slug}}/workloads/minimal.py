@@ -28,6 +28,8 @@ class Workload(workloads.Workload):
         hidden_dim: int = 64
         """Width of the hidden layer."""
 
+    inputs = ("x",)
+
     def __init__(self, options: Options, train: Source, val: Source):
         for source in (train, val):
             if not {"x", "y"} <= source.fields.keys():

@@ -53,6 +53,7 @@ class Workload(workloads.Workload):
         kl_anneal_steps: CountOrZero = 0
         """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
 
+    inputs = ("items",)
     top = 10
 
     def __init__(self, options: Options, train: Source, val: Source):

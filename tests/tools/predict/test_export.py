@@ -22,6 +22,8 @@ class Mean(nn.Module):
 
 
 class Workload:
+    inputs = ("image", "items")
+
     def predict(self, model, batch):
         return {"y": model(batch["image"], batch["items"].values)}
 

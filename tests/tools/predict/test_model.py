@@ -7,7 +7,8 @@ import train
 from harness import ALONE
 from torch import nn
 
-from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_rows, rehearse
+from fastgpu.predict.export import make_rows
+from fastgpu.predict.model import Trained, find_checkpoint, load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
@@ -84,28 +85,21 @@ def test_damaged_descriptions_are_one_line(tmp_path, name, content):
         load_model(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- fields
+def test_an_input_that_the_rows_do_not_have_is_told(folder, monkeypatch):
+    train.train(load_config(["train.epochs=1"]), ALONE)
+    (best,) = (folder / "runs/a/checkpoints").glob("best-*")
+    monkeypatch.setattr(minimal.Workload, "inputs", ("x", "z"))
+    with pytest.raises(UserError, match=r"minimal.py: it declares the input z, which is no field of the rows; .* x, y"):
+        load_model(best)
 
 
-def test_the_fields_that_a_method_takes_are_found():
-    def call(model, batch):
-        assert len(batch) == 2
-        return {"a": batch["x"] + batch["items"].values.sum()}
-
-    fields, result = rehearse(call, trained_with(None, FIELDS))
-    assert set(fields) == {"x", "items"}
-    assert result["a"].shape == (2, 6)
-    with pytest.raises(UserError, match=r"workloads/mine.py takes 'y', which model.json does not have"):
-        rehearse(lambda model, batch: batch["y"], trained_with(None, FIELDS))
-
-
-@pytest.mark.parametrize("random", [False, True])
-def test_made_up_rows_have_the_types_of_the_fields(random):
-    rows = make_rows(FIELDS, 4, random=random)
+def test_made_up_rows_have_the_types_of_the_fields():
+    rows = make_rows(FIELDS, 4)
     assert len(rows) == 4
     assert rows["image"].shape == (4, 3, 4, 4)
     assert (rows["image"].dtype, rows["x"].dtype) == (torch.uint8, torch.float32)
-    assert bool(rows["image"].any()) == bool(rows["x"].any()) == random
+    assert rows["image"].any()
+    assert rows["x"].any()
     assert not rows["index"].any()
     assert [len(rows["items"][n : n + 1].values) for n in range(4)] == [3] * 4
     assert rows["items"].values.max() < 50

@@ -3,21 +3,24 @@
 import io
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._pytree import tree_leaves
 
-from fastgpu.predict.model import Trained, make_rows, rehearse
+from fastgpu.predict.model import Trained
 from fastgpu.process.atomic import atomic_replace
 from fastgpu.process.launch import UserError
+from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Ragged, Rows
 
 TOLERANCE = 1e-4
 """Largest difference that is accepted, as a share of the largest output of the model."""
@@ -76,8 +79,7 @@ def _write(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], path: Path) -
 def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:
     """What `predict` passes to the model for made-up rows."""
     model, workload, card = trained
-    fields, _ = rehearse(workload.predict, trained)
-    rows = make_rows(fields, n_rows, random=True)
+    rows = make_rows({name: trained.fields[name] for name in workload.inputs}, n_rows)
     calls: list[Any] = []
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     workload.predict(model, rows)
@@ -103,3 +105,25 @@ def _difference(model: nn.Module, path: Path, inputs: tuple[Tensor, ...]) -> flo
     return max(float((one - other).abs().max()) for one, other in zip(expected, outputs, strict=True)) / max(
         largest, 1e-12
     )
+
+
+def make_rows(fields: Mapping[str, Field], n_rows: int) -> Rows:
+    """Made-up rows on the CPU: random pixels and floats, in ragged fields the values 0, 1 and 2.
+
+    Other integers may number something, so they are zeros.
+    """
+    rng = np.random.default_rng(0)
+    columns: dict[str, Any] = {}
+    for name, field in fields.items():
+        if field.is_ragged:
+            values = np.tile(np.arange(min(3, field.n_items or 3)), n_rows).astype(field.dtype)
+            offsets = np.linspace(0, len(values), n_rows + 1).astype(np.int32)
+            columns[name] = Ragged(torch.from_numpy(values), torch.from_numpy(offsets), offsets)
+            continue
+        array = np.zeros((n_rows, *field.shape), field.dtype)
+        if field.dtype.kind == "f":
+            array = np.asarray(rng.standard_normal(array.shape), field.dtype)
+        elif len(field.shape) > 1:
+            array = rng.integers(0, 256, array.shape).astype(field.dtype)
+        columns[name] = torch.from_numpy(array)
+    return Rows(columns)

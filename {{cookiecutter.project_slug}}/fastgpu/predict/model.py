@@ -1,12 +1,10 @@
 """Finds a checkpoint, and builds and fills its model."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
@@ -17,7 +15,6 @@ from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.run.checkpoint import newest_first
 from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description
 from workloads import Workload
@@ -73,6 +70,12 @@ def load_model(folder: str | Path) -> Trained:
         raise UserError(f"{where}: model.{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
     except (RuntimeError, SafetensorError) as error:
         raise UserError(f"{where}: {' '.join(str(error).split())[:200]}") from None
+    for name in workload.inputs:
+        if name not in described.fields:
+            raise UserError(
+                f"{where}: it declares the input {name}, which is no field of the rows; there are "
+                f"{', '.join(described.fields)}"
+            )
     return Trained(model.eval(), workload, card)
 
 
@@ -83,55 +86,3 @@ def check_labelled(trained: Trained, source: Source) -> None:
 
 def _read_options(card: Mapping[str, Any]) -> Section:
     return workloads.load(card["workload"]).Options.model_validate_json(json.dumps(card["options"]))
-
-
-def rehearse(
-    call: Callable[[nn.Module, Rows], Mapping[str, Any]], trained: Trained
-) -> tuple[dict[str, Field], Mapping[str, Any]]:
-    """The fields that `Workload.predict` or `Workload.score` takes from a batch, and its result for two made-up rows.
-
-    Raises UserError if it takes a field that the training rows did not have.
-    """
-    columns = _Recorder(make_rows(trained.fields, 2).columns)
-    try:
-        with torch.no_grad():
-            result = call(trained.model, Rows(columns))
-    except KeyError as error:
-        raise UserError(
-            f"workloads/{trained.card['workload']}.py takes {error}, which model.json does not have"
-        ) from None
-    return {name: field for name, field in trained.fields.items() if name in columns.read}, result
-
-
-class _Recorder(dict[str, Any]):
-    """Columns that remember which of them were taken."""
-
-    def __init__(self, columns: Mapping[str, Any]):
-        super().__init__(columns)
-        self.read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-
-def make_rows(fields: Mapping[str, Field], n_rows: int, *, random: bool = False) -> Rows:
-    """Made-up rows on the CPU: zeros, and in ragged fields the values 0, 1 and 2.
-
-    random: pixels and floats are random instead. Other integers may number something, so they stay zeros.
-    """
-    rng = np.random.default_rng(0)
-    columns: dict[str, Any] = {}
-    for name, field in fields.items():
-        if field.is_ragged:
-            values = np.tile(np.arange(min(3, field.n_items or 3)), n_rows).astype(field.dtype)
-            offsets = np.linspace(0, len(values), n_rows + 1).astype(np.int32)
-            columns[name] = Ragged(torch.from_numpy(values), torch.from_numpy(offsets), offsets)
-            continue
-        array = np.zeros((n_rows, *field.shape), field.dtype)
-        if random and field.dtype.kind == "f":
-            array = np.asarray(rng.standard_normal(array.shape), field.dtype)
-        elif random and len(field.shape) > 1:
-            array = rng.integers(0, 256, array.shape).astype(field.dtype)
-        columns[name] = torch.from_numpy(array)
-    return Rows(columns)

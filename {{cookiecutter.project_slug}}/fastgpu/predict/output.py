@@ -86,15 +86,6 @@ class PredictionWriter:
         return {f"{key}_{place}": each.tolist() for key, rows in columns.items() for place, each in enumerate(rows.T)}
 
 
-def check_fits_csv(values: Mapping[str, Tensor]) -> None:
-    """Raise UserError if a column has more than a list of values in each row. values: predictions of any rows."""
-    for name, value in values.items():
-        if value.ndim > 2:
-            raise UserError(
-                f"{name} is {tuple(value.shape[1:])} in each row, which does not fit CSV; use -o FILE.jsonl"
-            )
-
-
 @partial(np.vectorize, otypes=[object])
 def _shorten(value: float, itemsize: int) -> float | None:
     """A float with as many significant figures as its type needs; None if not finite."""
