@@ -33,7 +33,7 @@ POOL_BYTES = 64 << 20
 """Size of a pool. Three of them are in memory."""
 HDF5_SUFFIXES = (".h5", ".hdf5")
 ARRAY_SUFFIXES = (".npy", ".npz")
-MODEL_FILES = ("run.json", DESCRIPTION, "model.pt")
+MODEL_FILES = ("run.json", DESCRIPTION)
 """A folder with one of them is a run or a checkpoint, not rows: a glob may have named several of these."""
 
 

@@ -12,12 +12,15 @@ from torch import nn
 
 import workloads
 from fastgpu.process.config import Section
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
 from fastgpu.run.checkpoint import newest_first
-from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, read_description
+from fastgpu.run.model_files import DESCRIPTION, FORMAT, WEIGHTS, DescribedSource, sha256_of
 from workloads import Workload
+
+KEYS = ("workload", "options", "attributes", "batch_size", "precision")
+"""What model.json must hold besides its fields."""
 
 
 class Trained(NamedTuple):
@@ -37,18 +40,51 @@ class Trained(NamedTuple):
 def find_checkpoint(path: Path) -> Path:
     """The folder itself if it holds a model; of the folder of a run the best checkpoint, or else the last one.
 
-    Checkpoints of older versions, which have no model.json, are passed over if there is another one. Raises UserError
-    if there is none.
+    Raises UserError if there is none.
     """
-    if (path / DESCRIPTION).exists() or (path / "model.pt").exists():
+    if (path / DESCRIPTION).exists():
         return path
     saved = [*newest_first(path, "best"), *newest_first(path, "last")]
     if not saved:
         raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
-    chosen = next((folder for folder in saved if (folder / DESCRIPTION).exists()), saved[0])
-    if chosen != saved[0]:
-        warn(f"{saved[0]} is of an older version and has no {DESCRIPTION}; {chosen} is used")
-    return chosen
+    return saved[0]
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The content of model.json.
+
+    Raises UserError if it is missing, damaged or of another format, or if one of both files does not match its checksum
+    in state.json. A copy of the two files without state.json is not checked.
+    """
+    if not (folder / WEIGHTS).exists() or not (folder / DESCRIPTION).exists():
+        raise UserError(f"{folder} has no {DESCRIPTION} or no {WEIGHTS}; use another checkpoint")
+    if (folder / "state.json").exists():
+        sha256 = _read_json(folder / "state.json", "sha256")["sha256"]
+        for name in (DESCRIPTION, WEIGHTS):
+            if sha256_of(folder / name) != sha256.get(name):
+                raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
+    description = _read_json(folder / DESCRIPTION, "format")
+    if description["format"] != FORMAT:
+        raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
+    try:
+        for key in KEYS:
+            description[key]
+        DescribedSource(description)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder}/{DESCRIPTION} is damaged ({reason}); use another checkpoint") from None
+    return description
+
+
+def _read_json(path: Path, key: str) -> dict[str, Any]:
+    """A file that should hold an object with this key. Raises UserError if it does not."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
+    if not isinstance(content, dict) or key not in content:
+        raise UserError(f"{path} is damaged (it has no {key}); use another checkpoint")
+    return content
 
 
 def load_model(folder: str | Path) -> Trained:

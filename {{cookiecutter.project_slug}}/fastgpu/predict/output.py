@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
 from fastgpu.process.atomic import atomic_replace
-from fastgpu.process.launch import UserError, stop_at_closed_pipe, warn
+from fastgpu.process.launch import UserError, stop_at_closed_pipe
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
 """{column of numbers: (column of their names, attribute of model.json that has the names)}"""
@@ -25,7 +25,7 @@ class PredictionWriter:
     """Writes lines to an open file.
 
     A value that is not finite is null in JSON and empty in CSV. Several values a row are a list in JSON; in CSV they
-    are columns such as `scores_0` and `scores_1`. A column whose name is taken gets another one, with a warning.
+    are columns such as `scores_0` and `scores_1`.
     """
 
     def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool):
@@ -49,17 +49,12 @@ class PredictionWriter:
         self.n_nan += int(is_nan.sum())
         columns: dict[str, list[Any]] = {"file": [files[row] for row in row_ids]} if files else {"row": list(row_ids)}
         errors = ["error"] * (failed is not None)
-        renamed = []
         for name, value in [*ids.items(), *values.items()]:
-            for title, rows in self._columns_of(name, value).items():
-                free = title
-                while free in {*columns, *errors, *(values.keys() - {name})}:
-                    free = f"predicted_{free}"
-                if free != title:
-                    renamed.append(f"{title} is in the column {free}")
-                columns[free] = rows
-        if renamed and row_ids[0] == 0:
-            warn(f"{', '.join(renamed)}, because the output has another column of that name")
+            made = self._columns_of(name, value)
+            taken = sorted(made.keys() & {*columns, *errors})
+            if taken:
+                raise UserError(f"two columns of the output would be called {taken[0]}; rename it in `predict`")
+            columns |= made
         lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
         for place, row in enumerate(row_ids):
             if failed and row in failed:
@@ -75,7 +70,7 @@ class PredictionWriter:
 
     def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
         numbers = np.array(value.tolist())  # NumPy knows no bfloat16
-        columns = {name: _shorten(numbers, value.dtype.itemsize) if value.is_floating_point() else numbers}
+        columns = {name: _shorten(numbers) if value.is_floating_point() else numbers}
         title, attribute = NAMES.get(name, ("", ""))
         labels = self._attributes.get(attribute)
         if labels and not value.is_floating_point():
@@ -87,9 +82,9 @@ class PredictionWriter:
 
 
 @partial(np.vectorize, otypes=[object])
-def _shorten(value: float, itemsize: int) -> float | None:
-    """A float with as many significant figures as its type needs; None if not finite."""
-    return float(f"{value:.{9 if itemsize <= 4 else 17}g}") if isfinite(value) else None
+def _shorten(value: float) -> float | None:
+    """A float with nine significant figures, which are all that a float32 has; None if it is not finite."""
+    return float(f"{value:.9g}") if isfinite(value) else None
 
 
 @contextmanager

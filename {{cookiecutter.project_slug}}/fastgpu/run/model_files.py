@@ -35,8 +35,6 @@ from fastgpu.storage.meaning import check_meaning
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
 FORMAT = 1
-KEYS = ("workload", "options", "attributes", "batch_size", "precision")
-"""What model.json must hold besides its fields."""
 
 
 def describe_model(
@@ -109,13 +107,13 @@ def _digest_of_rows(source: Source) -> str:
 def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoch: bool) -> None:
     """Compare the rows that a checkpoint was trained with to those it is to be resumed with.
 
-    description: see `describe_model`. is_inside_epoch: whether it was saved with a part of an epoch trained. Raises
-    UserError if the classes have other numbers, or if the rows changed inside an epoch. A checkpoint without model.json
-    is not compared.
+    folder: of a checkpoint whose checksums hold. description: see `describe_model`. is_inside_epoch: whether it was
+    saved with a part of an epoch trained. Raises UserError if the classes have other numbers, or if the rows changed
+    inside an epoch. A checkpoint without model.json is not compared.
     """
     if not (folder / DESCRIPTION).exists():
         return
-    saved = _read_json(folder / DESCRIPTION, "format")
+    saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     sources = DescribedSource(saved, str(folder)), DescribedSource(description, "data.train")
     check_meaning("run.resume", *sources, preparation=False)
     if is_inside_epoch and description["rows"] != saved.get("rows", description["rows"]):
@@ -144,50 +142,10 @@ def write_model(folder: Path, to_use: ModelToUse) -> None:
     (folder / WEIGHTS).chmod((folder / DESCRIPTION).stat().st_mode)  # safetensors lets nobody else read it
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """The content of model.json.
-
-    Raises UserError if it is missing, damaged or of another format, or if one of both files does not match its checksum
-    in state.json. A copy of the two files without state.json is not checked.
-    """
-    if not (folder / WEIGHTS).exists() or not (folder / DESCRIPTION).exists():
-        raise UserError(
-            f"{folder} has no {DESCRIPTION} or no {WEIGHTS}; if it was made by an older version, resume its run for an "
-            "epoch (run.resume=auto), which adds them"
-        )
-    if (folder / "state.json").exists():
-        sha256 = _read_json(folder / "state.json", "sha256")["sha256"]
-        for name in (DESCRIPTION, WEIGHTS):
-            if sha256_of(folder / name) != sha256.get(name):
-                raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
-    description = _read_json(folder / DESCRIPTION, "format")
-    if description["format"] != FORMAT:
-        raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
-    try:
-        for key in KEYS:
-            description[key]
-        DescribedSource(description)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{folder}/{DESCRIPTION} is damaged ({reason}); use another checkpoint") from None
-    return description
-
-
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as state.json has it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_json(path: Path, key: str) -> dict[str, Any]:
-    """A file that should hold an object with this key. Raises UserError if it does not."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
-    if not isinstance(content, dict) or key not in content:
-        raise UserError(f"{path} is damaged (it has no {key}); use another checkpoint")
-    return content
 
 
 class DescribedSource(Source):
