@@ -226,7 +226,7 @@ def check_images(train: Source, val: Source) -> None:
         if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
             raise UserError(
                 f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or (N, H, W); "
-                "convert.py arrays writes other types so, or by --to uint8 --range LOW:HIGH"
+                "write others as images.astype('float32'), or as bytes: (images / images.max() * 255).astype('uint8')"
             )
         if looks_like_nhwc(images.shape) and source.attributes.get("layout") != "nchw":
             raise UserError(
@@ -287,11 +287,11 @@ def _check_label_type(name: str, labels: Field) -> None:
     if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1:
         raise UserError(
             f"{name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for attributes; "
-            "one-hot rows are labels.argmax(1) (convert.py arrays writes them so); to predict numbers, take "
+            "one-hot rows are labels.argmax(1); to predict numbers, take "
             "docs/examples/image_numbers.py of the template"
         )
     if labels.shape == (1,):
-        raise UserError(f"{name}: labels are {labels}; did you mean (N,)? convert.py arrays writes them so")
+        raise UserError(f"{name}: labels are {labels}; did you mean (N,)? Write labels[:, 0]")
 
 
 # ---------------------------------------------------------------------------------------------- the network

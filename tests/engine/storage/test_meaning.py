@@ -21,17 +21,6 @@ def test_items_have_the_same_numbers_in_all_sources(capsys):
     assert "b has no item_ids, so its item numbers are taken for places in those of a" in capsys.readouterr().out
 
 
-def test_bytes_stand_for_one_range_of_values(capsys):
-    wide = [0.0, 4095.0]
-    check_meaning("data.val", source("a", value_range=wide), source("b", value_range=wide))
-    check_meaning("data.val", source("a", value_range=[0.0, 255.0]), source("b"))
-    assert not capsys.readouterr().out
-    check_meaning("data.val", source("a", value_range=wide), source("b", value_range=wide), source("c"))
-    assert "in a, bytes of images are values from 0 to 4095; c does not say what they are" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"values from \[0.0, 255.0\] in b and from \[0.0, 4095.0\] in a"):
-        check_meaning("data.val", source("a", value_range=wide), source("b", value_range=[0.0, 255.0]))
-
-
 def test_pixels_and_encoded_images_may_show_the_same(capsys):
     resized = '{"size": [8, 8], "resize": "shorter", "crop": null%s}'
     sources = [source(name, preprocessing=resized % more) for name, more in (("a", ""), ("b", ', "centre_share": 1.0'))]

@@ -238,8 +238,8 @@ def open_rows(folder, pixels, labels, name="x.h5") -> Store:
 @pytest.mark.parametrize(
     ("pixels", "labels", "message"),
     [
-        (numbered(5, (1, 8, 8)).astype("f8"), np.arange(5), r"float64 \(N, 1, 8, 8\); allowed are uint8.* --to uint8"),
-        (numbered(5, (1, 8, 8)).astype("u2"), np.arange(5), r"uint16 \(N, 1, 8, 8\); allowed are uint8.* --to uint8"),
+        (numbered(5, (1, 8, 8)).astype("f8"), np.arange(5), r"float64 \(N, 1, 8, 8\); allowed are uint8.* as bytes"),
+        (numbered(5, (1, 8, 8)).astype("u2"), np.arange(5), r"uint16 \(N, 1, 8, 8\); allowed are uint8.* as bytes"),
         (numbered(5, (64,)), np.arange(5), r"images are uint8 \(N, 64\); allowed are .*\(N, C, H, W\) or \(N, H, W\)"),
         (numbered(5, (8, 8, 3)), np.arange(5), r"\(N, 8, 8, 3\), which looks like \(N, H, W, C\).* --layout nhwc"),
         (numbered(5, (8, 8, 1)), np.arange(5), r"\(N, 8, 8, 1\), which looks like \(N, H, W, C\).* --layout nhwc"),

@@ -216,3 +216,24 @@ def test_arrays_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(array_files, "free_host_bytes", lambda: 1 << 20)
     with pytest.raises(UserError, match=r"x.npz takes 16.0 MiB of memory, 1.0 MiB are free; save its arrays as .npy"):
         open_arrays([f"{tmp_path}/x.npz"])
+
+
+@pytest.mark.parametrize("in_hdf5", [False, True])
+def test_channels_last_become_channels_first(tmp_path, convert, in_hdf5):
+    images = np.random.default_rng(0).integers(0, 256, (60, 8, 6, 3), np.uint8)
+    np.save(tmp_path / "x.npy", images)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["raw/x"] = images
+    source = "images=x.h5::/raw/x" if in_hdf5 else "images=x.npy"
+    done = convert("arrays", source, "out.h5", "--layout", "nhwc", "--keep-order")
+    assert done.returncode == 0, done.stderr
+    with h5py.File(tmp_path / "out.h5") as file:
+        np.testing.assert_array_equal(file["images"][:], images.transpose(0, 3, 1, 2))
+
+
+def test_a_layout_without_images_is_refused(tmp_path, convert):
+    np.save(tmp_path / "x.npy", np.zeros((9, 2)))
+    done = convert("arrays", "images=x.npy", "out.h5", "--layout", "nhwc")
+    assert done.returncode == 2
+    assert "--layout nhwc is for fields of four axes (N, H, W, C), but the fields are images" in done.stderr
+    assert not (tmp_path / "out.h5").exists()

@@ -64,16 +64,6 @@ def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(
         np.testing.assert_array_equal(found, expected)
 
 
-def test_image_files_are_no_input_for_a_model_of_other_values(tmp_path):
-    save_image(tmp_path / "a.png")
-    card = {"attributes": {"value_range": [0.0, 4095.0]}}
-    message = r"values from 0 to 4095 became bytes: convert these in the same way .*--to uint8 --range 0:4095"
-    with pytest.raises(UserError, match=message):
-        open_inputs([str(tmp_path / "a.png")], card, color(), "stop")
-    card = {"attributes": {"value_range": [0.0, 255.0]}}
-    assert len(open_inputs([str(tmp_path / "a.png")], card, color(), "stop").source) == 1
-
-
 def test_image_files_of_16_bits_are_told_once(tmp_path, capsys):
     for number in range(3):
         Image.fromarray(np.full((6, 6), 4095, np.uint16)).save(tmp_path / f"{number}.png")

@@ -35,8 +35,8 @@ class LazyColumn:
         return self._read(rows)
 
 
-def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = lambda columns: columns) -> Arrays:
-    """Fields of equal length, after `prepare` has changed what it wants to, from any number of
+def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Arrays:
+    """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
         file.npz                 arrays that have names, read
@@ -44,7 +44,8 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
                                  if its values are not all 1, the ragged rows `name_values`
         name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
 
-    Raises UserError for what cannot be rows.
+    channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W). Raises UserError for what cannot be
+    rows.
     """
     source_name = ", ".join(sources)
     columns: Columns = {}
@@ -68,6 +69,12 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
     for name, column in dense.items():
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+        if channels_last and column.ndim == 4:
+            columns[name] = _channels_first(column)
+    if channels_last and not any(column.ndim == 4 for column in dense.values()):
+        raise UserError(
+            f"--layout nhwc is for fields of four axes (N, H, W, C), but the fields are {', '.join(columns)}"
+        )
     labels = dense.get("labels")
     if labels is not None and labels.dtype.kind == "f":
         wrong = np.argwhere(~np.isfinite(labels[:]))
@@ -81,7 +88,13 @@ def open_arrays(sources: Sequence[str], prepare: Callable[[Columns], Columns] = 
     if not any(lengths.values()):
         raise UserError(f"{source_name}: no rows")
     _warn_of_shuffled_files({source.rpartition("=")[2].partition("::")[0] for source in sources})
-    return Arrays(source_name, prepare(columns), n_items=n_items)
+    return Arrays(source_name, columns, n_items=n_items)
+
+
+def _channels_first(column: Any) -> LazyColumn:
+    """A column (N, H, W, C) as (N, C, H, W)."""
+    n_rows, height, width, channels = column.shape
+    return LazyColumn((n_rows, channels, height, width), column.dtype, lambda rows: column[rows].transpose(0, 3, 1, 2))
 
 
 def _warn_of_shuffled_files(files: Set[str]) -> None:

@@ -25,7 +25,7 @@ DATASET_FIELDS = {"images": "images", "labels": "labels"}
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for files and arrays."""
     parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
-    parser.set_defaults(prepare=lambda columns, args: columns)
+    parser.add_argument("--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
     add_split_flag(parser)
 
     text = "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset"
@@ -44,12 +44,8 @@ def arrays(args: Namespace) -> None:
     """
     from fastgpu.convert.array_files import open_arrays, split_arrays
 
-    source = open_arrays(args.source, lambda columns: args.prepare(columns, args))
-    parts = split_arrays(source, args.split, args.seed) if args.split else {"": source}
-    if value_range := getattr(args, "range", None):  # the flag of projects with an image workload
-        for part in parts.values():
-            part.attributes["value_range"] = list(value_range)
-    write(parts, args)
+    source = open_arrays(args.source, channels_last=args.layout == "nhwc")
+    write(split_arrays(source, args.split, args.seed) if args.split else {"": source}, args)
 
 
 def repack(args: Namespace) -> None:

@@ -163,7 +163,7 @@ def to_rgb(image: Image.Image) -> Tensor:
     is_wide = image.mode == "I" and 32 in getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, ())
     if is_wide or image.mode == "F":
         kind = "integers of 32 bits" if is_wide else "floats"
-        raise ValueError(f"its pixels are {kind}; save them as .npy: `convert.py arrays --to uint8 --range LOW:HIGH`")
+        raise ValueError(f"its pixels are {kind}; scale them to 0 to 255 and save them as .npy for `convert.py arrays`")
     if image.mode.startswith("I"):
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
     if image.mode != "RGB":

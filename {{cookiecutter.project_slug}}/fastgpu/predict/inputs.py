@@ -37,10 +37,6 @@ MODEL_FILES = ("run.json", DESCRIPTION)
 """A folder with one of them is a run or a checkpoint, not rows: a glob may have named several of these."""
 
 
-ALL_BYTES = [0.0, 255.0]
-"""The range of values in image files."""
-
-
 class Inputs(NamedTuple):
     """Rows to predict."""
 
@@ -74,14 +70,6 @@ def open_inputs(
             raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
         if id_field:
             raise UserError(f"--id is {id_field}, but INPUT are image files, which have no fields; leave it out")
-        value_range = card["attributes"].get("value_range", ALL_BYTES)
-        if list(value_range) != ALL_BYTES:
-            low, high = value_range
-            raise UserError(
-                f"INPUT are image files, but the model was trained on images whose values from {low:g} to {high:g} "
-                "became bytes: convert these in the same way (`convert.py arrays images=x.npy x.h5 --to uint8 --range "
-                f"{low:g}:{high:g}`), and predict from that file"
-            )
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
         return Inputs(images, images.files, images.failed if on_error == "skip" else None)
     source: Source

@@ -1,7 +1,6 @@
 """What the numbers in rows mean, and whether sources that are used together agree about it.
 
-Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `value_range`,
-`preprocessing`, `row_order`.
+Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`, `row_order`.
 """
 
 import json
@@ -31,7 +30,6 @@ def check_meaning(key: str, *sources: Described, labels: bool = True, preparatio
         _check_classes(key, *sources)
         _check_targets(key, *sources)
     _check_items(key, *sources)
-    _check_values(key, *sources)
     if preparation:
         _warn_of_other_preparation(key, *sources)
 
@@ -45,25 +43,6 @@ def _check_targets(key: str, *sources: Described) -> None:
                 f"{key}: the columns of labels are {', '.join(other_names)} in {other.name} and {', '.join(names)} in "
                 f"{named[0].name} (attribute target_names); convert them in one order"
             )
-
-
-def _check_values(key: str, *sources: Described) -> None:
-    known = [source for source in sources if source.attributes.get("value_range")]
-    for other in known[1:]:
-        here, there = (source.attributes["value_range"] for source in (other, known[0]))
-        if here != there:
-            raise UserError(
-                f"{key}: bytes of images are values from {here} in {other.name} and from {there} in {known[0].name} "
-                "(attribute value_range); convert them with one --range"
-            )
-    unknown = [source for source in sources if source not in known]
-    if known and unknown and (values := list(known[0].attributes["value_range"])) != [0.0, 255.0]:
-        low, high = values
-        warn(
-            f"{key}: in {known[0].name}, bytes of images are values from {low:g} to {high:g}; {unknown[0].name} does "
-            "not say what they are, and is taken for prepared alike (`convert.py arrays --to uint8 --range "
-            f"{low:g}:{high:g}`)"
-        )
 
 
 def _check_items(key: str, *sources: Described) -> None:

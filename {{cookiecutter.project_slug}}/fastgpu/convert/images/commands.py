@@ -17,7 +17,6 @@ from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_spl
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
-    from fastgpu.convert.array_files import Columns
     from fastgpu.convert.images.image_files import Listing
 
 
@@ -38,14 +37,6 @@ def add_commands(command_line: CommandLine) -> None:
     add("--label", type=str.strip, metavar="COLUMN", help="default: the one column that is neither pixels nor split")
     add("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
     add_on_error_flag(parser, "line")
-
-    parser = command_line.commands.choices["arrays"]
-    parser.set_defaults(prepare=prepare_arrays)
-    add = parser.add_argument
-    add("--layout", choices=("nchw", "nhwc"), help="order of the axes of images; nhwc: write them as nchw")
-    add("--to", choices=("uint8",), help="write images as bytes: --range LOW:HIGH becomes 0 to 255")
-    add("--range", type=_parse_range, metavar="LOW:HIGH", help="values of images, such as 0:4095")
-    add("--clip", action="store_true", help="take values outside of --range to its ends")
 
 
 def images(args: Namespace) -> None:
@@ -80,15 +71,6 @@ def pixels(args: Namespace) -> None:
         listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
     parts = listing.parts(args.split, args.seed)
     write({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, args)
-
-
-def prepare_arrays(columns: "Columns", args: Namespace) -> "Columns":
-    """What the command `arrays` does with images."""
-    from fastgpu.convert.images.array_images import prepare_images
-
-    if (args.to is None) != (args.range is None):
-        raise UserError("--to uint8 and --range LOW:HIGH belong together, such as --to uint8 --range 0:4095")
-    return prepare_images(columns, args.layout, args.range, clip=args.clip)
 
 
 def _add_table_flags(parser: ArgumentParser) -> None:
@@ -148,10 +130,3 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not a shape such as 3x32x32")
     return int(match[1]), int(match[2]), int(match[3])
-
-
-def _parse_range(text: str) -> tuple[float, float]:
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?):(-?\d+(?:\.\d+)?)", text)
-    if match is None or float(match[1]) >= float(match[2]):
-        raise ArgumentTypeError(f"{text} is not the lowest and the highest value, such as 0:4095")
-    return float(match[1]), float(match[2])

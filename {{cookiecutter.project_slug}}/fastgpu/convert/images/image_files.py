@@ -42,7 +42,7 @@ PROBED_SIZES = 32
 """Files that are looked at to estimate the bytes of encoded rows."""
 DARK = 4096 >> 8
 """Images of 16 bits are below this, once they have 8, if they only use values of 12 bits."""
-TWELVE_BITS = "values below 4096 (12 bits?) to 0 to 15, nearly black (`convert.py arrays --to uint8 --range 0:4095`)"
+TWELVE_BITS = "values below 4096 (12 bits?) to 0 to 15, nearly black (scale them, save .npy, `convert.py arrays`)"
 
 
 class Listing(NamedTuple):
