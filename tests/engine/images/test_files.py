@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from fastgpu.images.files import IGNORED_CLASS, Preprocessing, decode, decode_pair, looks_like_nhwc
+from fastgpu.images.files import Preprocessing, decode, decode_pair, looks_like_nhwc
+from fastgpu.process.launch import UserError
 
 
 def pixels(height: int = 30, width: int = 40) -> np.ndarray:
@@ -54,22 +55,14 @@ def test_a_picture_stands_upright(orientation, size):
         (Preprocessing((15, 15), "shorter"), (5, 0, 35, 30)),
         (Preprocessing((10, 40), "shorter"), (0, 10, 40, 20)),
         (Preprocessing((15, 20), "exact"), (0, 0, 40, 30)),
-        (Preprocessing(crop=(10, 20)), (10, 10, 30, 20)),
-        (Preprocessing((5, 5), crop=(20, 20)), (10, 5, 30, 25)),
     ],
 )
 def test_resizing_takes_the_part_it_should(shape, box):
     found = decode(encoded(Image.fromarray(pixels())), shape)
-    height, width = shape.size or shape.crop
+    height, width = shape.size
     expected = Image.fromarray(pixels()).crop(box).resize((width, height), Image.Resampling.BILINEAR)
     assert found.shape == (3, height, width)
     assert np.abs(found.transpose(1, 2, 0).astype(int) - expected).max() <= 1
-
-
-def test_padding_keeps_the_whole_picture_between_black_borders():
-    found = decode(encoded(Image.fromarray(np.full((30, 40, 3), 200, np.uint8))), Preprocessing((20, 20), "pad"))
-    assert found.shape == (3, 20, 20)
-    np.testing.assert_array_equal(found[0, :, 0] == 200, [False] * 2 + [True] * 15 + [False] * 3)
 
 
 def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
@@ -79,9 +72,17 @@ def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
     assert np.abs(found.astype(int) - expected).mean() < 6
 
 
-@pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "pad", (5, 6))])
+@pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "exact", 0.5)])
 def test_preprocessing_comes_back_from_json(value):
     assert Preprocessing.from_json(value.to_json()) == value
+
+
+@pytest.mark.parametrize(
+    "text", ['{"size": [4, 5], "resize": "pad"}', '{"size": null, "resize": "exact", "crop": [6, 6]}']
+)
+def test_ways_to_prepare_images_that_are_gone_are_refused(text):
+    with pytest.raises(UserError, match="images that were prepared with .* need the version that prepared them"):
+        Preprocessing.from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,6 @@ def test_images_with_channels_last_are_recognised(row_shape, expected):
         Preprocessing((15, 20)),
         Preprocessing((10, 40)),
         Preprocessing((15, 15), "exact"),
-        Preprocessing((30, 30), "pad"),
-        Preprocessing((20, 10), crop=(24, 12)),
     ],
 )
 @pytest.mark.parametrize("mode", ["L", "P", "I;16"])
@@ -127,11 +126,9 @@ def test_a_mask_stays_on_its_image(preprocessing, mode):
     np.testing.assert_array_equal(found_CHW, decode(encoded(Image.fromarray(image)), preprocessing))
     assert mask_HW.dtype == np.uint8
     assert mask_HW.shape == found_CHW.shape[1:]
-    is_padded = mask_HW == IGNORED_CLASS
-    assert is_padded.any() == (preprocessing.resize == "pad")
-    assert set(np.unique(mask_HW[~is_padded]).tolist()) == {0, 7}
+    assert set(np.unique(mask_HW).tolist()) == {0, 7}
     is_sure = np.isin(found_CHW[0], (0, 200))  # the border of the object is blurred
-    np.testing.assert_array_equal(mask_HW[is_sure & ~is_padded] == 7, found_CHW[0][is_sure & ~is_padded] == 200)
+    np.testing.assert_array_equal(mask_HW[is_sure] == 7, found_CHW[0][is_sure] == 200)
 
 
 @pytest.mark.parametrize(

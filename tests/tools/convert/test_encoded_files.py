@@ -99,7 +99,10 @@ def test_encoded_rows_are_repacked_byte_for_byte(convert, photos, tmp_path):
     ("arguments", "message"),
     [
         (("images", "photos", "x.h5", "--keep-encoded", "--masks", "photos"), "--keep-encoded is for images with lab"),
-        (("images", "photos", "x.h5", "--keep-encoded", "--crop", "9"), "--keep-encoded takes --size SIDE, one number"),
+        (
+            ("images", "photos", "x.h5", "--keep-encoded", "--resize", "exact"),
+            "--keep-encoded takes --size SIDE, one number",
+        ),
         (("images", "photos", "x.h5", "--keep-encoded", "--size", "9", "--quality", "0"), "'0' is not a quality of"),
     ],
 )

@@ -235,10 +235,10 @@ def test_a_column_names_the_split(tmp_path, convert):
 def test_the_file_says_how_its_images_were_prepared(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 2, "b": 2})
     assert convert("images", "photos", "own.h5").returncode == 0
-    assert convert("images", "photos", "small.h5", "--size", "4x5", "--resize", "pad", "--crop", "6").returncode == 0
+    assert convert("images", "photos", "small.h5", "--size", "4x5", "--resize", "exact").returncode == 0
     with h5py.File(tmp_path / "own.h5") as own, h5py.File(tmp_path / "small.h5") as small:
         assert Preprocessing.from_json(own.attrs["preprocessing"]) == Preprocessing((8, 10))
-        assert Preprocessing.from_json(small.attrs["preprocessing"]) == Preprocessing((4, 5), "pad", (6, 6))
+        assert Preprocessing.from_json(small.attrs["preprocessing"]) == Preprocessing((4, 5), "exact")
 
 
 def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):
@@ -267,7 +267,7 @@ def pairs_in(folder: Path, count: int = 8) -> None:
 
 def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
     pairs_in(tmp_path)
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.75", "--crop", "6", "--size", "3")
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.75", "--size", "3")
     assert result.returncode == 0, result.stderr
     numbers = []
     for split in ("train", "val"):

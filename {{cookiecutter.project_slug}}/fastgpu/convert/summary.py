@@ -31,8 +31,7 @@ def describe_rows(parts: Mapping[str, Source], order: str = "") -> Iterator[str]
         yield text
     if preprocessing := attributes.get("preprocessing"):
         values = json.loads(preprocessing)
-        crop = f"cropped to {_format_size(values['crop'])}, then " if values["crop"] else ""
-        yield f"  decoded  {crop}to {_format_size(values['size'])} pixels, --resize {values['resize']}"
+        yield f"  decoded  to {_format_size(values['size'])} pixels, --resize {values['resize']}"
     yield from describe_statistics(attributes)
     if order := order or attributes.get("row_order", ""):
         yield f"  order    {order}"

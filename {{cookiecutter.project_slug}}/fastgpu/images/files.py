@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -29,14 +29,14 @@ MAX_PIXELS = 89_478_485
 """An image with more pixels is likely made to fill the memory. Pillow only warns, without the name of the file."""
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
-Resize = Literal["shorter", "exact", "pad"]
+Resize = Literal["shorter", "exact"]
 EXIF_ORIENTATION = 0x0112
 BITS_PER_SAMPLE = 258
 """A tag of TIFF files. Pillow has one mode for integers of 16 bits with a sign and of 32 bits."""
 EXIF_ON_ITS_SIDE = 5
 """From this EXIF orientation on, images are stored on their side."""
 IGNORED_CLASS = 255
-"""Pixels of a mask that have no class, and those that `pad` adds."""
+"""Pixels of a mask that have no class."""
 SIXTEEN_BITS = "16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)"
 
 
@@ -46,9 +46,7 @@ class Preprocessing(NamedTuple):
     size: tuple[int, int] | None = None
     """(height, width). None: the images have one size already."""
     resize: Resize = "shorter"
-    """shorter: cover the size and take the centre. exact: stretch. pad: fit inside and fill up with black."""
-    crop: tuple[int, int] | None = None
-    """(height, width) of the centre to take before."""
+    """shorter: cover the size and take the centre. exact: stretch."""
     centre_share: float | None = None
     """Decode as encoded rows are for validation: this share of the sides of the largest part in the centre that has the
     aspect ratio of `size`. None: as above."""
@@ -61,9 +59,11 @@ class Preprocessing(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> "Preprocessing":
+        """Raises UserError if the images were prepared in a way that this version does not know."""
         values = json.loads(text)
-        size, crop = (tuple(values[key]) if values[key] else None for key in ("size", "crop"))
-        return cls(size, values["resize"], crop, values.get("centre_share"))
+        if values.get("crop") or values["resize"] not in get_args(Resize):
+            raise UserError(f"images that were prepared with {text} need the version that prepared them")
+        return cls(tuple(values["size"]) if values["size"] else None, values["resize"], values.get("centre_share"))
 
 
 def find_images(root: str | Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
@@ -146,9 +146,7 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     """An image file -> uint8 (3, H, W)."""
     with open_image(file) as opened:
         image: Image.Image = opened
-        if (
-            preprocessing.size and not preprocessing.crop
-        ):  # a JPEG is decoded at 1/2, 1/4 or 1/8, to twice the size or more
+        if preprocessing.size:  # a JPEG is decoded at 1/2, 1/4 or 1/8, to twice the size or more
             height, width = preprocessing.size
             if image.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
                 height, width = width, height
@@ -227,26 +225,15 @@ def read_mask(file: IO[bytes]) -> np.ndarray:
 
 
 def _fit(image_CHW: Tensor, preprocessing: Preprocessing, *, is_mask: bool = False) -> Tensor:
-    """Crop and resize an image, or a mask (1, H, W), whose values are not mixed."""
-    size, resize, crop, _ = preprocessing
-    if crop:
-        own_size = image_CHW.shape[1:]
-        if own_size[0] < crop[0] or own_size[1] < crop[1]:
-            raise ValueError(f"it is {format_size(own_size)}, smaller than --crop {format_size(crop)}")
-        image_CHW = _centre(image_CHW, crop)
-    channels, height, width = image_CHW.shape
+    """Resize an image, or a mask (1, H, W), whose values are not mixed."""
+    size, resize, _ = preprocessing
+    _, height, width = image_CHW.shape
     if size is None or size == (height, width):
         return image_CHW
     if resize == "shorter":  # the largest part of the image that has the aspect ratio of `size`
         rows = max(1, min(height, round(width * size[0] / size[1])))
         columns = max(1, min(width, round(height * size[1] / size[0])))
         return resize_pixels(_centre(image_CHW, (rows, columns)), size, is_mask=is_mask)
-    if resize == "pad":
-        scale = min(size[0] / height, size[1] / width)
-        inner_size = (max(1, round(height * scale)), max(1, round(width * scale)))
-        padded_CHW = torch.full((channels, *size), IGNORED_CLASS if is_mask else 0, dtype=torch.uint8)
-        _centre(padded_CHW, inner_size).copy_(resize_pixels(image_CHW, inner_size, is_mask=is_mask))
-        return padded_CHW
     return resize_pixels(image_CHW, size, is_mask=is_mask)
 
 

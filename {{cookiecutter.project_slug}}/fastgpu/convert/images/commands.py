@@ -85,9 +85,8 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument
     text = "height and width of the rows; default: those of the images"
     add("--size", type=_parse_size, metavar="HxW", help=text)
-    text = "shorter: cover the size and cut off the rest. exact: stretch. pad: add black borders"
-    add("--resize", choices=("shorter", "exact", "pad"), default="shorter", help=text)
-    add("--crop", type=_parse_size, metavar="HxW", help="cut out the centre first")
+    text = "shorter: cover the size and cut off the rest. exact: stretch"
+    add("--resize", choices=("shorter", "exact"), default="shorter", help=text)
     text = (
         "write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images whose "
         "shorter side is longer become smaller JPEG files"
@@ -103,10 +102,10 @@ def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
     from fastgpu.images.encoded import Kept
     from fastgpu.images.files import Preprocessing
 
-    preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize, args.crop)
+    preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize)
     if args.keep_encoded:
-        if args.crop or args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
-            raise UserError("--keep-encoded takes --size SIDE, one number; drop --crop, --resize and --size HxW")
+        if args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
+            raise UserError("--keep-encoded takes --size SIDE, one number; drop --resize and --size HxW")
         preprocessing = Kept(args.size and args.size[0], args.quality)
     write(open_images(parts, preprocessing, args.on_error), args)
 
