@@ -295,31 +295,14 @@ def test_masks_and_images_that_lack_the_other_are_named(tmp_path, convert):
         assert sorted(file["images"][:, 0, 0, 0].tolist()) == [n for n in range(200) if n != 3]
 
 
-def test_masks_whose_values_were_smeared_are_not_taken_for_classes(tmp_path, convert):
-    pairs_in(tmp_path)
-    soft = np.full((8, 10), 255, np.uint8)
-    soft[:4] = 0
-    soft[4] = np.linspace(0, 254, 10)
-    for number in range(8):
-        Image.fromarray(soft).save(tmp_path / f"masks/{number}.png")
-    result = convert("images", "images", "out.h5", "--masks", "masks")
-    assert (
-        "warning: the masks hold 0, 255 and a few values up to 254: are these soft edges of an object?" in result.stdout
-    )
-    for number in range(8):
-        (tmp_path / f"masks/{number}.png").unlink()
-        Image.fromarray(soft).save(tmp_path / f"masks/{number}.jpg")
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--force")
-    assert result.returncode == 2
-    assert "masks: 8 masks are JPEG files, such as 0.jpg, whose values are not exactly those" in result.stderr
-
-
 def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):
     pairs_in(tmp_path)
     for number in range(8):
         Image.fromarray(np.full((8, 10), 255 * (number % 2), np.uint8)).save(tmp_path / f"masks/{number}.png")
-    result = convert("images", "images", "out.h5", "--masks", "masks")
-    assert "the masks hold 0 and 255 only: 255 is written as class 1" in result.stdout
+    result = convert("images", "images", "plain.h5", "--masks", "masks")
+    assert "warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks" in result.stdout
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--binary-masks")
+    assert result.returncode == 0, result.stderr
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], file["images"][:, 0] % 2)
         assert file.attrs["n_classes"] == 2
@@ -337,21 +320,11 @@ def masks_in(folder: Path, masks: list[Image.Image]) -> None:
 def test_masks_of_1_bit_among_those_of_0_and_255_have_the_same_classes(tmp_path, convert):
     values = np.tile(np.array([0, 255], np.uint8), (4, 2))
     masks_in(tmp_path, [Image.fromarray(values).convert("1" if number % 3 == 0 else "L") for number in range(9)])
-    result = convert("images", "images", "out.h5", "--masks", "masks")
+    result = convert("images", "images", "out.h5", "--masks", "masks", "--binary-masks")
     assert result.returncode == 0, result.stderr
     assert "2 of 2 classes occur: 0, 1; 0 % of the pixels are 255 (ignored)" in result.stdout
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], np.broadcast_to(values // 255, (9, 4, 4)))
-
-
-def test_masks_of_0_and_255_are_known_when_the_first_hundreds_are_empty(tmp_path, convert):
-    n_masks = 230
-    masks_in(tmp_path, [Image.new("L", (4, 4), 255 * (number == 151)) for number in range(n_masks)])
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--keep-order")
-    assert result.returncode == 0, result.stderr
-    with h5py.File(tmp_path / "out.h5") as file:
-        assert file["masks"][:, 0, 0].tolist() == [int(number == 151) for number in range(n_masks)]
-        assert file.attrs["n_classes"] == 2
 
 
 def test_classes_and_ignored_pixels_of_masks_are_counted(tmp_path, convert):

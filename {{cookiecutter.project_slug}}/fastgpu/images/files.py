@@ -202,7 +202,7 @@ def decode_pair(
     values = read_mask(mask_file)
     if is_binary and values.dtype != bool:
         if not np.isin(values, (0, 255)).all():
-            raise ValueError("its mask has other values than 0 and 255, unlike other masks")
+            raise ValueError("its mask has other values than 0 and 255, which --binary-masks allows alone")
         values = values // 255
     if values.shape != image_size:
         raise ValueError(f"its mask has {format_size(values.shape)} pixels, the image {format_size(image_size)}")

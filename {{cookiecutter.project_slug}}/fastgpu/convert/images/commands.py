@@ -30,6 +30,7 @@ def add_commands(command_line: CommandLine) -> None:
     add("--columns", default="path,label", help=f"{text}path,smile,hat, they are attributes of 0 and 1")
     add("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
     add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
+    add("--binary-masks", action="store_true", help="the masks hold 0 and 255, which is class 1 and not ignored")
 
     parser = command_line.add(pixels, ".csv file")
     _add_table_flags(parser)
@@ -48,8 +49,10 @@ def images(args: Namespace) -> None:
     root = args.root or (source if source.is_dir() else source.parent)
     if args.masks and args.keep_encoded:
         raise UserError("--keep-encoded is for images with labels; drop it, or --masks")
+    if args.binary_masks and not args.masks:
+        raise UserError("--binary-masks belongs to --masks")
     if args.masks:
-        listing = list_pairs(source, args.masks, args.on_error)
+        listing = list_pairs(source, args.masks, args.on_error, is_binary=args.binary_masks)
     elif source.is_dir():
         listing = list_folder(source)
     else:

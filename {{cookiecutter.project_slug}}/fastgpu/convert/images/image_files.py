@@ -27,17 +27,12 @@ from fastgpu.images.files import (
     format_size,
     is_image,
     open_file,
-    read_mask,
 )
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
-SOFT_CLASSES = 240
-"""So many classes are suspicious, if the pixels of all but the first are at most ..."""
-SOFT_SHARE = 0.2
-"""... this share: an object whose edges were smoothed has 0 outside, 255 inside, and all values between."""
 PROBED_SIZES = 32
 """Files that are looked at to estimate the bytes of encoded rows."""
 DARK = 4096 >> 8
@@ -137,11 +132,12 @@ def list_images(root: Path, folder: str = "", linked: set[str] | None = None) ->
     return [os.path.relpath(path, root) for path in find_images(root, folder, linked)]
 
 
-def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
+def list_pairs(folder: Path, mask_folder: Path, on_error: OnError, *, is_binary: bool = False) -> Listing:
     """Images at any depth in `folder`, and for each the mask of the same name (without the suffix) in `mask_folder`.
 
     Names are compared with their sub-folders only if they are not unique without. Raises UserError with the images that
-    have no mask, or with on_error="skip" prints them; masks without an image are printed.
+    have no mask, or with on_error="skip" prints them; masks without an image are printed. is_binary: the masks hold 0
+    and 255, which is class 1.
     """
     for path in (folder, mask_folder):
         if not path.is_dir():
@@ -165,29 +161,7 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError) -> Listing:
     used_masks = [mask_of[key(name)] for name in names]
     if unused := sorted(set(masks) - set(used_masks)):
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
-    if lossy := [name for name in used_masks if name.lower().endswith((".jpg", ".jpeg"))]:
-        raise UserError(
-            f"{mask_folder}: {len(lossy):,} masks are JPEG files, such as {lossy[0]}, whose values are not exactly "
-            "those that were saved; save them as PNG, and those of one object as mask.point(lambda v: 255 * (v > 127))"
-        )
-    paths = [mask_folder / name for name in used_masks]
-    if is_binary := _are_binary(paths):
-        print("the masks hold 0 and 255 only: 255 is written as class 1")
-    return Listing(str(folder), names, None, {}, masks=paths, is_binary=is_binary)
-
-
-def _are_binary(masks: Sequence[Path]) -> bool:
-    """Whether all but those of 1 bit hold 0 and 255 alone: by PROBED_FILES masks, and more until one is not empty."""
-    values: set[int] = set()
-    step = -(-len(masks) // PROBED_FILES)
-    spread = [path for first in range(step) for path in masks[first::step]]  # the first ones are of the whole list
-    for number, path in enumerate(spread):
-        if number >= PROBED_FILES and max(values, default=0) > 0:
-            break
-        with suppress(Exception), open_file(path) as file:  # what is wrong with it is reported when it is its turn
-            mask_HW = read_mask(file)
-            values |= set() if mask_HW.dtype == bool else set(np.unique(mask_HW).tolist())
-    return 255 in values and values <= {0, 255}
+    return Listing(str(folder), names, None, {}, masks=[mask_folder / name for name in used_masks], is_binary=is_binary)
 
 
 def list_csv(
@@ -278,12 +252,8 @@ class ImageFiles(ListedRows):
             classes = f"{len(present)} of {self.attributes['n_classes']} classes occur: {list_first(present)}"
             ignored_pct = 100 * self._mask_pixels[IGNORED_CLASS] / self._mask_pixels.sum()
             lines.append(f"masks    {classes}; {ignored_pct:.3g} % of the pixels are 255 (ignored)")
-            n_between = self._mask_pixels[1:IGNORED_CLASS].sum()
-            if self.attributes["n_classes"] > SOFT_CLASSES and n_between < SOFT_SHARE * self._mask_pixels.sum():
-                lines.append(
-                    "warning: the masks hold 0, 255 and a few values up to 254: are these soft edges of an object? "
-                    "Then its inside is ignored; make it two classes by mask.point(lambda value: 255 * (value > 127))"
-                )
+            if present == ["0"] and ignored_pct:
+                lines.append("warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks")
         return lines
 
     def decode(self, row: int) -> Mapping[str, np.ndarray]:
