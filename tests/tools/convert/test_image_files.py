@@ -354,7 +354,12 @@ def test_folders_that_links_lead_to_are_read_once(tmp_path, capsys):
     assert np.bincount(listing.labels).tolist() == [2, 3 + 1 + 1, 4]
     for link in ("cat/loop", "cat/other", "kitty", "owls"):
         assert f"which are left out: {photos / link}" in shown or f", {photos / link}\n" in shown
-    assert f"images of {photos / 'dog'} that are links to an image that is read, too: 1" in shown
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path):
+    folder_of(tmp_path / "elsewhere", {"cat": 2})
+    (tmp_path / "photos").symlink_to("elsewhere")
+    assert len(list_images(tmp_path / "photos")) == 2
 
 
 def test_only_images_of_pixels_are_opened(tmp_path, convert):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
 """Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
@@ -64,52 +64,6 @@ class Preprocessing(NamedTuple):
         if values.get("crop") or values["resize"] not in get_args(Resize):
             raise UserError(f"images that were prepared with {text} need the version that prepared them")
         return cls(tuple(values["size"]) if values["size"] else None, values["resize"], values.get("centre_share"))
-
-
-def find_images(root: str | Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
-    """Image files at any depth in root/folder, in the order of their names. Each folder is visited once.
-
-    root: the folder that is read as a whole, perhaps by several calls. linked: where links have led so far; the call
-    adds to it. Warns of what is left out. Raises UserError if a folder cannot be read.
-    """
-    top = os.path.realpath(root)
-    linked = set() if linked is None else linked
-    images: list[str] = []
-    left_out: list[str] = []
-    n_others = n_repeated = 0
-
-    def is_read_without(link: str) -> bool:
-        target = os.path.realpath(link)
-        is_repeated = target in linked or os.path.commonpath([top, target]) == target
-        linked.add(target)
-        return is_repeated or not os.path.relpath(target, top).startswith(".")  # outside of it, or hidden in it
-
-    start = str(Path(root, folder))
-    folders = [start]
-    if os.path.realpath(start) != os.path.normpath(Path(top, folder)) and is_read_without(start):
-        left_out.append(folders.pop())
-    while folders:
-        inner_folders: list[str] = []
-        try:
-            for entry in sorted(os.scandir(folders.pop()), key=lambda entry: entry.name):
-                is_repeated = entry.is_symlink() and is_read_without(entry.path)
-                if entry.is_dir():
-                    (left_out if is_repeated else inner_folders).append(entry.path)
-                elif is_image(entry.name):
-                    images.append(entry.path)
-                    n_repeated += is_repeated
-                else:
-                    n_others += 1
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-        folders += reversed(inner_folders)
-    if n_others:
-        warn(f"files of {start} that are left out, because by their names they are not images: {n_others:,}")
-    if left_out:
-        warn(f"links to folders that are read without them, which are left out: {', '.join(left_out)}")
-    if n_repeated:
-        warn(f"images of {start} that are links to an image that is read, too: {n_repeated:,}")
-    return images
 
 
 def is_image(name: str) -> bool:

@@ -14,8 +14,8 @@ from fastgpu.images.files import (
     Preprocessing,
     decode,
     describe_changes,
-    find_images,
     format_size,
+    is_image,
     open_file,
 )
 from fastgpu.process.launch import RankError, UserError, warn
@@ -57,7 +57,7 @@ def _list_files(paths: Sequence[str]) -> Iterator[str]:
             if not Path(each).is_dir():
                 yield each
                 continue
-            yield from (str(Path(image)) for image in find_images(each))
+            yield from (str(image) for image in sorted(Path(each).rglob("*")) if is_image(image.name))
 
 
 class ImageFiles(Source):

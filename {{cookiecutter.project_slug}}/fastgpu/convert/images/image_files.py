@@ -23,7 +23,6 @@ from fastgpu.images.files import (
     decode,
     decode_pair,
     describe_changes,
-    find_images,
     format_size,
     is_image,
     open_file,
@@ -128,8 +127,39 @@ def _list_sub_folders(folder: Path) -> list[str]:
 
 
 def list_images(root: Path, folder: str = "", linked: set[str] | None = None) -> list[str]:
-    """Paths, relative to `root`, of the images that `find_images` finds."""
-    return [os.path.relpath(path, root) for path in find_images(root, folder, linked)]
+    """Paths, relative to `root`, of the image files at any depth in root/folder, in the order of their names.
+
+    Links to folders are followed, but not back into `root`, and not twice to one folder. linked: where links have led
+    so far; the call adds to it. Prints what is left out. Raises UserError if a folder cannot be read.
+    """
+    top = os.path.realpath(root)
+    linked = set() if linked is None else linked
+    images: list[str] = []
+    left_out: list[str] = []
+    n_others = 0
+    start = Path(root, folder)
+    folders = [start]
+    while folders:
+        path = folders.pop()
+        if path.is_symlink() and path != root:
+            target = os.path.realpath(path)
+            if target in linked or os.path.commonpath([top, target]) == top:
+                left_out.append(str(path))
+                continue
+            linked.add(target)
+        try:
+            inside = sorted(path.iterdir())
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        names = [os.path.relpath(each, root) for each in inside if not each.is_dir()]
+        images += [name for name in names if is_image(Path(name).name)]
+        n_others += sum(not is_image(Path(name).name) for name in names)
+        folders += reversed([each for each in inside if each.is_dir()])
+    if n_others:
+        print(f"files of {start} that are left out, because by their names they are not images: {n_others:,}")
+    if left_out:
+        print(f"links to folders that are read without them, which are left out: {', '.join(left_out)}")
+    return images
 
 
 def list_pairs(folder: Path, mask_folder: Path, on_error: OnError, *, is_binary: bool = False) -> Listing:
