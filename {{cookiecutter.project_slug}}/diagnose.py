@@ -60,7 +60,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     """Measure, print the verdict, and return all numbers as JSON values."""
     # ------------------------------------------------------------ look, measure, judge
     with world.raise_on_every_rank():
-        findings = preflight.look(cfg.data, cfg.run, world)
+        findings = preflight.look(cfg.data, world)
     world.print_once("\n".join(map(str, findings)))
     bench = Bench(cfg, world, args.seconds)
     measured = bench.measure()

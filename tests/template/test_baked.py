@@ -22,7 +22,6 @@ WORDS_OF = {
 """What only the files of one workload speak of."""
 SPEAK_OF_BOTH = {
     "constraints.txt",
-    "fastgpu/storage/unconverted.py",  # it recognises files of either kind
 }
 
 

@@ -20,6 +20,7 @@ from fastgpu.feed.sizes import (
     choose_sizes,
     choose_tier,
     choose_workers,
+    class_order_warning,
 )
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
@@ -27,7 +28,6 @@ from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import Field
-from fastgpu.storage.inspection import class_order_warning
 
 
 class Shape(Source):

@@ -163,4 +163,7 @@ def test_a_share_of_a_file_that_is_named_twice_is_refused(write):
 def test_what_convert_should_read_first_is_refused():
     Path("photos").mkdir()
     Path("photos/1.jpg").touch()
-    refused("data.train is photos, a folder of images; convert it once: python convert.py images", "photos")
+    refused(
+        "data.train: photos is a folder; name the files in it, .*, or convert it once: python convert.py --help",
+        "photos",
+    )

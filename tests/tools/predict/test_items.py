@@ -71,10 +71,10 @@ def test_users_of_another_conversion_are_refused(run_folder, tmp_path):
     with pytest.raises(UserError, match=r"INPUT: .*other.h5 numbers its items in another way than the training rows"):
         run(run_folder, other)
     (tmp_path / "r.csv").write_text("user,item,stars\n")
-    with pytest.raises(UserError, match="a table; convert it once: python convert.py movielens"):
+    with pytest.raises(UserError, match="r.csv is not an HDF5 or NumPy file; the model takes items"):
         run(run_folder, tmp_path / "r.csv")
     scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye_array(1000, format="csr"))
-    with pytest.raises(UserError, match="m.npz, a file of NumPy arrays; convert it once: .* arrays items=.*m.npz"):
+    with pytest.raises(UserError, match="m.npz is a sparse matrix; convert it once: .* arrays items=.*m.npz x.h5"):
         run(run_folder, tmp_path / "m.npz")
 
 

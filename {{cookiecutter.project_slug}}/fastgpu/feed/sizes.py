@@ -17,7 +17,6 @@ from fastgpu.process.machine import available_cpus, format_bytes, free_host_byte
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.field import MAX_VALUES
-from fastgpu.storage.inspection import class_order_warning
 
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""
@@ -196,3 +195,26 @@ def may_stay(source: Source) -> bool:
     if isinstance(source, DatasetSource) or source.stored is not source:
         return False
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())
+
+
+def class_order_warning(source: Source, pool_rows: int) -> str:
+    """A warning if the file is sorted by class and pools of `pool_rows` rows cannot mix it; otherwise empty.
+
+    The file counts as sorted if neighbouring rows share their label far more often than by chance. The labels of a
+    batch then scatter more than those of a random sample. Blocks of single rows are always mixed.
+    """
+    is_mixed = pool_rows >= len(source) or source.block_rows.max() == 1
+    labels = None if is_mixed else source.in_memory("labels")
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
+        return ""
+    sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
+    _, counts = np.unique(labels[sample], return_counts=True)
+    by_chance = float(np.square(counts / len(sample)).sum())
+    shared = float((labels[sample] == labels[sample + 1]).mean())
+    if shared <= (1 + by_chance) / 2:
+        return ""
+    return (
+        f"{source.name} is sorted by class: {100 * shared:.0f} % of neighbouring rows share a label, by chance it "
+        f"would be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(source):,} rows cannot mix that: "
+        "`python convert.py repack` writes them in random order"
+    )

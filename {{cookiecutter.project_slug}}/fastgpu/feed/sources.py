@@ -18,7 +18,6 @@ from fastgpu.rows.mixture import Mixture
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import expand, open_store
 from fastgpu.storage.subset import hold_out
-from fastgpu.storage.unconverted import refuse_unconverted
 
 
 def open_sources(data: Data, loader: Loader, world: World) -> tuple[Source, Source]:
@@ -140,7 +139,6 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> S
         if isinstance(named, dict):
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
         return open_dataset(key, paths, fields, factory=data.dataset)
-    refuse_unconverted(key, paths, list(fields))
     store = open_store(key, paths, fields)
     if isinstance(named, dict):
         n_files = [len(expand(key, path)) for path in named]

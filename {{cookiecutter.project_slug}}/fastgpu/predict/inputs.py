@@ -25,7 +25,6 @@ from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found
 from fastgpu.storage.hdf5 import list_contents, open_file, open_group
 from fastgpu.storage.store import expand, open_store
-from fastgpu.storage.unconverted import refuse_unconverted
 
 OnError = Literal["stop", "skip"]
 """What is done with a broken image: stop, or write the reason in place of the prediction."""
@@ -65,7 +64,6 @@ def open_inputs(
     if kinds == {"image files"}:  # a project that has no image workload lacks the module that decodes them
         name = "fastgpu.predict.image_inputs"
         if not find_spec(name) or [len(field.shape) in (2, 3) for field in fields.values()] != [True]:
-            refuse_unconverted("INPUT", paths, list(fields))
             taken = ", ".join(f"{name}, {field}" for name, field in fields.items())
             raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
         if id_field:
@@ -131,7 +129,8 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
         missing = [name for name in names if name not in content]
         if missing:
             if {"shape", "data"} <= set(content):  # as scipy.sparse.save_npz writes it
-                refuse_unconverted("INPUT", paths, names)
+                command = f"python convert.py arrays {names[0]}={paths[0]} x.h5"
+                raise UserError(f"{paths[0]} is a sparse matrix; convert it once: {command}")
             raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(content)}")
         columns = {name: content[name] for name in names}
     except UserError:

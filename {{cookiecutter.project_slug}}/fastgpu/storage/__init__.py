@@ -1,6 +1,5 @@
 """Rows on a disk or in memory, read as blocks: each source here keeps the contract `Source` of rows/contract.py.
 
-unconverted.py  recognises files that convert.py should read first
 subset.py       some rows of a source: a share for validation
 meaning.py      what numbers mean: names, ranges, order; and whether sources agree on it
 store.py        HDF5 files as one source
@@ -10,5 +9,4 @@ layout.py       where the rows of a dataset lie, and how they are read
 file.py         one open file: system calls, page cache, scratch memory
 codecs.py       compression, undone by each thread on its own
 arrays.py       NumPy arrays as a source
-inspection.py   reports on files: layout, advice, damage
 """

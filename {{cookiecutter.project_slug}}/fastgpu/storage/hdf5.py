@@ -16,6 +16,8 @@ from fastgpu.storage.file import not_found
 
 PLAIN_TYPES = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM, h5py.h5t.STRING)
 """Types of attributes that are read. h5py writes bool as an enumeration."""
+OR_CONVERT = "or convert it once: python convert.py --help says how"
+"""For images, tables and arrays."""
 ELSEWHERE = "takes its bytes from other files; name those files, or write the rows into one file"
 
 
@@ -23,7 +25,7 @@ ELSEWHERE = "takes its bytes from other files; name those files, or write the ro
 def open_file(path: str, where: str) -> Iterator[h5py.File]:
     """Open a file for reading. Raises UserError for whatever h5py raises, also in the block."""
     if Path(path).is_dir():
-        raise UserError(f"{where} is a folder; name the files in it: {path}/*.h5")
+        raise UserError(f"{where} is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}")
     if Path(path).exists() and not Path(path).is_file():
         raise UserError(f"{where} is a device or a pipe; name an HDF5 file")
     try:
@@ -41,7 +43,7 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
         if "truncated" in str(error):
             reason = "is truncated: copy or write it again"
         if "signature not found" in str(error):
-            reason = "is not an HDF5 file"
+            reason = f"is not an HDF5 file; name one, {OR_CONVERT}"
         raise UserError(f"{where} {reason}") from None
     except MemoryError:
         raise UserError(f"{where} asks for more memory than there is: copy or write it again") from None

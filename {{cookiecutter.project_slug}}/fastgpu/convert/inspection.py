@@ -10,7 +10,6 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import RankError
-from fastgpu.rows.contract import Source
 from fastgpu.storage import codecs
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import open_file, open_group
@@ -169,26 +168,3 @@ def _describe(data: h5py.Dataset) -> DatasetInfo:
     names = tuple(codecs.name_of([applied]) for applied in filters)
     has_digests = f"{DIGESTS}/{data.name.rpartition('/')[2]}" in data.parent
     return DatasetInfo(data.name, data.dtype, data.shape, data.chunks, names, data.id.get_storage_size(), has_digests)
-
-
-def class_order_warning(source: Source, pool_rows: int) -> str:
-    """A warning if the file is sorted by class and pools of `pool_rows` rows cannot mix it; otherwise empty.
-
-    The file counts as sorted if neighbouring rows share their label far more often than by chance. The labels of a
-    batch then scatter more than those of a random sample. Blocks of single rows are always mixed.
-    """
-    is_mixed = pool_rows >= len(source) or source.block_rows.max() == 1
-    labels = None if is_mixed else source.in_memory("labels")
-    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
-        return ""
-    sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
-    _, counts = np.unique(labels[sample], return_counts=True)
-    by_chance = float(np.square(counts / len(sample)).sum())
-    shared = float((labels[sample] == labels[sample + 1]).mean())
-    if shared <= (1 + by_chance) / 2:
-        return ""
-    return (
-        f"{source.name} is sorted by class: {100 * shared:.0f} % of neighbouring rows share a label, by chance it "
-        f"would be {100 * by_chance:.0f} %. Pools of {pool_rows:,} of its {len(source):,} rows cannot mix that: "
-        "`python convert.py repack` writes them in random order"
-    )

@@ -3,10 +3,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import numbered
 
+from fastgpu.convert.inspection import advise, columns_of, damaged, fields_of
 from fastgpu.process.launch import UserError
-from fastgpu.storage.inspection import advise, class_order_warning, columns_of, damaged, fields_of
 from fastgpu.storage.store import open_store
 
 
@@ -78,19 +77,3 @@ def test_damaged_blocks_are_listed(write):
         raw.write(b"no zlib here")
     (line,) = damaged(path, 2, sizes.append)
     assert line.startswith(f"rows 16 to 23: {path}: /images: block 2 is damaged: it cannot be decoded")
-
-
-def test_a_file_sorted_by_class_is_told(tmp_path):
-    def warning(labels: np.ndarray, pool_rows: int) -> str:
-        with h5py.File(tmp_path / "x.h5", "w") as file:
-            file["images"] = numbered(len(labels))
-            file["labels"] = labels
-        store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "images", "labels": "labels"})
-        return class_order_warning(store, pool_rows)
-
-    classes = np.arange(1000) // 100
-    sorted_by_class = "x.h5 is sorted by class: 99 % of neighbouring rows share a label, by chance it would be 10 %"
-    assert sorted_by_class in warning(classes, 200)
-    assert not warning(classes, 1000)  # one pool mixes all rows
-    assert not warning(np.random.default_rng(0).permutation(classes), 200)
-    assert not warning(np.zeros(1000, int), 200)  # there is only one class
