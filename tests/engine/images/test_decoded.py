@@ -14,7 +14,6 @@ from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
 from fastgpu.images.encoded import Box, EncodedImage, decode_centre, decode_random, draw
-from fastgpu.images.files import Preprocessing
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
@@ -101,18 +100,6 @@ def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
         parts = [rows_of(feed_of(source, shard=Shard(rank, world_size, 4)), 2) for rank in range(world_size)]
         assert sorted(chain(*parts)) == sorted(expected)
     assert rows_of(feed_of(source), 2, consumed=40) == expected[40:]
-
-
-def test_pixels_that_were_encoded_later_keep_how_they_were_prepared(tmp_path):
-    """A file of pixels that convert.py stretched, and that was then encoded."""
-    path = write_encoded(tmp_path / "encoded.h5", FILES)
-    prepared = Preprocessing(SIZE, "exact").to_json()
-    with h5py.File(path, "a") as file:
-        file.attrs["preprocessing"] = prepared
-    store = open_store("data.train", str(path), FIELDS)
-    assert DecodedImages(store, SIZE).attributes["preprocessing"] == prepared
-    for twice in (DecodedImages(store, (8, 8)), DecodedImages(store, SIZE, 0.5)):
-        assert "preprocessing" not in twice.attributes
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])

@@ -92,15 +92,3 @@ def test_damage_names_the_block(write):
     store = open_store("data.train", path, {"images": "images"})
     with pytest.raises(RankError, match="images: block 2 is damaged: it cannot be decoded"):
         store.read([BlockRead(2, 0, np.arange(8))], {"images": np.empty((40, 1, 96, 96), np.uint8)})
-
-
-@pytest.mark.parametrize("name", ["gzip", "gzip, shuffled"])
-def test_an_encoded_chunk_decodes_to_itself(tmp_path, name):
-    rows = numbered(64, (1, 8, 8))
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        data = file.create_dataset("x", rows.shape, "u1", chunks=rows.shape, **OPTIONS[name])
-        filters = codecs.filters_of(data.id.get_create_plist())
-        encoded = codecs.encode(rows.tobytes(), filters)
-        data.id.write_direct_chunk((0, 0, 0, 0), bytes(encoded))
-        np.testing.assert_array_equal(data[:], rows)
-    assert bytes(codecs.decode(encoded, filters, 0, rows.nbytes)) == rows.tobytes()

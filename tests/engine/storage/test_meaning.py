@@ -27,7 +27,7 @@ def test_pixels_and_encoded_images_may_show_the_same(capsys):
     check_meaning("data.val", *sources)
     assert not capsys.readouterr().out
     check_meaning("data.val", sources[0], source("c", preprocessing=resized % ', "centre_share": 0.875'))
-    assert "prepared with 0.875 of the sides, those of" in capsys.readouterr().out
+    assert "'centre_share': 0.875}, those of a with" in capsys.readouterr().out
 
 
 def test_numbers_to_predict_have_one_order():

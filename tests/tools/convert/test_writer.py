@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
 from fastgpu.convert.partial import complete_or_absent
-from fastgpu.convert.writer import WriteOptions, Writer, check_target, choose_block_rows
+from fastgpu.convert.writer import WriteOptions, Writer, check_target, choose_block_rows, encode
 from fastgpu.process.launch import UserError
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage import codecs
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
@@ -258,3 +259,15 @@ def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
         assert (matrix["data"][:] == 1).all()
         assert matrix["data"].id.get_storage_size() == 0
         assert len(matrix["data"]) == len(matrix["indices"]) == matrix["indptr"][-1]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_encoded_chunk_decodes_to_itself(tmp_path, shuffle):
+    rows = numbered(64, (1, 8, 8))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", rows.shape, "u1", chunks=rows.shape, compression="gzip", shuffle=shuffle)
+        filters = codecs.filters_of(data.id.get_create_plist())
+        encoded = encode(rows.tobytes(), filters)
+        data.id.write_direct_chunk((0, 0, 0, 0), bytes(encoded))
+        np.testing.assert_array_equal(data[:], rows)
+    assert bytes(codecs.decode(encoded, filters, 0, rows.nbytes)) == rows.tobytes()

@@ -27,7 +27,6 @@ from fastgpu.rows.contract import (
 from fastgpu.rows.field import Field
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
-from fastgpu.storage.meaning import read_preparation
 from fastgpu.storage.subset import Subset
 
 if TYPE_CHECKING:
@@ -67,11 +66,7 @@ class DecodedImages(DerivedSource):
         self.block_rows = encoded.block_rows
         self.mixture = encoded.mixture
         self.attributes = dict(encoded.attributes)
-        prepared = read_preparation(encoded)  # of pixels that were encoded later
-        if not prepared:
-            self.attributes["preprocessing"] = Preprocessing(self._size, centre_share=self._centre_share).to_json()
-        elif self._is_random or self._centre_share < 1 or prepared.get("size") != list(self._size):
-            del self.attributes["preprocessing"]  # they are prepared twice, which it cannot say
+        self.attributes["preprocessing"] = Preprocessing(self._size, centre_share=self._centre_share).to_json()
         self.decoding = self._describe_decoding()
         self.lengths = {name: each for name, each in encoded.lengths.items() if name not in self.encoded_fields}
         pixels = Field(np.dtype(np.uint8), (3, *self._size))

@@ -1,4 +1,4 @@
-"""HDF5 filters, applied and undone by functions that release the GIL, so that threads work side by side.
+"""HDF5 filters, undone by functions that release the GIL, so that threads work side by side.
 
 The HDF5 library does the same under its one lock. gzip needs nothing but Python. lzf, blosc, lz4 and zstd need
 imagecodecs (`pip install imagecodecs`). All other filters are left to the library.
@@ -35,8 +35,6 @@ Parameters = tuple[int, ...]
 Filter = tuple[int, Parameters]
 """HDF5's number of a filter, and its parameters."""
 Bytes = bytes | bytearray | memoryview
-Encoder = Callable[[Any, Parameters], Bytes]
-"""(bytes, parameters) -> bytes"""
 Decoder = Callable[[Any, Parameters, int], Bytes]
 """(bytes, parameters, maximum number of bytes that may come out) -> bytes"""
 
@@ -56,13 +54,6 @@ def name_of(filters: Sequence[Filter]) -> str:
 def can_decode(filters: Sequence[Filter]) -> bool:
     """Whether `decode` knows all of the filters."""
     return all(code in _DECODERS for code, _ in filters)
-
-
-def encode(data: Bytes, filters: Sequence[Filter]) -> Bytes:
-    """A chunk as it lies in the file. Knows shuffle and gzip."""
-    for code, parameters in filters:
-        data = _ENCODERS[code](data, parameters)
-    return data
 
 
 def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> Bytes:
@@ -99,11 +90,6 @@ def _unshuffle(data: Bytes, parameters: Parameters, size: int) -> bytes:
     return elements.tobytes() + bytes(data[n_whole_bytes:])
 
 
-def _shuffle(data: Bytes, parameters: Parameters) -> bytes:
-    return np.frombuffer(data, np.uint8).reshape(-1, parameters[0]).T.tobytes()
-
-
-_ENCODERS: dict[int, Encoder] = {1: lambda data, parameters: zlib.compress(data, parameters[0]), 2: _shuffle}
 _DECODERS: dict[int, Decoder] = {1: _unzip, 2: _unshuffle}
 if imagecodecs:
     _DECODERS[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)

@@ -4,7 +4,6 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,32 +88,23 @@ def _check_classes(key: str, *sources: Described) -> None:
 
 
 def _warn_of_other_preparation(key: str, *sources: Described) -> None:
-    known = [(source.name, values) for source in sources if (values := read_preparation(source))]
-    for name, values in known[1:]:
-        first_name, first_values = known[0]
-        changed = [key for key in {**first_values, **values} if first_values.get(key) != values.get(key)]
-        if {first_values.get("centre_share", 1.0), values.get("centre_share", 1.0)} == {1.0}:
-            changed = [key for key in changed if key != "centre_share"]  # of pixels and encoded images: all is shown
-        if changed:
-            here, there = (_describe_settings(each, changed) for each in (values, first_values))
+    known = [(source.name, settings) for source in sources if (settings := _read_preparation(source))]
+    for name, settings in known[1:]:
+        first_name, first_settings = known[0]
+        if settings != first_settings:
             warn(
-                f"{key}: the images of {name} were prepared with {here}, those of {first_name} with {there}: they show "
-                "other parts or proportions"
+                f"{key}: the images of {name} were prepared with {settings}, those of {first_name} with "
+                f"{first_settings}: they show other parts or proportions"
             )
             return
 
 
-def _describe_settings(preparation: dict[str, Any], names: Sequence[str]) -> str:
-    """Settings of `Preprocessing` in words."""
-    settings = {"centre_share": 1.0} | preparation
-    words = {"centre_share": "{:.4g} of the sides"}
-    return ", ".join(words.get(name, f"{name} {{}}").format(settings.get(name)) for name in names)
-
-
-def read_preparation(source: Described) -> dict[str, Any]:
-    """{setting of `Preprocessing`: value}. Empty if the source does not say it as convert.py does."""
+def _read_preparation(source: Described) -> dict[str, Any]:
+    """Settings of `Preprocessing` without those that change nothing. Empty if the source has none of convert.py."""
     try:
-        values = json.loads(source.attributes.get("preprocessing", "{}"))
-    except (TypeError, ValueError, RecursionError):
+        values = dict(json.loads(source.attributes.get("preprocessing", "{}")))
+    except (TypeError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}
+    if values.get("centre_share") == 1.0:  # pixels and encoded images both show all
+        del values["centre_share"]
+    return {name: value for name, value in values.items() if value is not None}
