@@ -1,5 +1,5 @@
 import io
-import time
+import threading
 from itertools import chain
 from pathlib import Path
 
@@ -142,11 +142,16 @@ def test_a_field_may_have_any_name(store, tmp_path):
 
 def test_a_row_that_hangs_is_named(store, monkeypatch):
     source = DecodedImages(store, SIZE, 0.5)
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", lambda *arguments: time.sleep(3))
+    released = threading.Event()
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", lambda *arguments: released.wait())
     order = BlockSampler(source.block_rows, 8, seed=5)
     feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
     with pytest.raises(HangError, match=r"no rows have come from row \d+ of \S+encoded\.h5: it hangs"):
         next(feed.pools(0))
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("reader"):
+            thread.join()
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("can't allocate memory: 9 bytes")])

@@ -8,6 +8,7 @@ from written_run import write_points, write_run
 from fastgpu.report.results import (
     as_text,
     best,
+    charts,
     differing_settings,
     differing_values,
     feed_verdict,
@@ -37,24 +38,23 @@ def test_means_of_a_run_are_sums_over_sums():
         of_gpu = {"gpu0/util_min_pct": value, "gpu0/mem_peak_gib": value}
         points.append({"step": 1, "time_s": 1.0} | interval._asdict() | interval.scalars() | of_gpu)
 
-    values = {row.title: row.value for row in summary(points)}
+    values = summary(points)
     seconds = 0.5 + 20.0 + 0.1
     fresh_rows = 64 * 50 + 32 * 40 + 16
     trained_rows = 64 * (50 + 40 + 1)
-    assert values["fresh rows"] == pytest.approx(fresh_rows / seconds)
-    assert values["trained rows"] == pytest.approx(trained_rows / seconds)
-    assert values["data wait"] == pytest.approx(100 * 5.1 / seconds)
-    assert values["step"] == pytest.approx(1000 * seconds / 91)
-    assert values["trained rows"] * values["step"] / 1000 == pytest.approx(batch_size)
-    assert values["GPU-Util, minimum, gpu0"] == 2
-    assert values["GPU memory, peak of tensors, gpu0"] == 30
+    assert values["data/fresh_rows_per_s"] == pytest.approx(fresh_rows / seconds)
+    assert values["train/trained_rows_per_s"] == pytest.approx(trained_rows / seconds)
+    assert values["data/wait_pct"] == pytest.approx(100 * 5.1 / seconds)
+    assert values["train/step_ms"] == pytest.approx(1000 * seconds / 91)
+    assert values["train/trained_rows_per_s"] * values["train/step_ms"] / 1000 == pytest.approx(batch_size)
+    assert values["gpu0/util_min_pct"] == 2
+    assert values["gpu0/mem_peak_gib"] == 30
 
 
 def test_the_start_of_every_part_is_left_out_of_means():
     parts = [(1, 9.0), (1, 1.0), (1, 2.0), (2, 9.0), (2, 3.0)]
     points = [{"step": 1, "time_s": 1.0, "part": part, "seconds": 1.0, "data/wait_pct": wait} for part, wait in parts]
-    (row,) = summary(points)
-    assert row.value == pytest.approx((1 + 2 + 3) / 3)
+    assert summary(points) == {"data/wait_pct": pytest.approx((1 + 2 + 3) / 3)}
 
 
 @pytest.mark.parametrize(("pool_batches", "wait_pct"), [(10, 1.0), (11, 100 * 9.1 / 20)])
@@ -65,7 +65,7 @@ def test_the_start_counts_if_the_rest_is_less_than_a_pool(tmp_path, pool_batches
     intervals = [Throughput(10.0, 9.0, fresh_rows=8, trained_rows=8, steps=1), Throughput(10.0, 0.1, 80, 80, 10)]
     points = [{"step": step, "time_s": 1.0} | each._asdict() | each.scalars() for step, each in enumerate(intervals)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(point)}\n" for point in points))
-    values = {row.name: row.value for row in summary(read_metrics(tmp_path))}
+    values = summary(read_metrics(tmp_path))
     assert values["data/wait_pct"] == pytest.approx(wait_pct)
 
 
@@ -81,7 +81,7 @@ def test_last_values_and_peaks_are_those_of_all_points():
     """A run that is resumed for one epoch has a single point of them in its new part."""
     logged = [(1, 9.0, 3.0), (1, 2.0, 1.0), (2, 1.0, 2.0)]
     points = [{"step": 1, "part": part, "val/loss": loss, "gpu0/mem_peak_gib": peak} for part, loss, peak in logged]
-    assert {row.name: row.value for row in summary(points)} == {"val/loss": 1.0, "gpu0/mem_peak_gib": 3.0}
+    assert summary(points) == {"val/loss": 1.0, "gpu0/mem_peak_gib": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,29 @@ def test_the_best_value_is_that_of_the_metric_that_chooses_checkpoints(tmp_path,
 
 def test_the_summary_has_every_gpu_and_the_last_validation(tmp_path):
     points = read_metrics(write_run(tmp_path))
-    rows = {row.title: (row.value, row.unit) for row in summary(points)}
-    assert rows["fresh rows"] == (pytest.approx(12_345.6 * 1.0025), "rows/s")  # of the last four of five points
-    assert rows["GPU-Util, gpu0"] == (pytest.approx(97 * 1.0025), "% of the time")
-    assert rows["GPU-Util, gpu1"] == (pytest.approx(50 * 1.0025), "% of the time")
-    assert rows["validation top1_pct"] == (99, "")
-    assert rows["validation loss"] == (0.25, "")
-    assert "CPU, system" not in rows  # not measured, so not there
+    values = summary(points)
+    assert values["data/fresh_rows_per_s"] == pytest.approx(12_345.6 * 1.0025)  # of the last four of five points
+    assert values["gpu0/util_pct"] == pytest.approx(97 * 1.0025)
+    assert values["gpu1/util_pct"] == pytest.approx(50 * 1.0025)
+    assert (values["val/top1_pct"], values["val/loss"]) == (99, 0.25)
+    assert "host/cpu_system_pct" not in values  # not measured, so not there
     lines = table(points).splitlines()
-    assert len(lines) == len(rows)
-    assert re.fullmatch(r"  fresh rows +12,376 rows/s", next(line for line in lines if "fresh" in line))
-    assert re.fullmatch(r"  data wait +3\.01 % of the time", next(line for line in lines if "wait" in line))
+    assert len(lines) == len(values)
+    assert re.fullmatch(r"  data/fresh_rows_per_s +12,376", next(line for line in lines if "fresh" in line))
+    assert re.fullmatch(r"  data/wait_pct +3\.01", next(line for line in lines if "wait" in line))
+
+
+def test_the_lines_of_a_chart_have_one_group_and_one_unit():
+    names = ["train/loss", "gpu0/util_pct", "gpu1/sm_active_pct", "gpu0/power_w", "val/top1_pct", "val/loss", "val/mse"]
+    assert charts([*names, "train/lr", "mine/gradient_norm"]) == {
+        "loss": ["train/loss", "val/loss"],
+        "gpu, %": ["gpu0/util_pct", "gpu1/sm_active_pct"],
+        "gpu, W": ["gpu0/power_w"],
+        "val, %": ["val/top1_pct"],
+        "val/mse": ["val/mse"],
+        "train/lr": ["train/lr"],
+        "mine/gradient_norm": ["mine/gradient_norm"],
+    }
 
 
 # ---------------------------------------------------------------------------------------------- verdicts
@@ -168,9 +180,9 @@ def test_values_are_compared_as_sums_over_sums_with_their_spread(tmp_path):
         runs[name] = write_points(tmp_path / name, points)
     runs["c"] = write_points(tmp_path / "c", [{"step": 0, "time_s": 0, "val/x": 2.0}])
     lines = {line[0]: line[1:] for line in differing_values(runs)}
-    assert lines["fresh rows, rows/s"] == ["250 [100, 200, 300]", "250 = 1.00 x [250, 250, 250]", "-"]
-    assert lines["trained rows, rows/s"] == ["250 [100, 200, 300]", "500 = 2.00 x [500, 500, 500]", "-"]
-    assert lines["validation x"] == ["-", "-", "2 [2, 2, 2]"]
+    assert lines["data/fresh_rows_per_s"] == ["250 [100, 200, 300]", "250 = 1.00 x [250, 250, 250]", "-"]
+    assert lines["train/trained_rows_per_s"] == ["250 [100, 200, 300]", "500 = 2.00 x [500, 500, 500]", "-"]
+    assert lines["val/x"] == ["-", "-", "2 [2, 2, 2]"]
     (runs["a"] / "run.json").write_text('{"metrics": {"x": "lower"}}')
     assert "best" not in lines
     (runs["c"] / "run.json").write_text('{"metrics": {"x": "lower"}}')

@@ -4,5 +4,4 @@ Nothing else imports this room: delete `fastgpu/report` and `report.py` if you d
 
     results.py   values of the whole run, verdicts, and how runs differ
     page.py      report.html and the page that compares runs
-    tags.py      the table of all scalars: name, unit, title, chart
 """

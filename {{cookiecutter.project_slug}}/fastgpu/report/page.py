@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from fastgpu.process.atomic import write_own
 from fastgpu.process.launch import UserError, warn
-from fastgpu.report import results, tags
+from fastgpu.report import results
 from fastgpu.report.results import Point, Table
 
 MAX_POINTS = 600
@@ -74,8 +74,8 @@ def _run_page(folder: Path, points: Sequence[Point]) -> str:
         f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b><span>{html.escape(note)}</span></div>"
         for title, value, note in _cards(points, folder)
     )
-    numbers = [["over the whole run", "", ""]]
-    numbers += [[row.title, results.number(row.value), row.unit] for row in results.summary(points)]
+    numbers = [["over the whole run", ""]]
+    numbers += [[name, results.number(value)] for name, value in results.summary(points).items()]
     bottom = _table(numbers) + _checkpoints(folder)
     folded = {"command": shlex.join(["python", *description.get("command", ())])}
     for path in (*results.numbered(folder, "config*.yaml"), *results.numbered(folder, "run*.json")):
@@ -87,7 +87,7 @@ def _run_page(folder: Path, points: Sequence[Point]) -> str:
 
 def _cards(points: Sequence[Point], folder: Path) -> list[tuple[str, str, str]]:
     """(title, value, note) of the few numbers that matter most."""
-    values = {row.name: row.value for row in results.summary(points)}
+    values = results.summary(points)
     cards = []
     if best := results.best(points, folder):
         cards.append((f"best {best.metric}", results.number(best.value), f"at step {best.step:,.0f}"))
@@ -125,16 +125,16 @@ def _checkpoints(folder: Path) -> str:
 
 
 def _run_charts(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Loss and metrics, where the time goes, then all other charts of the table of tags."""
-    groups = tags.charts(results.names_of(points))
-    rows = _by_step(points, [name for names in groups.values() for name in names])
+    """Loss and metrics, where the time goes, then all other scalars."""
+    names = results.scalars_of(points)
+    rows = _by_step(points, names)
     starts = {point.get("part", 1): point["step"] - point.get("steps", 0) for point in reversed(points)}
     shared: dict[str, Any] = {"x": [row["step"] for row in rows], "resumed_at": sorted(starts.values())[1:]}
     learning: list[dict[str, Any]] = []
     other: list[dict[str, Any]] = []
-    for title, names in groups.items():
-        is_learning = names[0].startswith(("train/loss", "val/"))
-        series = [_series(name, [row.get(name) for row in rows]) for name in names]
+    for title, drawn in results.charts(names).items():
+        is_learning = drawn[0].startswith(("train/loss", "val/"))
+        series = [_series(name, [row.get(name) for row in rows]) for name in drawn]
         (learning if is_learning else other).append(shared | {"title": title, "series": series})
     stack = {"waiting for data": "wait_ms", "training": "train_ms"}
     series = [_series(label, [row.get(name) for row in rows]) for label, name in stack.items()]
@@ -157,10 +157,9 @@ def _by_step(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, fl
         bucket = [point for step in together for point in by_step[step]]
         row = {"step": together[-1]}
         for name in names:
-            tag = tags.find_tag(name)
             having = [point for point in bucket if name in point]
-            if tag and having:
-                row[name] = results.combine(having, tag, name)
+            if having:
+                row[name] = results.combine(having, name)
         n_steps, seconds, wait_s = (
             sum(point.get(key, 0) for point in bucket) for key in ("steps", "seconds", "wait_s")
         )
@@ -171,18 +170,15 @@ def _by_step(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, fl
 
 
 def _comparison_charts(runs: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """One chart for each tag that is drawn, with a line for each run."""
+    """One chart for each scalar, with a line for each run."""
     points_of = {label: results.read_metrics(folder) for label, folder in runs.items()}
-    groups = tags.charts(results.names_of(point for points in points_of.values() for point in points))
-    names = [name for group in groups.values() for name in group]
+    names = results.scalars_of(point for points in points_of.values() for point in points)
     by_run = {label: {row["step"]: row for row in _by_step(points, names)} for label, points in points_of.items()}
     steps = sorted({step for rows in by_run.values() for step in rows})
     charts = []
     for name in names:
-        tag = tags.find_tag(name)
-        unit = f", {tag.unit}" if tag and tag.unit else ""
         series = [_series(label, [rows.get(x, {}).get(name) for x in steps]) for label, rows in by_run.items()]
-        charts.append({"title": name + unit, "x": steps, "series": series, "resumed_at": []})
+        charts.append({"title": name, "x": steps, "series": series, "resumed_at": []})
     return charts
 
 

@@ -4,6 +4,7 @@ It does not import torch, so `python report.py` answers at once.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -12,12 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from fastgpu.report import tags
-from fastgpu.report.tags import Tag
 from fastgpu.run.folder import numbered, read_config, read_settings
 
 Point = Mapping[str, float]
-"""A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {tag: value}."""
+"""A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {name of a scalar: value}. Such a name is
+`group/name_unit`."""
+OverRun = Literal["seconds", "steps", "fresh_rows", "minimum", "maximum", "last"]
+"""How the points of a scalar become one value of the run. A field of `Throughput` is the weight of a mean: rows per
+second weighted by seconds are all rows over all seconds."""
 Table = Sequence[Sequence[str]]
 """Lines of a table; the first one holds the titles of the columns."""
 
@@ -27,13 +30,8 @@ IDLE_PCT = 20.0
 """A GPU that is idle for a larger part of the time, although it is fed, deserves a look."""
 
 
-class SummaryRow(NamedTuple):
-    """One value of the whole run."""
-
-    name: str
-    title: str
-    value: float
-    unit: str
+UNITS = {"pct": "%", "rows_per_s": "rows/s", "ms": "ms", "gib": "GiB", "mb_per_s": "MB/s", "w": "W", "c": "°C"}
+"""{end of the name of a scalar: its unit}"""
 
 
 class Best(NamedTuple):
@@ -95,49 +93,64 @@ def read_description(folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- one value of a run
 
 
-def steady(points: Iterable[Point], tag: Tag, name: str) -> list[Point]:
-    """The points with this tag. Speeds and shares of the time are without the first one of each part, which holds what
-    happens only at the start, unless it `counts` (see `read_metrics`); a last value and a peak are those of all points.
+def over_run(name: str) -> OverRun:
+    """How the points of a scalar become one value of the run."""
+    if name.startswith(("val/", "train/loss", "train/lr")):
+        return "last"
+    if "_min_" in name:
+        return "minimum"
+    if "_peak_" in name:
+        return "maximum"
+    if name == "train/step_ms":
+        return "steps"
+    return "fresh_rows" if name == "data/echo" else "seconds"
 
-    name: the tag's name in the points.
-    """
+
+def steady(points: Iterable[Point], name: str) -> list[Point]:
+    """The points with this scalar. Speeds and shares of the time are without the first one of each part, which holds
+    what happens only at the start, unless it `counts` (see `read_metrics`); a last value and a peak are those of all
+    points."""
     logged = [point for point in points if name in point]
-    if tag.over_run in ("last", "maximum"):
+    if over_run(name) in ("last", "maximum"):
         return logged
     first = {point.get("part", 1): point for point in reversed(logged)}
     return [point for point in logged if "counts" in point or point is not first[point.get("part", 1)]] or logged
 
 
-def combine(points: Sequence[Point], tag: Tag, name: str) -> float:
-    """One value of several points. A mean is weighted (see `tags.OverRun`): it is a sum divided by a sum. A point
-    without the weight counts as 1.
-
-    name: the tag's name in the points.
-    """
+def combine(points: Sequence[Point], name: str) -> float:
+    """One value of several points that have this scalar. A mean is weighted (see `OverRun`): it is a sum divided by a
+    sum. A point without the weight counts as 1."""
     values = [point[name] for point in points]
-    if tag.over_run == "last":
+    how = over_run(name)
+    if how == "last":
         return values[-1]
-    if tag.over_run == "minimum":
+    if how == "minimum":
         return min(values)
-    if tag.over_run == "maximum":
+    if how == "maximum":
         return max(values)
-    weights = [point.get(tag.over_run, 1.0) for point in points]
+    weights = [point.get(how, 1.0) for point in points]
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
-def summary(points: Sequence[Point]) -> list[SummaryRow]:
-    """The values of the run that have a title in the table of tags."""
-    logged = names_of(points)
-    titled = [(tag, name) for tag in tags.TAGS if tag.title for name in tag.names(logged)]
-    return [
-        SummaryRow(name, tag.title_of(name), combine(steady(points, tag, name), tag, name), tag.unit)
-        for tag, name in titled
-    ]
+def summary(points: Sequence[Point]) -> dict[str, float]:
+    """{name of a scalar: its value over the whole run}"""
+    return {name: combine(steady(points, name), name) for name in scalars_of(points)}
 
 
-def names_of(points: Iterable[Point]) -> list[str]:
-    """The names of all tags that were logged, in the order in which they came."""
-    return list(dict.fromkeys(name for point in points for name in point))
+def scalars_of(points: Iterable[Point]) -> list[str]:
+    """The names of all scalars that were logged, in the order in which they came."""
+    return list(dict.fromkeys(name for point in points for name in point if "/" in name))
+
+
+def charts(names: Iterable[str]) -> dict[str, list[str]]:
+    """{title of a chart: the scalars in it}: those of a group that have one unit; a scalar without a unit is alone."""
+    drawn: dict[str, list[str]] = {}
+    for name in names:
+        group = re.sub(r"\d+$", "", name.partition("/")[0])  # gpu0 and gpu1 together
+        unit = next((unit for end, unit in UNITS.items() if name.endswith(f"_{end}")), "")
+        title = f"{group}, {unit}" if unit else name
+        drawn.setdefault("loss" if name.endswith("/loss") else title, []).append(name)
+    return drawn
 
 
 def best(points: Iterable[Point], folder: Path) -> Best | None:
@@ -163,7 +176,7 @@ def best(points: Iterable[Point], folder: Path) -> Best | None:
 
 def run_verdict(points: Sequence[Point]) -> Verdict | None:
     """Whether the run was fed; None if nothing was logged about it."""
-    values = {row.name: row.value for row in summary(points)}
+    values = summary(points)
     if "data/wait_pct" not in values:
         return None
     return feed_verdict(values["data/wait_pct"], values.get("gpu0/util_pct"))
@@ -187,7 +200,7 @@ def feed_verdict(wait_pct: float, util_pct: float | None = None) -> Verdict:
 
 def table(points: Sequence[Point]) -> str:
     """The summary for a terminal; empty if nothing was logged."""
-    return as_text([[f"  {row.title}", f"{number(row.value):>10} {row.unit}"] for row in summary(points)])
+    return as_text([[f"  {name}", f"{number(value):>10}"] for name, value in summary(points).items()])
 
 
 def differing_settings(runs: Mapping[str, Path]) -> Table:
@@ -216,17 +229,14 @@ def differing_values(runs: Mapping[str, Path]) -> Table:
     found = [best(points, run) for points, run in zip(points_of, runs.values(), strict=True)]
     if any(found):
         lines.append(["best", *(f"{b.metric} {number(b.value)} at step {b.step:,.0f}" if b else "-" for b in found)])
-    logged = names_of(point for points in points_of for point in points)
-    for tag in tags.TAGS:
-        for name in tag.names(logged) if tag.title else ():
-            cells = _side_by_side([steady(points, tag, name) for points in points_of], tag, name)
-            lines.append([f"{tag.title_of(name)}, {tag.unit}".removesuffix(", "), *cells])
+    for name in scalars_of(point for points in points_of for point in points):
+        lines.append([name, *_side_by_side([steady(points, name) for points in points_of], name)])
     return lines
 
 
-def _side_by_side(points_of: Sequence[Sequence[Point]], tag: Tag, name: str) -> list[str]:
-    """The cells of one tag; points_of: the points of each run."""
-    has_ratio = tag.over_run not in ("last", "minimum", "maximum")
+def _side_by_side(points_of: Sequence[Sequence[Point]], name: str) -> list[str]:
+    """The cells of one scalar; points_of: the points of each run."""
+    has_ratio = over_run(name) not in ("last", "minimum", "maximum")
     cells: list[str] = []
     first = 0.0
     for points in points_of:
@@ -234,7 +244,7 @@ def _side_by_side(points_of: Sequence[Sequence[Point]], tag: Tag, name: str) -> 
             cells.append("-")
             continue
         values = [point[name] for point in points]
-        value = combine(points, tag, name)
+        value = combine(points, name)
         ratio = f" = {value / first:.2f} x" if first and has_ratio else ""
         spread = ", ".join(map(number, (min(values), median(values), max(values))))
         cells.append(f"{number(value)}{ratio} [{spread}]")

@@ -1,0 +1,46 @@
+"""Every scalar of a run is explained in docs/measuring.md, and no other."""
+
+import re
+
+import psutil
+import pytest
+import torch
+from fake_nvml import Nvml
+from harness import ROOT
+from short_run import started_run, train_epoch
+from torch import nn
+
+from fastgpu.report.results import read_metrics
+from fastgpu.telemetry.clock import Throughput
+from fastgpu.telemetry.monitor import machine_counters
+
+
+@pytest.fixture
+def logged(tmp_path, monkeypatch) -> set[str]:
+    """The names of all scalars of a short run, and of all counters of a machine with a GPU."""
+    model = nn.Linear(2, 2)
+    with started_run(tmp_path, model) as run:
+        train_epoch(run, model)
+        run.finish()
+        points = read_metrics(run.folder)
+    names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)
+    counters = machine_counters(["a"], Nvml())
+    for _ in range(3):
+        names |= set(counters.read())
+    return names
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="other systems lack some counters")
+def test_the_page_explains_exactly_what_a_run_logs(logged):
+    page = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+    explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)
+    patterns = {name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+") for name in explained}
+    assert [name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns.values())] == []
+    assert [name for name in explained if not any(re.fullmatch(patterns[name], each) for each in logged)] == []
+
+
+def test_names_are_of_the_form_group_name_unit(logged):
+    for name in logged:
+        assert re.fullmatch(r"(train|data|val|gpu\d+|host)/[a-z0-9_]+", name)
