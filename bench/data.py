@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import project  # noqa: F401
 
-from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
-from fastgpu.rows.field import Field
+from fastgpu.convert.writing import complete_or_absent
+from fastgpu.rows.rows import Field
 
 FOLDER = Path(__file__).parent / "data"
 

@@ -27,12 +27,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
+from fastgpu.convert.writing import complete_or_absent
 from fastgpu.images.encoded import random_box
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows.rows import Field, Ragged, Rows
 
 RESNET18 = {"width": 64, "blocks": 2}
 N_CLASSES = 10

@@ -22,9 +22,9 @@ from peers import Task
 from processes import kept_warm, make_cold
 from worker import endless, run
 
-from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import Writer
-from fastgpu.rows.field import Field
+from fastgpu.convert.writing import complete_or_absent
+from fastgpu.rows.rows import Field
 from fastgpu.storage.layout import BLOCK_BYTES
 
 ROUNDS = 3

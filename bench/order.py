@@ -24,8 +24,8 @@ from torch.utils.data import DistributedSampler
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.rows import Field
 from fastgpu.storage.layout import BLOCK_BYTES
 
 POOL_BLOCKS = (1, 8, 32, 128, 512)

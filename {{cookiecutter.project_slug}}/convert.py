@@ -7,8 +7,7 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 import sys
 from argparse import Namespace
 
-from fastgpu.convert.command_line import CommandLine
-from fastgpu.convert.partial import exit_on_signals
+from fastgpu.convert.command_line import CommandLine, exit_on_signals
 from fastgpu.process.launch import Launch, UserError, exit_with_message
 
 

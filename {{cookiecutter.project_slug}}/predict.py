@@ -64,9 +64,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fastgpu.predict.export import export
 from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
-from fastgpu.predict.model import Trained, check_labelled, find_checkpoint, load_model
+from fastgpu.predict.model import Trained, check_labelled, export, find_checkpoint, load_model
 from fastgpu.predict.output import PredictionWriter, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join

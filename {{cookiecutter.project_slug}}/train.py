@@ -33,23 +33,21 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_sources
 from fastgpu.feed.tiers import Feed, make_order, open_feed
 from fastgpu.process.config import Config
-from fastgpu.process.identity import identify_job
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.run.checkpoint import Stateful
-from fastgpu.run.describe import describe_feed
 from fastgpu.run.model_files import describe_model
+from fastgpu.run.record import describe_feed, identify_job
 from fastgpu.run.run import Run
-from fastgpu.training.ema import AveragedModel
-from fastgpu.training.evaluate import evaluate
-from fastgpu.training.optim import make_optimizer
+from fastgpu.training.evaluate import AveragedModel, evaluate
 from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradients, unused_gpus_hint
 from fastgpu.training.step import (
     MixedPrecision,
     OptimizerState,
     lr_factor,
+    make_optimizer,
     micro_batches,
     mixed_precision,
     prepare_to_skip,

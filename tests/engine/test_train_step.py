@@ -14,10 +14,9 @@ from train import Parts, train_step
 from fastgpu.process.config import Config, Data, Dist, Optim, Precision
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
-from fastgpu.training.ema import AveragedModel
-from fastgpu.training.optim import make_optimizer
+from fastgpu.training.evaluate import AveragedModel
 from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import mixed_precision
+from fastgpu.training.step import make_optimizer, mixed_precision
 
 
 class Regression:

@@ -56,15 +56,13 @@ from torch import nn
 import workloads
 from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.feed.sources import open_sources
-from fastgpu.predict.export import make_rows
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
-from fastgpu.predict.model import load_model
+from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import Launch, exit_with_message
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.run import checkpoint
 from fastgpu.run.model_files import ModelToUse, describe_model
 from fastgpu.storage import hdf5 as hdf5_module

@@ -18,8 +18,7 @@ from test_recipes import commands_in
 
 from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Field, Rows
 
 EXAMPLES = ROOT / "docs/examples"
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]

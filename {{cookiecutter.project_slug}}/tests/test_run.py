@@ -82,7 +82,7 @@ def test_the_validation_rows_are_predicted_from_a_checkpoint(config, tmp_path):
 
 def stop_after(step: int) -> None:
     """Make train.py meet SIGTERM at a step, on all ranks."""
-    from fastgpu.run.agreement import Agreement
+    from fastgpu.process.signals import Agreement
 
     def is_asked_to_stop(agreement: Agreement, at_step: int) -> bool:
         agreement.stop_signal = int(signal.SIGTERM) if at_step >= step else 0

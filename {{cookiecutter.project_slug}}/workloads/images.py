@@ -20,8 +20,7 @@ from fastgpu.images.files import is_one_hot, looks_like_nhwc
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Field, Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
 

@@ -28,9 +28,8 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.contract import BlockRead
-from fastgpu.rows.mixture import MixedSampler, Mixture
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.storage.subset import hold_out
+from fastgpu.rows.selection import MixedSampler, Mixture, hold_out
 
 # The iterator that torch could not finish, because a worker could not be started, is deleted at any later time.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <function _MultiProcessingDataLoaderIter.__del__")

@@ -27,7 +27,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 
 
 class Shape(Source):

@@ -12,11 +12,10 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed, make_order
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
-from fastgpu.rows.mixture import Mixture
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.selection import Mixture, hold_out
 from fastgpu.storage.store import Store, open_store
-from fastgpu.storage.subset import hold_out
 
 TIERS = ("device", "host", "disk")
 IN_ORDER = {"seed": None, "drop_last": False, "pool_batches": 2}

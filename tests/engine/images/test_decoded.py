@@ -19,8 +19,8 @@ from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.selection import Subset
 from fastgpu.storage.store import open_store
-from fastgpu.storage.subset import Subset
 
 N_ROWS = 90
 SIZE = (16, 16)

@@ -1,5 +1,5 @@
 from fastgpu.process.config import Config
-from fastgpu.process.identity import identify_job
+from fastgpu.run.record import identify_job
 
 
 def config(**sections: dict[str, object]) -> dict[str, object]:

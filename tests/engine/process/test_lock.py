@@ -10,15 +10,15 @@ from threading import Timer
 
 import pytest
 
-from fastgpu.process import lock
+from fastgpu.process import files
+from fastgpu.process.files import LOCK, FolderLock
 from fastgpu.process.launch import UserError
-from fastgpu.process.lock import NAME, FolderLock
 
 ROOT = Path(__file__).parents[3] / "{{cookiecutter.project_slug}}"
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from fastgpu.process.lock import FolderLock
+from fastgpu.process.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if sys.argv[2] == "fork" and os.fork():
     os._exit(0)
@@ -41,7 +41,7 @@ def hold(folder: Path, how: str = "alone") -> Iterator[int]:
 
 
 def test_a_second_process_is_refused_and_told_whom_to_stop(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.3)
     with hold(tmp_path) as pid, pytest.raises(UserError) as error:
         FolderLock(tmp_path)
     assert f"{tmp_path} is in use by process {pid} on {socket.gethostname()} since 2" in str(error.value)
@@ -61,5 +61,5 @@ def test_a_child_does_not_keep_the_lock_of_a_dead_process(tmp_path):
 
 def test_a_closed_lock_can_be_taken_at_once(tmp_path):
     FolderLock(tmp_path).close()
-    assert (tmp_path / NAME).read_bytes() == b""
+    assert (tmp_path / LOCK).read_bytes() == b""
     FolderLock(tmp_path).close()

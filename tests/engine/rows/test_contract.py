@@ -1,8 +1,8 @@
 import numpy as np
 
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Field
 
 
 class Squares(Source):

@@ -1,6 +1,6 @@
 import numpy as np
 
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 
 FIXED = Field(np.dtype("u1"), (3, 2))
 RAGGED = Field(np.dtype("i4"), (), 2.6, 10)

@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpu.rows.mixture import MixedSampler, Mixture
 from fastgpu.rows.order import Shard
+from fastgpu.rows.selection import MixedSampler, Mixture
 
 
 class Case(NamedTuple):

@@ -3,8 +3,7 @@ import pytest
 import torch
 from harness import ITEMS, is_ragged, ragged
 
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Ragged, RaggedArray, Rows
+from fastgpu.rows.rows import Field, Ragged, RaggedArray, Rows
 
 CPU = torch.device("cpu")
 

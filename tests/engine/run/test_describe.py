@@ -3,8 +3,8 @@ from harness import ALONE
 
 from fastgpu.feed.sizes import Room, Sizes
 from fastgpu.feed.tiers import make_order
-from fastgpu.rows.mixture import Mixture
-from fastgpu.run.describe import describe_feed
+from fastgpu.rows.selection import Mixture
+from fastgpu.run.record import describe_feed
 from fastgpu.storage.arrays import Arrays
 
 SIZES = Sizes(4, 1, 10, "device", 2, False, Room(100, 1 << 30, 1 << 30))

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from fastgpu.process.config import Run
+from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
-from fastgpu.process.lock import FolderLock
 from fastgpu.run import folder as folder_module
 from fastgpu.run.folder import (
     create_folder,

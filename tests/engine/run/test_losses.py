@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import ALONE
 
-from fastgpu.run.losses import Losses
+from fastgpu.training.step import Losses
 
 
 def with_losses(*values: float) -> Losses:

@@ -5,7 +5,7 @@ from harness import ITEMS, is_ragged
 from scattered import read_scattered
 
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
 

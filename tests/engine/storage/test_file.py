@@ -12,11 +12,11 @@ from scattered import read_scattered
 
 from fastgpu.process.launch import RankError
 from fastgpu.rows.contract import BlockRead
+from fastgpu.rows.selection import Subset
 from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile, is_in_page_cache, not_found, split_group
 from fastgpu.storage.store import Store, open_store
-from fastgpu.storage.subset import Subset
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters

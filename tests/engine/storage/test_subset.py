@@ -9,9 +9,9 @@ from torch.utils.data import Dataset
 from fastgpu.dataset.source import DatasetSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
+from fastgpu.rows.selection import hold_out
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.store import open_store
-from fastgpu.storage.subset import hold_out
 
 FIELDS = {"images": "images", "labels": "labels"}
 

@@ -8,17 +8,15 @@ from harness import TIMEOUT_S
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu.process.launch import UserError
-from fastgpu.telemetry import tensorboard as tensorboard_module
-from fastgpu.telemetry.tensorboard import CHARTS, TensorBoard
+from fastgpu.telemetry import log as log_module
+from fastgpu.telemetry.log import CHARTS, TensorBoard
 
 CONFIG = {"optim.lr": 0.1, "data.fields": {"a": "b"}} | {f"model.option_{n}": n for n in range(120)}
 
 
 def test_the_config_and_the_charts_are_shown_beside_the_scalars(tmp_path, monkeypatch):
     layouts = []
-    monkeypatch.setattr(
-        tensorboard_module.SummaryWriter, "add_custom_scalars", lambda _, layout: layouts.append(layout)
-    )
+    monkeypatch.setattr(log_module.SummaryWriter, "add_custom_scalars", lambda _, layout: layouts.append(layout))
     board = TensorBoard(tmp_path, CONFIG, 0)
     board.scalars(5, {"train/loss": 1.0})
     board.close({"val/loss": 0.5})
@@ -36,7 +34,7 @@ def test_a_writer_that_fails_warns_once_and_loses_its_points(tmp_path, monkeypat
 
     board = TensorBoard(tmp_path, {}, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(tensorboard_module.SummaryWriter, "add_scalar", refuse)
+        patch.setattr(log_module.SummaryWriter, "add_scalar", refuse)
         board.scalars(1, {"x/y": 1.0})
         board.scalars(2, {"x/y": 1.0})
     board.scalars(3, {"x/y": 1.0})
@@ -53,7 +51,7 @@ def test_a_disk_without_room_at_the_start_does_not_stop_the_run(tmp_path, monkey
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorboard_module, "SummaryWriter", refuse)
+    monkeypatch.setattr(log_module, "SummaryWriter", refuse)
     board = TensorBoard(tmp_path, {}, 0)
     board.scalars(1, {"x/y": 1.0})
     board.close({})

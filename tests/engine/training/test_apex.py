@@ -10,8 +10,8 @@ from torch import nn
 from fastgpu.process.config import Dist, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import share_gradients
+from fastgpu.training.step import make_optimizer
 
 CPU = torch.device("cpu")
 NAMES = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}

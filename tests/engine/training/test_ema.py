@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
-from fastgpu.training.ema import AveragedModel
+from fastgpu.training.evaluate import AveragedModel
 
 
 def make_model() -> nn.Module:

@@ -4,7 +4,7 @@ from torch import nn
 
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
-from fastgpu.training.optim import make_optimizer
+from fastgpu.training.step import make_optimizer
 
 
 @pytest.fixture

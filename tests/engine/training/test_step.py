@@ -9,8 +9,15 @@ from torch import nn
 
 from fastgpu.process.config import Optim
 from fastgpu.rows.rows import Rows
-from fastgpu.training.optim import make_optimizer
-from fastgpu.training.step import OptimizerState, lr_factor, micro_batches, mixed_precision, prepare_to_skip, to_device
+from fastgpu.training.step import (
+    OptimizerState,
+    lr_factor,
+    make_optimizer,
+    micro_batches,
+    mixed_precision,
+    prepare_to_skip,
+    to_device,
+)
 
 
 class Recorder(nn.Module):

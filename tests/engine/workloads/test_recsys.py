@@ -23,9 +23,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import Store, open_store
-from fastgpu.training.optim import make_optimizer
 from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import mixed_precision
+from fastgpu.training.step import make_optimizer, mixed_precision
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll
 
 ITEMS = 60

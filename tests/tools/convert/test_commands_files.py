@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import is_ragged, numbered, numbers_of
 
-from fastgpu.convert.inspection import advise, columns_of
+from fastgpu.convert.summary import advise, columns_of
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS

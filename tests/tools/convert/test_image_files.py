@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.image_files import list_csv, list_folder, list_images
+from fastgpu.convert.images.image_files import list_folder, list_images
+from fastgpu.convert.images.tables import list_csv
 from fastgpu.images.files import Preprocessing, Resize
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from fastgpu.convert.inspection import advise, columns_of, damaged, fields_of
+from fastgpu.convert.summary import advise, columns_of, damaged, fields_of
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fastgpu.convert import partial
-from fastgpu.convert.partial import complete_or_absent
+from fastgpu.convert import writing
+from fastgpu.convert.writing import complete_or_absent
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -31,7 +31,7 @@ def test_a_disk_that_refuses_the_last_bytes_leaves_the_older_files(tmp_path, mon
         raise OSError(28, "No space left on device")
 
     (tmp_path / "x-train.h5").write_text("old")
-    monkeypatch.setattr(partial, "flush", refuse)
+    monkeypatch.setattr(writing, "flush", refuse)
     with pytest.raises(OSError, match="No space left"), complete_or_absent(tmp_path / "x.h5") as folder:
         (folder / "x-train.h5").write_text("new")
     assert contents(tmp_path) == {"x-train.h5": "old"}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fastgpu.convert.command_line import parse_split
-from fastgpu.convert.splits import draw_split, group_splits
+from fastgpu.convert.reading import draw_split, group_splits
 from fastgpu.process.launch import UserError
 
 

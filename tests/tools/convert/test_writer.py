@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-from fastgpu.convert.partial import complete_or_absent
 from fastgpu.convert.writer import WriteOptions, Writer, check_target, choose_block_rows, encode
+from fastgpu.convert.writing import complete_or_absent
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage import codecs
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
@@ -194,8 +193,8 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 import numpy as np
-from fastgpu.rows.field import Field
-from fastgpu.convert.partial import complete_or_absent
+from fastgpu.rows.rows import Field
+from fastgpu.convert.writing import complete_or_absent
 from fastgpu.convert.writer import Writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

@@ -5,8 +5,8 @@ import torch
 from test_model import FIELDS, trained_with
 from torch import Tensor, nn
 
-from fastgpu.predict import export as module
-from fastgpu.predict.export import export
+from fastgpu.predict import model as module
+from fastgpu.predict.model import export
 from fastgpu.process.launch import UserError
 
 

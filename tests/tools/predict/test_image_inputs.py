@@ -19,8 +19,7 @@ from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import Trained, check_labelled, load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Field, Rows
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.store import open_store
 from workloads.images import Workload

@@ -5,7 +5,7 @@ from harness import ALONE, is_ragged, numbered, numbers_of
 
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 
 FIELDS = {"x": Field(np.dtype(np.uint8), (1, 4, 2))}
 CARD = {"fields": {"x": {"dataset": "images"}}, "attributes": {}}

@@ -8,11 +8,10 @@ from harness import ALONE
 from short_run import CARD, CONFIG
 from torch import nn
 
-from fastgpu.predict.export import make_rows
-from fastgpu.predict.model import Trained, find_checkpoint, load_model
+from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_rows
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 from fastgpu.run import checkpoint
 from fastgpu.run.model_files import ModelToUse, describe_model
 from fastgpu.storage.arrays import Arrays

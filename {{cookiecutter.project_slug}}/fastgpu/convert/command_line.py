@@ -4,10 +4,13 @@ A command imports what it needs when it runs: torch alone takes seconds, for whi
 """
 
 import argparse
+import signal
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from fastgpu.process.machine import available_cpus
@@ -115,3 +118,36 @@ def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
         f"beside TARGET; stop if more than {most} are broken"
     )
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
+
+
+# ---------------------------------------------------------------------------------------------- signals
+
+_received_signals: list[int] = []
+
+
+def exit_on_signals() -> None:
+    """End the process at Ctrl-C and SIGTERM without a traceback; context managers remove what is not complete.
+
+    The exit code is 128 + the number of the signal, as shells have it. Python drops an exception that is raised while
+    a destructor runs, so the handler also remembers the signal, and the loop that writes asks for it.
+    """
+    sys.unraisablehook = report_unraisable
+    signal.signal(signal.SIGINT, _handle)
+    signal.signal(signal.SIGTERM, _handle)
+
+
+def exit_if_signalled() -> None:
+    """Exit if a signal came whose exception was dropped."""
+    if _received_signals:
+        sys.exit(128 + _received_signals[0])
+
+
+def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Report an exception that a destructor raised, unless it is the exit that a signal asked for."""
+    if not isinstance(unraisable.exc_value, SystemExit):
+        sys.__unraisablehook__(unraisable)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    _received_signals.append(number)
+    exit_if_signalled()

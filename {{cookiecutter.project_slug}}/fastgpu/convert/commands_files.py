@@ -80,7 +80,7 @@ def _refuse_own_output(args: Namespace) -> None:
 
 def _open_files(paths: Sequence[str], fields: dict[str, str]) -> "Source":
     """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
-    from fastgpu.convert.inspection import columns_of, fields_of
+    from fastgpu.convert.summary import columns_of, fields_of
     from fastgpu.storage.store import expand, open_store
 
     file, group = expand("SOURCE", paths[0])[0]
@@ -104,8 +104,7 @@ def _open_files(paths: Sequence[str], fields: dict[str, str]) -> "Source":
 
 def info(args: Namespace) -> None:
     """Show what files hold, how their rows lie, and what would make reading faster."""
-    from fastgpu.convert.inspection import advise, columns_of, fields_of
-    from fastgpu.convert.summary import describe_rows
+    from fastgpu.convert.summary import advise, columns_of, describe_rows, fields_of
     from fastgpu.feed.sizes import auto_pool_rows, class_order_warning
     from fastgpu.storage.file import split_group
     from fastgpu.storage.store import open_store
@@ -134,7 +133,7 @@ def info(args: Namespace) -> None:
 
 def verify(args: Namespace) -> int:
     """Read files and list every damaged block. The exit code is 1 if there is one."""
-    from fastgpu.convert.inspection import columns_of, damaged
+    from fastgpu.convert.summary import columns_of, damaged
     from fastgpu.convert.writing import progress_bar
 
     exit_code = 0

@@ -28,8 +28,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import CODECS, Field
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import CODECS, Field, RaggedArray
 from fastgpu.storage import codecs
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 

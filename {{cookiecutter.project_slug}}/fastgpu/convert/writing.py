@@ -3,30 +3,52 @@
 Rows take the random order, the reader threads and the pools of training, and then go to a `Writer`.
 """
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.partial import complete_or_absent, exit_if_signalled
-from fastgpu.convert.reading import MAX_SKIPPED_SHARE, DecodedRows, describe_broken
-from fastgpu.convert.splits import SPLITS
+from fastgpu.convert.command_line import exit_if_signalled
+from fastgpu.convert.reading import MAX_SKIPPED_SHARE, SPLITS, DecodedRows, describe_broken
 from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import WriteOptions, Writer, check_target
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
+from fastgpu.process.files import flush
 from fastgpu.process.launch import warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
+
+
+@contextmanager
+def complete_or_absent(target: Path) -> Iterator[Path]:
+    """A folder to write files in. At the end they all get their names beside `target`; after an exception, none does.
+
+    A process that is killed by SIGKILL leaves the folder, which may be removed by hand.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        paths = sorted(folder.iterdir())
+        for path in paths:
+            flush(path)
+        for path in paths:
+            path.replace(target.parent / path.name)
+        flush(target.parent)
+    finally:
+        shutil.rmtree(folder)
+
 
 POOL_BYTES = 1 << 30
 """Rows that are shuffled together, ..."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 
 NO_ARRAY = (TypeError, ValueError, RuntimeError, OverflowError)
 """What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""

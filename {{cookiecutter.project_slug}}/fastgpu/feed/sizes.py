@@ -16,7 +16,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
-from fastgpu.rows.field import MAX_VALUES
+from fastgpu.rows.rows import MAX_VALUES
 
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""

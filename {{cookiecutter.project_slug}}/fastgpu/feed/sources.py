@@ -14,10 +14,9 @@ from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
-from fastgpu.rows.mixture import Mixture
+from fastgpu.rows.selection import Mixture, hold_out
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import expand, open_store
-from fastgpu.storage.subset import hold_out
 
 
 def open_sources(data: Data, loader: Loader, world: World) -> tuple[Source, Source]:

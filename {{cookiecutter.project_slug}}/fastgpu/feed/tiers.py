@@ -14,10 +14,9 @@ from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, PoolPlan, Source
-from fastgpu.rows.field import MAX_VALUES
-from fastgpu.rows.mixture import MixedSampler
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import MAX_VALUES, Rows
+from fastgpu.rows.selection import MixedSampler
 from fastgpu.storage.arrays import Arrays
 
 LOAD_BYTES = 64 << 20

@@ -24,10 +24,9 @@ from fastgpu.rows.contract import (
     PoolReader,
     Source,
 )
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.rows.selection import Subset
 from fastgpu.storage.file import RESTORE, scratch
-from fastgpu.storage.subset import Subset
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler

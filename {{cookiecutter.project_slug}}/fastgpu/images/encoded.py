@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from fastgpu.images.files import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
-from fastgpu.rows.field import CODECS
+from fastgpu.rows.rows import CODECS
 from fastgpu.storage.file import scratch
 
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None

@@ -20,7 +20,7 @@ from fastgpu.images.files import (
 )
 from fastgpu.process.launch import RankError, UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 
 REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",

@@ -18,8 +18,8 @@ from fastgpu.feed.tiers import pool_capacity
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Pool, Source
-from fastgpu.rows.field import Field
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Field
 from fastgpu.run.model_files import DESCRIPTION
 from fastgpu.storage.arrays import Arrays
 from fastgpu.storage.file import not_found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
-from fastgpu.process.atomic import atomic_replace
+from fastgpu.process.files import atomic_replace
 from fastgpu.process.launch import UserError, stop_at_closed_pipe
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}

@@ -5,5 +5,6 @@ config.py         the settings: one class for each section of config.yaml
 config_loader.py  config.yaml and the command line become one checked Config
 machine.py        the CPUs and the memory that this process may use
 world.py          the process group: device, rank, collectives, an error of one rank on every rank
-atomic.py         files that are complete or absent
+signals.py        being asked to stop, and all ranks stopping at one step
+files.py          files that are complete or absent, and one writer for each folder
 """

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
-from fastgpu.process.atomic import write_own
+from fastgpu.process.files import write_own
 from fastgpu.process.launch import UserError, warn
 from fastgpu.report import results
 from fastgpu.report.results import Point, Table

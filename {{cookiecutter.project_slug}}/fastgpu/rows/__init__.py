@@ -2,7 +2,6 @@
 
 contract.py   Source, PoolPlan, BlockRead: what the rooms hand to each other
 order.py      BlockSampler: which row is trained on when
-mixture.py    MixedSampler: epochs in which some rows come more often than others
-field.py      the type of one field of a row
-rows.py       columns of equal length that are moved, sliced and gathered together
+selection.py  Subset: rows held out for validation; MixedSampler: epochs in which some rows come more often than others
+rows.py       the type of a field, and columns of equal length that are moved, sliced and gathered together
 """

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastgpu.rows.field import Field
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Field, Rows
 
 if TYPE_CHECKING:
-    from fastgpu.rows.mixture import Mixture
     from fastgpu.rows.order import BlockSampler
+    from fastgpu.rows.selection import Mixture
 
 
 class BlockRead(NamedTuple):

@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from fastgpu.process.atomic import atomic_replace
+from fastgpu.process.files import atomic_replace
 from fastgpu.process.launch import UserError, warn
 from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, sha256_of, write_model
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import yaml
 
-from fastgpu.process.atomic import write_own
 from fastgpu.process.config import Run
+from fastgpu.process.files import FolderLock, write_own
 from fastgpu.process.launch import UserError
-from fastgpu.process.lock import FolderLock
 
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""

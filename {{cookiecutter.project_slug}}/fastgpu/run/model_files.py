@@ -29,7 +29,7 @@ from torch import Tensor
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 from fastgpu.storage.meaning import check_meaning
 
 DESCRIPTION = "model.json"

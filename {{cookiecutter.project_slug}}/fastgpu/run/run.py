@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastgpu.process.config import Run as RunSettings
+from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.lock import FolderLock
+from fastgpu.process.signals import Agreement
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.run import checkpoint, folder
-from fastgpu.run.agreement import Agreement
-from fastgpu.run.describe import describe_metrics
-from fastgpu.run.losses import Losses
 from fastgpu.run.model_files import ModelToUse
-from fastgpu.run.record import Record, write_or_warn
+from fastgpu.run.record import Record, describe_metrics, write_or_warn
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
 from fastgpu.training.parallel import average_buffers
+from fastgpu.training.step import Losses
 
 STOPPED = "stopped.json"
 """File in the folder of a run that was asked to stop and has not been resumed: a job script may look for it."""

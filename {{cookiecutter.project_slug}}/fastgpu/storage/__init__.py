@@ -1,6 +1,5 @@
 """Rows on a disk or in memory, read as blocks: each source here keeps the contract `Source` of rows/contract.py.
 
-subset.py       some rows of a source: a share for validation
 meaning.py      what numbers mean: names, ranges, order; and whether sources agree on it
 store.py        HDF5 files as one source
 csr.py          which datasets of a file belong to a field, plain or ragged

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import LONG_ROW_BYTES, Field
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
 
 

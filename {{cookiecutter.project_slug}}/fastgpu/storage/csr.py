@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.field import MAX_VALUES, OFFSET_DTYPE, Field
+from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage.hdf5 import attributes_of, open_dataset
 from fastgpu.storage.layout import Layout, ReadOptions
 

@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.field import MAX_VALUES, Field
+from fastgpu.rows.rows import MAX_VALUES, Field
 from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.hdf5 import open_file

@@ -21,7 +21,7 @@ import numpy as np
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import BlockRead, Source
-from fastgpu.rows.field import LONG_ROW_BYTES, Field
+from fastgpu.rows.rows import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group

@@ -2,6 +2,5 @@
 
 clock       rows per second, and the time that the device waits for rows
 monitor     GPUs, CPUs, memory and disks during the run, read by a thread
-log         where scalars go: metrics.jsonl, TensorBoard, the progress bar
-tensorboard TensorBoard's event files, and Weights & Biases
+log         where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
 """

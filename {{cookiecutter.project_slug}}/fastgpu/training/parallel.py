@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -10,7 +11,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.training import apex
 
 
 def share_gradients(
@@ -23,7 +23,10 @@ def share_gradients(
     """
     strategy = settings.strategy
     if strategy == "apex":
-        return apex.distributed(model, world.world_size)
+        with explain_apex("dist.strategy is apex"):
+            kind = import_module("apex.parallel").DistributedDataParallel  # which Apex had until 25.05
+            averaging: nn.Module = kind(model) if world.world_size > 1 else model
+        return averaging
     if strategy == "dp":
         if world.world_size > 1:
             raise UserError(
@@ -43,6 +46,16 @@ def share_gradients(
     )
     ddp.broadcast_buffers = False  # `average_buffers` does this when it matters, not in every forward pass
     return ddp
+
+
+@contextmanager
+def explain_apex(setting: str) -> Iterator[None]:
+    """Raise UserError for whatever raises if Apex (https://github.com/NVIDIA/apex) is missing, foreign or unfit."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{setting}, but {reason}; see https://github.com/NVIDIA/apex#installation") from None
 
 
 def average_buffers(model: nn.Module, world: World) -> None:

@@ -1,18 +1,63 @@
-"""Parts of an optimizer step: precision, parts of a batch, learning rate, and the state that a checkpoint keeps.
+"""Parts of an optimizer step: optimizer, precision, parts of a batch, learning rate, losses, state for a checkpoint.
 
-The step itself is in train.py. Nothing here makes the host wait for the device.
+The step itself is in train.py. Nothing here makes the host wait for the device but `Losses.take`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fastgpu.process.config import Auto, Precision
+from fastgpu.process.config import Auto, Optim, Precision
+from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
+from fastgpu.training.parallel import explain_apex
+
+APEX_CLASSES = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
+"""{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
+
+
+def make_optimizer(
+    model: nn.Module, settings: Optim, own_groups: Sequence[dict[str, Any]] = ()
+) -> torch.optim.Optimizer:
+    """AdamW with betas (momentum, 0.999), SGD with Nesterov momentum, or one of Apex, all with fused kernels.
+
+    Parameters with fewer than two dimensions (biases and norms) get no weight decay. To add an optimizer, add its name
+    to `Optim.name` and a branch here.
+
+    own_groups: parameters that train differently (see `Workload.parameter_groups`). Frozen parameters are left out.
+    """
+    own_groups = [{**group, "params": list(group["params"])} for group in own_groups]
+    listed = {id(p) for group in own_groups for p in group["params"]}
+    rest = {"params": [p for p in model.parameters() if id(p) not in listed]}
+    groups = [part for group in (rest, *own_groups) for part in _split_group(group, settings.weight_decay)]
+    lr = settings.lr
+    momentum = settings.momentum
+    if settings.name in APEX_CLASSES:
+        with explain_apex(f"optim.name is {settings.name}"):
+            kind = getattr(import_module("apex.optimizers"), APEX_CLASSES[settings.name])
+            optimizer: torch.optim.Optimizer = kind(groups, lr=lr, betas=(momentum, 0.999))
+        return optimizer
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)
+    assert settings.name == "sgd", f"optim.name is {settings.name}: add a branch here"
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+
+
+def _split_group(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:
+    """A group as two: matrices with weight decay, and biases and norms without, unless the group sets its own."""
+    if "lr" in group:
+        raise UserError("parameter_groups sets lr, which follows the schedule; set lr_scale, a factor of optim.lr")
+    trained = [p for p in group["params"] if p.requires_grad]
+    return [
+        {"weight_decay": weight_decay, **group, "params": [p for p in trained if p.ndim >= 2]},
+        {"weight_decay": 0.0, **group, "params": [p for p in trained if p.ndim < 2]},
+    ]
 
 
 class MixedPrecision(NamedTuple):
@@ -106,3 +151,37 @@ class OptimizerState:
 def _label(optimizer: torch.optim.Optimizer) -> str:
     """Class and package of an optimizer, for the checkpoint: `FusedAdam of apex`."""
     return f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
+
+
+class Losses:
+    """The losses since the last report, and their mean since the beginning of the epoch, or the resume in it."""
+
+    def __init__(self) -> None:
+        self.epoch_mean: float | None = None
+        """None: no step has been made in this epoch."""
+        self._losses: list[Tensor] = []
+        self._n_epoch_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(self, loss: Tensor) -> None:
+        """loss: a scalar on the device, not read here."""
+        self._losses.append(loss)
+
+    def take(self, world: World) -> float:
+        """The mean over the steps since the last report, and over the ranks. These steps are forgotten."""
+        mean = torch.stack(self._losses).mean()
+        self._losses.clear()
+        return world.all_reduce_sum(mean).item() / world.world_size
+
+    def add_to_epoch(self, mean: float, n_steps: int) -> None:
+        """mean: of `n_steps` steps, at least one."""
+        self._n_epoch_steps += n_steps
+        before = self.epoch_mean or 0.0
+        self.epoch_mean = before + (mean - before) * n_steps / self._n_epoch_steps
+
+    def begin_epoch(self) -> None:
+        """Begin another mean."""
+        self.epoch_mean = None
+        self._n_epoch_steps = 0

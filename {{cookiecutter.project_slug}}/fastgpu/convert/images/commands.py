@@ -43,7 +43,8 @@ def add_commands(command_line: CommandLine) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.images.image_files import list_csv, list_folder, list_pairs
+    from fastgpu.convert.images.image_files import list_folder, list_pairs
+    from fastgpu.convert.images.tables import list_csv
 
     source = Path(args.source)
     root = args.root or (source if source.is_dir() else source.parent)
@@ -66,7 +67,7 @@ def images(args: Namespace) -> None:
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or one column of numbers separated by spaces."""
-    from fastgpu.convert.images.pixel_csv import PixelFile, PixelRows, list_pixels
+    from fastgpu.convert.images.tables import PixelFile, PixelRows, list_pixels
     from fastgpu.convert.reading import explain_errors
 
     with explain_errors(args.source, "a CSV file of UTF-8 text"):

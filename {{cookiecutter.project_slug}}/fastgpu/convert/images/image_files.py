@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from fastgpu.convert.images.tables import parse_labels, read_table
-from fastgpu.convert.reading import BrokenRowError, DecodedRows, OnError, list_first
-from fastgpu.convert.splits import SPLIT_OF_WORD, draw_split, group_splits
+from fastgpu.convert.reading import (
+    SPLIT_OF_WORD,
+    BrokenRowError,
+    DecodedRows,
+    OnError,
+    draw_split,
+    group_splits,
+    list_first,
+)
 from fastgpu.images.encoded import Kept, keep
 from fastgpu.images.files import (
     IGNORED_CLASS,
@@ -28,7 +34,7 @@ from fastgpu.images.files import (
     open_file,
 )
 from fastgpu.process.launch import UserError
-from fastgpu.rows.field import Field
+from fastgpu.rows.rows import Field
 
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
@@ -192,29 +198,6 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError, *, is_binary:
     if unused := sorted(set(masks) - set(used_masks)):
         print(f"masks without an image in {folder}, which are left out: {len(unused):,} ({list_first(unused)})")
     return Listing(str(folder), names, None, {}, masks=[mask_folder / name for name in used_masks], is_binary=is_binary)
-
-
-def list_csv(
-    path: Path, columns: Sequence[str], n_classes: int | None, *, delimiter: str | None = None, split_by: str = ""
-) -> Listing:
-    """A CSV with a file and its labels in each line.
-
-    columns: names of the column with the files and of those with labels, which `parse_labels` describes. split_by: name
-    of the column that says train, val or test. Raises UserError with the line if something is missing or wrong.
-    """
-    if len(columns) < 2:
-        raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
-    words, lines = read_table(path, [*columns, *filter(None, [split_by])], delimiter)
-    labels, attributes = parse_labels(path, {name: words[name] for name in columns[1:]}, lines, n_classes)
-    splits = group_splits(path, words[split_by], lines) if split_by else {}
-    names = words[columns[0]]
-    n_outside = sum(os.path.normpath(name).startswith(("/", "../")) for name in names)
-    n_repeated = len(names) - len({os.path.normpath(name) for name in names})
-    if n_repeated:
-        print(f"lines of {path} whose image an earlier line names, too, and perhaps for another split: {n_repeated:,}")
-    if n_outside:
-        print(f"paths of {path} that are absolute or begin with ../, which are read as they are: {n_outside:,}")
-    return Listing(str(path), names, labels, attributes, lines, splits=splits)
 
 
 # ---------------------------------------------------------------------------------------------- rows

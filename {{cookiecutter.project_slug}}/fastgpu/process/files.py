@@ -1,0 +1,94 @@
+"""Files and folders that are complete or absent, whatever ends the process; and one writer for each folder."""
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Literal, TextIO
+
+from fastgpu.process.launch import UserError
+
+
+def atomic_replace(partial: Path, target: Path) -> None:
+    """Flush a file, or a folder of files, to disk and rename it to `target`, which may exist.
+
+    Raises OSError if the disk refuses; an existing `target` is then unchanged.
+    """
+    if partial.is_dir():
+        for path in partial.iterdir():
+            flush(path)
+    flush(partial)
+    if target.is_dir():
+        shutil.rmtree(target)
+    partial.replace(target)
+    flush(target.parent)
+
+
+def open_own(path: Path, mode: Literal["a", "w"]) -> TextIO:
+    """Open a text file in the folder of a run to write to it.
+
+    Raises OSError for a symbolic link: whoever may write to the folder could lead the run to any file of its user.
+    """
+    return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a text file as a whole, as `open_own` does."""
+    with open_own(path, "w") as file:
+        file.write(text)
+
+
+def flush(path: Path) -> None:
+    """Write a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+LOCK = "lock"
+"""Name of the file that is locked."""
+PATIENCE_S = 8.0
+"""How long to wait for a lock: ranks outlive a launcher that was killed by a few seconds (see signals.py)."""
+POLL_S = 0.2
+MAX_HOLDER_BYTES = 512
+
+
+class FolderLock:
+    """The lock of a folder. Raises UserError if another process holds it, and OSError if the disk refuses.
+
+    It is a POSIX record lock. Worker processes, which are forks, would inherit one of `flock` and keep it alive.
+    """
+
+    def __init__(self, folder: Path):
+        until = time.monotonic() + PATIENCE_S
+        self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            while not self._try():
+                if time.monotonic() > until:
+                    holder = os.pread(self._descriptor, MAX_HOLDER_BYTES, 0).decode(errors="replace")
+                    raise UserError(f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name")
+                time.sleep(POLL_S)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
