@@ -51,7 +51,7 @@ def say(text: str) -> None:
 
 def name_cause(path: str, plan: Planted | None, rounds: int) -> dict[str, Any]:
     """{planted, cause, named: [cause], said: [gain], given: [gain]}. plan: None for one slow rank of two."""
-    name, cause = (plan.name, plan.cause) if plan else ("one slow rank of two", "STRAGGLER")
+    name, cause = (plan.name, plan.cause) if plan else ("one slow rank of two", "RANKS")
     row: dict[str, Any] = {"planted": name, "cause": cause, "named": [], "said": [], "given": []}
     for number in range(rounds):
         say(f"round {number + 1}: {name}")

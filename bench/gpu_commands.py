@@ -66,7 +66,7 @@ PLANTED = (
     Planted("nothing", "COMPUTE", "ResNet-18, 224 x 224", ["data.tier=device"], []),
     Planted(
         "the loss is asked for in each step",
-        "SYNC",
+        "HOST",
         "CIFAR-10",
         ["data.tier=device", "workload=waiting"],
         ["workload=images"],

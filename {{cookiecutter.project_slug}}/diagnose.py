@@ -49,7 +49,7 @@ import json
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from fastgpu.diagnose import preflight, result
+from fastgpu.diagnose import result
 from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.verdict import judge, settings_to_try
 from fastgpu.process.config import Config
@@ -60,7 +60,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     """Measure, print the verdict, and return all numbers as JSON values."""
     # ------------------------------------------------------------ look, measure, judge
     with world.raise_on_every_rank():
-        findings = preflight.look(cfg.data, world)
+        findings = result.look(cfg.data, world)
     world.print_once("\n".join(map(str, findings)))
     bench = Bench(cfg, world, args.seconds)
     measured = bench.measure()

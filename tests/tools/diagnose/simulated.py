@@ -249,14 +249,14 @@ PLANTED = [
     Planted(
         "a value read in each step",
         Times(launch_s=0.004, reads_value=True),
-        "SYNC",
+        "HOST",
         "leave the value on the device at mine.py:12",
         Times(launch_s=0.004),
     ),
     Planted(
         "a model too small for its launches",
         Times(step_s=0.002, launch_s=0.009),
-        "LAUNCH",
+        "HOST",
         f"data.batch_size={4 * BATCH_SIZE}",
         Times(step_s=0.002, launch_s=0.009, batch_size=4 * BATCH_SIZE),
     ),

@@ -83,7 +83,7 @@ def test_one_slow_rank_of_two(path):
         verdicts = [judge(m, Facts()) for m in slow]
         gain = speed(cured[0]) / speed(slow[0])
         is_named = all(
-            verdict.cause == "STRAGGLER" and verdict.change.startswith("look at the machine of rank 1")
+            verdict.cause == "RANKS" and verdict.change.startswith("look at the machine of rank 1")
             for verdict in verdicts
         )
         if is_named and gain == pytest.approx(verdicts[0].gain, rel=0.15):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import psutil
 import torch
 
-from fastgpu.diagnose import preflight
+from fastgpu.diagnose import result
 from fastgpu.process.config import Data
 from fastgpu.process.world import World
 
@@ -19,10 +19,10 @@ class WithGpus(World):
     gpus = ("a",)
 
 
-def look(path: str, world: World = ALONE, *, nvml: object = None) -> dict[str, preflight.Finding]:
+def look(path: str, world: World = ALONE, *, nvml: object = None) -> dict[str, result.Finding]:
     """{topic: finding}"""
     data = Data(train=path, val=path, fields={"images": "images", "labels": "labels"})
-    return {finding.topic: finding for finding in preflight.look(data, world, nvml=nvml)}
+    return {finding.topic: finding for finding in result.look(data, world, nvml=nvml)}
 
 
 def test_processes_and_their_cpus(write, monkeypatch):
@@ -30,7 +30,7 @@ def test_processes_and_their_cpus(write, monkeypatch):
     assert look(path)["processes"].advice == ""
     assert str(look(path)["processes"]).startswith("  processes ")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(preflight, "available_cpus", lambda: 1)
+    monkeypatch.setattr(result, "available_cpus", lambda: 1)
     one_gpu = World(0, 1, 1, GPU, local_rank=1)  # the first local rank would ask CUDA for UUIDs
     finding = look(path, one_gpu)["processes"]
     assert finding.advice == "7 GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
@@ -52,7 +52,7 @@ def test_a_network_file_system_is_told(write, monkeypatch):
 
 
 def driver(width: int = 16, reasons: int = 0) -> SimpleNamespace:
-    names = {f"nvmlClocksEventReason{name}": 1 << number for number, name in enumerate(preflight.LIMITS)}
+    names = {f"nvmlClocksEventReason{name}": 1 << number for number, name in enumerate(result.LIMITS)}
     return SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,

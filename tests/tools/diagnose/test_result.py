@@ -4,7 +4,7 @@ import re
 import pytest
 
 from fastgpu.diagnose import result
-from fastgpu.diagnose.preflight import Finding
+from fastgpu.diagnose.result import Finding
 from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Verdict, judge
 
 CONFIG = {"workload": "mine", "data.batch_size": 64, "loader.num_readers": 2, "model.shape": (3, 4)}
@@ -57,7 +57,6 @@ def test_numbers_survive_json():
     assert numbers["feed_ratio"] == 0.25
     assert numbers["compute_rows_per_s"] == 6400
     assert numbers["ceilings"]["supply"]["rows_per_s"] == 1600
-    assert numbers["verdict"]["overrides"] == {"data.echo": 4}
     verdict = Verdict(**numbers["verdict"])
     assert verdict._replace(candidates=tuple(verdict.candidates)) == VERDICT
     assert Finding(**numbers["preflight"][0]) == findings[0]

@@ -8,7 +8,7 @@ import workloads
 from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Setting, exceeds, judge, settings_to_try
 from fastgpu.process.config_loader import keys
 
-HOST = Facts(nearer_tier="host")
+ON_DISK = Facts(nearer_tier="host")
 FP16 = Facts(is_fp16=True)
 FLOATS = Facts(float_fields={"images": 4})
 
@@ -33,25 +33,25 @@ def measured(compute_s: float, loop_s: float, **others: object) -> Measured:
 
 
 CASES = [
-    (measured(1.0, 1.01, supply=0.2, cached=0.2), HOST, "COMPUTE", ("nothing", 1.0)),
-    (measured(1.0, 4.0, supply=4.0, cached=0.5), HOST, "READ", ("data.tier=host", 4.0)),
-    (measured(1.0, 4.0, supply=4.0, cached=3.9), HOST, "DECODE", ("data.tier=host", 4.0)),
+    (measured(1.0, 1.01, supply=0.2, cached=0.2), ON_DISK, "COMPUTE", ("nothing", 1.0)),
+    (measured(1.0, 4.0, supply=4.0, cached=0.5), ON_DISK, "READ", ("data.tier=host", 4.0)),
+    (measured(1.0, 4.0, supply=4.0, cached=3.9), ON_DISK, "DECODE", ("data.tier=host", 4.0)),
     (measured(1.0, 3.0, supply=3.0, cached=0.5), Facts(), "READ", ("data.echo=3", 3.0)),
     (measured(1.0, 9.0, supply=9.0, cached=0.5), Facts(), "READ", ("data.echo=4", 4.0)),
     (measured(1.0, 3.0, copy=3.0, supply=3.0), Facts(nearer_tier="device"), "COPY", ("data.tier=device", 3.0)),
     (measured(1.0, 3.0, copy=3.0, supply=2.9), FLOATS, "COPY", ("store images as uint8", 3.0)),
-    (measured(1.0, 1.0, busy_s=0.1), HOST, "LAUNCH", ("data.batch_size=512", 8.0)),
-    (measured(1.0, 1.0, busy_s=0.6, syncs=("mine.py:3",)), HOST, "SYNC", ("mine.py:3", 1 / 0.6)),
-    (measured(1.0, 1.0, busy_s=0.6, syncs=("mine.py:3",)), FP16, "SYNC", ("train.precision=bf16", 1 / 0.6)),
-    (measured(1.0, 1.0, busy_s=0.95, syncs=("mine.py:3",)), HOST, "COMPUTE", ("nothing", 1.0)),
-    (measured(1.0, 1.0, untransformed=0.6), HOST, "AUGMENT", ("transform", 1 / 0.6)),
-    (measured(1.0, 1.0, ranks_compute=(0.5, 1.0)), HOST, "STRAGGLER", ("rank 1", 2.0)),
-    (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 2.0)), HOST, "STRAGGLER", ("rank 0", 2.0)),
-    (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), HOST, "COMM", ("data.batch_size=128", 1.25)),
+    (measured(1.0, 1.0, busy_s=0.1), ON_DISK, "HOST", ("data.batch_size=512", 8.0)),
+    (measured(1.0, 1.0, busy_s=0.6, syncs=("mine.py:3",)), ON_DISK, "HOST", ("mine.py:3", 1 / 0.6)),
+    (measured(1.0, 1.0, busy_s=0.6, syncs=("mine.py:3",)), FP16, "HOST", ("train.precision=bf16", 1 / 0.6)),
+    (measured(1.0, 1.0, busy_s=0.95, syncs=("mine.py:3",)), ON_DISK, "COMPUTE", ("nothing", 1.0)),
+    (measured(1.0, 1.0, untransformed=0.6), ON_DISK, "AUGMENT", ("transform", 1 / 0.6)),
+    (measured(1.0, 1.0, ranks_compute=(0.5, 1.0)), ON_DISK, "RANKS", ("rank 1", 2.0)),
+    (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 2.0)), ON_DISK, "RANKS", ("rank 0", 2.0)),
+    (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), ON_DISK, "RANKS", ("data.batch_size=128", 1.25)),
     (measured(1.0, 1.8, supply=0.9, cached=0.9, cpu_share=0.95), Facts(), "DECODE", ("data.echo=2", 1.8 / 1.4)),
-    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), HOST, "INCONCLUSIVE", ("quieter machine", 1.0)),
-    (measured(1.0, 1.8, supply=0.9, cached=0.9, cpu_share=0.5), HOST, "INCONCLUSIVE", ("quieter machine", 1.0)),
-    (measured(1.0, 1.8, supply=0.9, cached=0.9, busy_s=0.1), HOST, "LAUNCH", ("data.batch_size=512", None)),
+    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), ON_DISK, "INCONCLUSIVE", ("quieter machine", 1.0)),
+    (measured(1.0, 1.8, supply=0.9, cached=0.9, cpu_share=0.5), ON_DISK, "INCONCLUSIVE", ("quieter machine", 1.0)),
+    (measured(1.0, 1.8, supply=0.9, cached=0.9, busy_s=0.1), ON_DISK, "HOST", ("data.batch_size=512", None)),
 ]
 
 
@@ -64,13 +64,6 @@ def test_one_cause_and_one_change(m, facts, cause, advice):
     assert change in verdict.change
     if gain:
         assert verdict.gain == pytest.approx(gain, rel=0.02)
-
-
-def test_the_change_as_settings():
-    verdict = judge(measured(1.0, 4.0, supply=4.0, cached=0.5), HOST)
-    assert (verdict.change, verdict.overrides) == ("data.tier=host", {"data.tier": "host"})
-    advice = judge(measured(1.0, 3.0, copy=3.0, supply=2.9), FLOATS)
-    assert (advice.overrides, judge(measured(1.0, 1.0), HOST).overrides) == ({}, {})
 
 
 def test_the_best_setting_that_was_tried_is_the_change():
@@ -118,9 +111,9 @@ NEAR_A_LIMIT = [  # (measurements, causes that are right): a small change would 
     (measured(1.0, 2.0, supply=2.0, cached=1.01), {"DECODE"}),
     (measured(1.0, 2.0, copy=2.0, supply=2.0, cached=0.1), {"COPY"}),
     (measured(1.0, 2.2, copy=2.0, supply=2.15, cached=0.1), {"READ"}),
-    (measured(1.0, 1.0, **FED, busy_s=0.74), {"LAUNCH"}),
+    (measured(1.0, 1.0, **FED, busy_s=0.74), {"HOST"}),
     (measured(1.0, 1.0, **FED, busy_s=0.81), {"COMPUTE"}),
-    (measured(1.0, 1.0, **FED, ranks_compute=(0.8, 1.0)), {"STRAGGLER"}),
+    (measured(1.0, 1.0, **FED, ranks_compute=(0.8, 1.0)), {"RANKS"}),
     (measured(1.0, 1.0, **FED, ranks_compute=(0.88, 1.0)), {"COMPUTE"}),
 ]
 
@@ -151,7 +144,7 @@ def test_a_ratio_whose_interval_says_nothing_gives_no_verdict():
     loop = Rounds((1.0, 0.4, 0.5, 0.5, 1.2, 0.45, 0.4, 0.6))
     fast = Rounds((0.001,) * 8)
     for parts in ({}, {"supply": fast, "cached": fast}):  # on the device tier, and on disk
-        verdict = judge(Measured(64, compute, loop, **parts), HOST)
+        verdict = judge(Measured(64, compute, loop, **parts), ON_DISK)
         assert (verdict.cause, verdict.certainty, verdict.gain) == ("INCONCLUSIVE", "low", 1.0)
         assert "the loop loses 0 to 4" in verdict.why
         assert verdict.candidates == ("COMPUTE",)
@@ -163,7 +156,7 @@ def test_a_ratio_whose_interval_says_nothing_gives_no_verdict():
 def test_candidates_are_in_the_order_of_their_likelihood():
     slow = Rounds((3.5, 4.5, 2.9, 5.5))
     storage = Rounds((1.0, 3.0, 1.2, 3.5))
-    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage), HOST)
+    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage), ON_DISK)
     assert (verdict.cause, verdict.candidates) == ("INCONCLUSIVE", ("READ", "DECODE"))
     assert "READ, DECODE" in verdict.why
 

@@ -13,9 +13,8 @@ import train
 import workloads
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
-from fastgpu.diagnose.verdict import Cause, Facts, Measured, Overrides, Rounds, Setting, as_words
+from fastgpu.diagnose.verdict import Cause, Facts, Measured, Rounds, Setting
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
-from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Placement, make_order
 from fastgpu.process.config import Config, Tier, nested
 from fastgpu.process.config_loader import read_options
@@ -61,24 +60,25 @@ class Bench:
         world.check_everywhere(can_step, f"data.batch_size is {batch_size}: out of memory; use a smaller one")
         self.compute = self._time_step(self.loop.transform)
         slowest_s = self.compute.median
-        if self.sizes.tier == "disk" and (supply := self.time_supply({})):
+        if self.sizes.tier == "disk" and (supply := self.time_supply()):
             slowest_s = max(slowest_s, supply.median)
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
         """Every part of the training loop."""
-        feeds = self._open_feeds({})
+        feeds = self._open_feeds()
         measured = ceilings.measure(self.meter, self.loop, feeds, report=self.show)
         feeds.close()
         self.compute = measured.compute
         return measured
 
-    def time_supply(self, overrides: Overrides) -> Rounds | None:
-        """The supply of rows with other settings. None: they are not possible here, for instance for want of memory."""
-        if overrides:
-            self.show(f"trying {as_words(overrides)}")
+    def time_supply(self, readers: Setting | None = None) -> Rounds | None:
+        """The supply of rows, perhaps with another number of readers. None: it is not possible here, as for want of
+        memory."""
+        if readers:
+            self.show(f"trying {readers}")
         try:
-            feeds = self._open_feeds(overrides, only_real=True)
+            feeds = self._open_feeds(readers, only_real=True)
         except RankError:
             raise
         except UserError:  # raised on every rank
@@ -91,16 +91,15 @@ class Bench:
 
     def try_setting(self, cause: Cause, setting: Setting) -> float:
         """Seconds per step of the part that the setting changes (see `verdict.judge`); inf if it is not possible."""
-        overrides = {setting.key: setting.value}
         if cause == "AUGMENT":
             self.show(f"trying {setting}")
-            config = self.parts.config.resolved(**nested(overrides))
+            config = self.parts.config.resolved(**nested({setting.key: setting.value}))
             workload_class = workloads.load(config.workload)
             options = read_options(config, workload_class.Options)
             workload = workload_class(options, self.parts.source, self.parts.val_source)
             rng = reseed(self.world, config.run.seed)
             return self._time_step(lambda rows: workload.transform(rows, rng)).median
-        timing = self.time_supply(overrides)
+        timing = self.time_supply(setting)
         return timing.median if timing else inf
 
     @property
@@ -147,7 +146,7 @@ class Bench:
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""
-        feeds = self._open_feeds({}, only_real=True)
+        feeds = self._open_feeds(only_real=True)
         pools = Pools(feeds.real, self.loop)
         steps = (step for _ in count() for step in pools.steps())
         next(steps)
@@ -168,23 +167,24 @@ class Bench:
         if self.world.is_main:
             print(text, file=sys.stderr, flush=True)
 
-    def _open_feeds(self, overrides: Overrides, *, only_real: bool = False) -> Feeds:
-        """Feeds as with other settings. Pools are as small as `POOL_S` says, unless their size is one of the settings.
+    def _open_feeds(self, readers: Setting | None = None, *, only_real: bool = False) -> Feeds:
+        """The feeds of the training, with pools as small as `POOL_S` says.
 
-        Raises UserError on every rank if the settings are not possible on one.
+        readers: another number of them. Raises UserError on every rank if that is not possible on one.
         """
-        config = self.parts.config.resolved(**nested(overrides))
-        loader = config.loader
+        config = self.parts.config
+        if readers:
+            config = config.resolved(**nested({readers.key: readers.value}))
+        source = self.parts.source
         n_ranks = self.world.local_world_size
         with self.world.raise_on_every_rank():
-            source = open_source(config.data, "train", loader) if overrides else self.parts.source
             if self.sizes.uses_workers:
-                n_readers = choose_workers(loader, self.sizes.batch_size * source.row_bytes, n_ranks)
+                n_readers = choose_workers(config.loader, self.sizes.batch_size * source.row_bytes, n_ranks)
             else:
-                n_readers = choose_readers(loader.num_readers, n_ranks)
-            order = self._next_order(source, overrides.get("data.pool_batches", self._pool_batches))
+                n_readers = choose_readers(config.loader.num_readers, n_ranks)
             placement = Placement(self.sizes.tier, self.world.device, n_readers)
-            return open_feeds(source, order, placement, loader, only_real=only_real)
+            order = self._next_order(source, self._pool_batches)
+            return open_feeds(source, order, placement, config.loader, only_real=only_real)
 
     def _next_order(self, source: Source, pool_batches: int) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""

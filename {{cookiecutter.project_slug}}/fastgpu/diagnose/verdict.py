@@ -16,20 +16,18 @@ All times are seconds per optimizer step, that is for the rows of one step over 
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median, median_low
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fastgpu.process.config import Tier
 
-Cause = Literal["READ", "DECODE", "AUGMENT", "COPY", "LAUNCH", "SYNC", "COMM", "STRAGGLER", "COMPUTE", "INCONCLUSIVE"]
+Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "INCONCLUSIVE"]
 MEANING: dict[Cause, str] = {
     "READ": "the loop waits for bytes from storage",
     "DECODE": "the loop waits until bytes have been decoded to rows",
-    "AUGMENT": "the transform takes a large part of the step",
     "COPY": "the loop waits for copies from host to device",
-    "LAUNCH": "the device waits for the host to launch its kernels",
-    "SYNC": "the step makes the host wait for the device",
-    "COMM": "the ranks wait for each other's gradients",
-    "STRAGGLER": "all ranks wait for one",
+    "AUGMENT": "the transform takes a large part of the step",
+    "HOST": "the device waits for the host",
+    "RANKS": "the ranks wait for each other",
     "COMPUTE": "the device computes all the time: there is nothing to improve",
     "INCONCLUSIVE": "the measurements do not tell",
 }
@@ -40,11 +38,9 @@ READ_SHARE = 0.5  # storage is the cause if it takes a larger part of the supply
 AUGMENT_SHARE = 0.25  # a transform that takes a larger part of the step is worth a change
 STRAGGLER_SHARE = 0.13  # a rank that takes 1.15 times as long as the others is a straggler
 IDLE_SHARE = 0.2  # a device that is idle for a larger part of the step waits for the host
+LAUNCH_SHARE = 2 / 3  # idle for a larger part, it waits for launches, even if the step also reads values from it
 CPU_SHARE = 0.85  # where a larger part of the CPUs is used, none is left for more readers
 MAX_BATCH_FACTOR = 64
-
-Overrides = Mapping[str, Any]
-"""{dotted key: value} of settings that replace those of a config."""
 
 
 class Setting(NamedTuple):
@@ -56,11 +52,6 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value).lower()
         return f"{self.key}={text}"
-
-
-def as_words(overrides: Overrides) -> str:
-    """The overrides as words of the command line."""
-    return " ".join(str(Setting(key, value)) for key, value in overrides.items())
 
 
 class Rounds(NamedTuple):
@@ -168,6 +159,17 @@ class Measured(NamedTuple):
         return each_round(max, *self.ranks_compute) if len(self.ranks_compute) > 1 else self.compute
 
     @property
+    def idle(self) -> Rounds | None:
+        """The share of a step in which the device has nothing to do. None: it cannot be seen."""
+        busy_s = self.busy_s
+        return None if busy_s is None else each_round(lambda step_s: 1 - busy_s / step_s, self.local)
+
+    @property
+    def waits_for_launches(self) -> bool:
+        """Whether an idle device would be busy with a larger batch, and not with a step that reads no values."""
+        return not self.syncs or (self.idle is not None and self.idle.median > LAUNCH_SHARE)
+
+    @property
     def lost(self) -> Rounds:
         """The share of the loop's time that compute alone does not need."""
         return saved(self.compute, self.loop)
@@ -212,8 +214,6 @@ class Verdict(NamedTuple):
     """Predicted speed of the loop after the change / its speed now."""
     certainty: Literal["high", "medium", "low"] = "low"
     """low: nothing is certain (INCONCLUSIVE). high: the cause, and the numbers to a few percent."""
-    overrides: Mapping[str, Any] = {}
-    """The change as {dotted key: value}. Empty: the change is not a setting."""
     see_also: str = ""
     """Something else that would help, by an unknown factor."""
     candidates: tuple[Cause, ...] = ()
@@ -275,7 +275,6 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
         str(change),
         gain=max(1.0, m.loop_s / changed_loop_s),
         certainty="high" if m.feed_ratio.noise < DEAD_BAND else "medium",
-        overrides={change.key: change.value} if isinstance(change, Setting) else {},
         see_also=_see_also(cause, facts),
         candidates=(cause,),
     )
@@ -320,7 +319,7 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
         rank, share = find_straggler(m.ranks_supply)
         is_straggler = exceeds(share, STRAGGLER_SHARE)
         if is_straggler is not False:
-            suspects.append(Suspect("STRAGGLER", f"{share} of the supply's time for rank {rank}"))
+            suspects.append(Suspect("RANKS", f"{share} of the supply's time for rank {rank}"))
         if is_straggler:
             return suspects
     if not (m.supply and m.cached):
@@ -343,8 +342,10 @@ def _find_in_between(m: Measured) -> list[Suspect]:
     factor = m.loop_s / max(m.copy_s, m.supply_s, m.compute_s)
     unknown = Suspect("INCONCLUSIVE", f"the loop takes {factor:.2f} x as long as its slowest part alone")
     in_step = _find_in_step(m)
-    on_host = [suspect for suspect in in_step if suspect.cause in ("LAUNCH", "SYNC")]
-    return in_step if on_host == in_step else [*on_host, unknown]
+    on_host = [suspect for suspect in in_step if suspect.cause == "HOST"]
+    if on_host == in_step:
+        return on_host
+    return [*on_host, unknown]
 
 
 def _find_in_step(m: Measured) -> list[Suspect]:
@@ -352,16 +353,14 @@ def _find_in_step(m: Measured) -> list[Suspect]:
     costs = [_Cost("AUGMENT", m.transform, AUGMENT_SHARE)]
     if len(m.ranks_compute) > 1:
         rank, share = find_straggler(m.ranks_compute)
-        costs.append(_Cost("STRAGGLER", share, STRAGGLER_SHARE, f"for rank {rank}"))
-        costs.append(_Cost("COMM", saved(m.local, m.compute), DEAD_BAND))
-    if m.busy_s is not None:
-        busy_s = m.busy_s
-        idle = each_round(lambda step_s: 1 - busy_s / step_s, m.local)
+        costs.append(_Cost("RANKS", share, STRAGGLER_SHARE, f"for rank {rank}"))
+        costs.append(_Cost("RANKS", saved(m.local, m.compute), DEAD_BAND))
+    if m.idle:
         if m.syncs:  # without them, the host's time and that of the device overlap
-            overlap = each_round(lambda share: min(share, 1 - share), idle)
-            costs.append(_Cost("SYNC", overlap, IDLE_SHARE, f"at {', '.join(m.syncs)}"))
-        if not m.syncs or idle.median > 2 / 3:
-            costs.append(_Cost("LAUNCH", idle, IDLE_SHARE))
+            overlap = each_round(lambda share: min(share, 1 - share), m.idle)
+            costs.append(_Cost("HOST", overlap, IDLE_SHARE, f"at {', '.join(m.syncs)}"))
+        if m.waits_for_launches:
+            costs.append(_Cost("HOST", m.idle, IDLE_SHARE))
 
     costs = [cost for cost in costs if exceeds(cost.share, cost.threshold) is not False]
     costs.sort(key=lambda cost: cost.share.median, reverse=True)
@@ -387,7 +386,6 @@ def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:
 
 def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
     """What could be changed. The first change that gains something is advised; if none does, the last one."""
-    local_s = m.local.median
     if cause in ("READ", "DECODE", "COPY"):
         return _find_feed_changes(cause, m, facts, tried)
     if cause == "AUGMENT":
@@ -396,32 +394,42 @@ def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list
         ]
         advice = "make `transform` of the workload lighter, or try train.compile=true"
         return [*changes, (advice, _with_step(m, (1 - m.transform.median) * m.compute_s))]
-    if cause == "SYNC":
-        busy_s = m.busy_s or 0.0
-        loop_s = _with_step(m, m.compute_s - local_s + max(busy_s, local_s - busy_s))
-        if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
-            return [(Setting("train.precision", "bf16"), loop_s)]
-        return [(f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s)]
-    if cause == "LAUNCH":  # the host takes as long for a large batch as for a small one
-        busy_s = m.busy_s or m.compute_s
+    if cause == "HOST":
+        return _find_host_changes(m, facts)
+    if cause == "RANKS":
+        return _find_ranks_changes(m, facts)
+    return [("nothing", m.loop_s)]
+
+
+def _find_host_changes(m: Measured, facts: Facts) -> list[Change]:
+    local_s = m.local.median
+    busy_s = m.busy_s or m.compute_s
+    if m.waits_for_launches:  # the host takes as long for a large batch as for a small one
         factor = min(MAX_BATCH_FACTOR, 1 << max(1, int(m.compute_s / busy_s).bit_length() - 1))
         while factor > 1 and m.batch_size * factor > facts.max_batch_size:
             factor //= 2
         if factor == 1:
             return [("try train.compile=true: there are no rows for a larger batch", m.loop_s)]
         return [(Setting("data.batch_size", m.batch_size * factor), max(busy_s, _with_step(m, m.compute_s / factor)))]
-    if cause == "COMM":
-        if m.batch_size * 2 > facts.max_batch_size:
-            return [("use fewer ranks: there are no rows for a larger batch", m.loop_s)]
-        return [(Setting("data.batch_size", m.batch_size * 2), _with_step(m, (m.compute_s + local_s) / 2))]
-    if cause == "STRAGGLER":
-        is_supply = exceeds(m.lost, 0.0)
-        rank, share = find_straggler(m.ranks_supply if is_supply else m.ranks_compute)
+    loop_s = _with_step(m, m.compute_s - local_s + max(busy_s, local_s - busy_s))
+    if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
+        return [(Setting("train.precision", "bf16"), loop_s)]
+    return [(f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s)]
+
+
+def _find_ranks_changes(m: Measured, facts: Facts) -> list[Change]:
+    local_s = m.local.median
+    is_supply = exceeds(m.lost, 0.0)
+    rank, share = find_straggler(m.ranks_supply if is_supply else m.ranks_compute)
+    averaging = saved(m.local, m.compute)
+    if is_supply or (share.median > averaging.median and exceeds(share, STRAGGLER_SHARE) is not False):
         loop_s = _with_step(m, m.compute_s - share.median * local_s)
         if is_supply:
             loop_s = max(m.loop_s - share.median * m.supply_s, m.compute_s)
         return [(f"look at the machine of rank {rank}: other processes, clocks, its disk", loop_s)]
-    return [("nothing", m.loop_s)]
+    if m.batch_size * 2 > facts.max_batch_size:
+        return [("use fewer ranks: there are no rows for a larger batch", m.loop_s)]
+    return [(Setting("data.batch_size", m.batch_size * 2), _with_step(m, (m.compute_s + local_s) / 2))]
 
 
 def _find_feed_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
@@ -461,6 +469,6 @@ def _see_also(cause: Cause, facts: Facts) -> str:
         return f"store the rows without {facts.filters}: python convert.py repack"
     if cause == "READ":
         return "a faster disk, or blocks of 2 MiB (python convert.py info)"
-    if cause in ("COMPUTE", "LAUNCH"):
+    if cause in ("COMPUTE", "HOST"):
         return ", ".join(map(str, facts.faster))
     return ""
