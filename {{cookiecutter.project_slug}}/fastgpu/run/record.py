@@ -1,4 +1,4 @@
-"""What a run was trained with: run.json and config.yaml in its folder."""
+"""What a run is trained with: run.json and config.yaml in its folder, and the lines that are printed when it starts."""
 
 import json
 import platform
