@@ -11,45 +11,24 @@ from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# {path: {question: answers that keep it}}
-KEEP = {
-    "convert.py": {"tools": ["all"]},
-    "diagnose.py": {"tools": ["all"]},
-    "predict.py": {"tools": ["all"]},
-    "report.py": {"tools": ["all"]},
-    "fastgpu/convert": {"tools": ["all"]},
-    "fastgpu/diagnose": {"tools": ["all"]},
-    "fastgpu/predict": {"tools": ["all"]},
-    "fastgpu/report": {"tools": ["all"]},
-    "docs/data.md": {"tools": ["all"]},
-    "docs/measuring.md": {"tools": ["all"]},
-    "docs/troubleshooting.md": {"tools": ["all"]},
-    "docs/why-is-my-gpu-idle.md": {"tools": ["all"]},
-    "docs/tutorial.md": {"tools": ["all"], "workload": ["images", "recsys", "both"]},
-    "docs/ko": {"tools": ["all"], "workload": ["images", "recsys", "both"]},
-    "launch": {"launch": ["slurm", "kubernetes", "both"]},
-    "launch/slurm.sh": {"launch": ["slurm", "both"]},
-    "launch/kubernetes.yaml": {"launch": ["kubernetes", "both"]},
-    "launch/Dockerfile": {"launch": ["kubernetes", "both"]},
-    "launch/Dockerfile.dockerignore": {"launch": ["kubernetes", "both"]},
-    "docs/clusters.md": {"launch": ["slurm", "kubernetes", "both"]},
-    "configs": {"workload": ["images", "recsys", "both"]},
-    "workloads/images.py": {"workload": ["images", "both"]},
-    "configs/celeba.yaml": {"workload": ["images", "both"]},
-    "configs/cifar10.yaml": {"workload": ["images", "both"]},
-    "configs/csv-images.yaml": {"workload": ["images", "both"]},
-    "configs/imagenet.yaml": {"workload": ["images", "both"]},
-    "data/digits.h5": {"workload": ["images", "both", "own"]},
-    "fastgpu/images": {"workload": ["images", "both"]},
-    "fastgpu/convert/images": {"workload": ["images", "both"]},
-    "fastgpu/predict/image_inputs.py": {"workload": ["images", "both"]},
-    "workloads/recsys.py": {"workload": ["recsys", "both"]},
-    "configs/recsys.yaml": {"workload": ["recsys", "both"]},
-    "data/interactions-train.h5": {"workload": ["recsys", "both"]},
-    "data/interactions-val.h5": {"workload": ["recsys", "both"]},
-    "fastgpu/convert/recsys": {"workload": ["recsys", "both"]},
-    "fastgpu/training/ranking.py": {"workload": ["recsys", "both"]},
-}
+KEEP = [
+    ({"tools": ["all"]}, "convert.py diagnose.py predict.py report.py"),
+    ({"tools": ["all"]}, "fastgpu/convert fastgpu/diagnose fastgpu/predict fastgpu/report"),
+    ({"tools": ["all"]}, "docs/data.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md"),
+    ({"tools": ["all"], "workload": ["images", "recsys", "both"]}, "docs/tutorial.md docs/ko"),
+    ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
+    ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
+    ({"launch": ["kubernetes", "both"]}, "launch/kubernetes.yaml launch/Dockerfile launch/Dockerfile.dockerignore"),
+    ({"workload": ["images", "both", "own"]}, "data/digits.h5"),
+    ({"workload": ["images", "recsys", "both"]}, "configs"),
+    ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
+    ({"workload": ["images", "both"]}, "configs/csv-images.yaml configs/imagenet.yaml"),
+    ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
+    ({"workload": ["images", "both"]}, "fastgpu/convert/images fastgpu/predict/image_inputs.py"),
+    ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
+    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys fastgpu/training/ranking.py"),
+]
+"""({question: answers that keep them}, paths): no other project has these files and folders."""
 LEFTOVERS = [
     ".venv",
     "runs",
@@ -72,9 +51,10 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-for name, questions in KEEP.items():
+for questions, paths in KEEP:
     if any(answers[question] not in kept for question, kept in questions.items()):
-        remove(Path(name))
+        for name in paths.split():
+            remove(Path(name))
 config = Path(f"config.{answers['workload']}.yaml")
 if config.exists():
     config.replace("config.yaml")
@@ -83,7 +63,7 @@ for path in list(Path().glob("config.*.yaml")):
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)
-for folder in {Path(name).parent for name in KEEP}:
+for folder in {Path(name).parent for _, paths in KEEP for name in paths.split()}:
     if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
         folder.rmdir()
 

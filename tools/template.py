@@ -37,7 +37,9 @@ def hook_constant(name: str) -> Any:
     raise KeyError(name)
 
 
-KEEP: dict[str, dict[str, list[str]]] = hook_constant("KEEP")
+KEEP: dict[str, dict[str, list[str]]] = {
+    path: questions for questions, paths in hook_constant("KEEP") for path in paths.split()
+}
 """{path in a project: {question: answers that keep it}}."""
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
 WORKLOADS = ("images", "recsys")
