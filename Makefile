@@ -2,7 +2,7 @@
 #               users and items
 # make test     the tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
-# make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, Slurm, damaged files and faults, for hours
+# make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, benchmarks, Slurm, damaged files and faults, for hours
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the pages config.md and code.md again
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3

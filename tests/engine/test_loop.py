@@ -237,6 +237,7 @@ def test_one_run_has_one_writer(folder):
             first.kill()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_rank_outlives_its_launcher(folder, number):

@@ -119,6 +119,7 @@ def test_convert_has_the_commands_of_the_workload(baked, workload):
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_a_project_is_clean(baked, answer):
+    """Parts of a project import no more than the whole, which `missing_modules` sees faster than mypy."""
     project = baked(answer)
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
         run_in(project, ["-m", *command])
@@ -163,10 +164,9 @@ def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", OTHERS, ids=lambda answers: "-".join(answers.values()))
-def test_a_project_of_other_answers_trains_and_is_clean(own_copy, answers):
+def test_a_project_of_other_answers_trains_and_its_tests_pass(own_copy, answers):
     project = own_copy(**answers)
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
-        run_in(project, ["-m", *command])
+    run_in(project, ["-m", "ruff", "check"])
     assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1"]).stdout
     run_pytest(project)
 
@@ -236,13 +236,14 @@ def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, worklo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("room", "workload"), [("convert", "images"), ("diagnose", "recsys"), ("predict", "images"), ("report", "recsys")]
+    ("deleted", "workload"), [(("convert", "report"), "images"), (("diagnose", "predict"), "recsys")]
 )
-def test_a_leaf_room_can_be_deleted(own_copy, room, workload):
+def test_rooms_of_tools_can_be_deleted(own_copy, deleted, workload):
     """The project trains, and its tests pass."""
     project = own_copy(workload)
-    shutil.rmtree(project / "fastgpu" / room)
-    (project / f"{room}.py").unlink()
+    for room in deleted:
+        shutil.rmtree(project / "fastgpu" / room)
+        (project / f"{room}.py").unlink()
     assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "run.name=first"]).stdout
     assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)

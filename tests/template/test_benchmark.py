@@ -119,6 +119,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert {len(row) for table in page for row in table.rows} == {3, 7}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_writes_numbers_that_fit_together(template: Path) -> None:
     command = [sys.executable, "bench/run.py", "--quick", "--rounds", "1", "--peers", "grain", "--contenders"]

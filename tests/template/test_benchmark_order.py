@@ -202,6 +202,7 @@ def test_without_a_gpu_nothing_is_measured() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "not measured: torch sees no CUDA device\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     done = run_gpu("--device", "cpu", "--out", str(tmp_path), "--parts", "CIFAR-10")

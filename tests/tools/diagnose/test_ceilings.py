@@ -74,6 +74,7 @@ def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, pl
         assert tries.again(slow, cured), tries.notes
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_slow_rank_of_two(path):
     tries = Tries()
@@ -92,6 +93,7 @@ def test_one_slow_rank_of_two(path):
         assert tries.again(*slow, *cured), tries.notes
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [0.5, 0.8, 1.25, 4])  # supply / demand
 def test_feed_ratio_is_that_of_theory(path, load):
