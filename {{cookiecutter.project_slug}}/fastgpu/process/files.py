@@ -10,6 +10,13 @@ from typing import Literal, TextIO
 
 from fastgpu.process.launch import UserError
 
+LOCK = "lock"
+"""Name of the file that is locked."""
+PATIENCE_S = 8.0
+"""How long to wait for a lock: ranks outlive a launcher that was killed by a few seconds (see signals.py)."""
+POLL_S = 0.2
+MAX_HOLDER_BYTES = 512
+
 
 def atomic_replace(partial: Path, target: Path) -> None:
     """Flush a file, or a folder of files, to disk and rename it to `target`, which may exist.
@@ -47,14 +54,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-LOCK = "lock"
-"""Name of the file that is locked."""
-PATIENCE_S = 8.0
-"""How long to wait for a lock: ranks outlive a launcher that was killed by a few seconds (see signals.py)."""
-POLL_S = 0.2
-MAX_HOLDER_BYTES = 512
 
 
 class FolderLock:

@@ -83,7 +83,7 @@ def _git(*arguments: str) -> str | None:
 
 
 MAY_DIFFER = ("data.train", "data.val", "data.tier")
-"""Keys that nodes may set differently, besides the sections `loader` and `hdf5`. Files may have other names: their rows
+"""Keys that nodes may set differently, besides the section `loader`. Files may have other names: their rows
 are compared. The others decide how rows are read, not which."""
 
 
