@@ -34,6 +34,7 @@ def test_blocks_are_short_at_the_end_of_the_tiny_file(tiny: data.DataSpec) -> No
     assert open_rows(tiny.h5).block_rows.tolist() == [7] * 257 + [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name != FIXED])
 def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: data.DataSpec) -> None:
     contender = CONTENDERS[name](Task(tiny.h5, tiny.folder, tiny.batch_size, n_workers=1, seed=0))
@@ -82,6 +83,7 @@ def test_a_span_ends_with_an_epoch_or_at_its_cap() -> None:
     assert worker.advance(epochs, 60, 0) == 5
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_says_why(tiny: data.DataSpec) -> None:
     with processes.Process("nobody", tiny, n_workers=1, is_peer=False) as process:
         with pytest.raises(processes.ContenderError, match="failed: KeyError: 'nobody'"):

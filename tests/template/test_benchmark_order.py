@@ -113,6 +113,7 @@ def test_an_epoch_has_every_row_once() -> None:
     assert sorted(row_ids.tolist()) == list(range(SMALL.n_rows))
 
 
+@pytest.mark.slow
 def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
     results = list(order.qualities(SMALL, 16, (1, 8, 128)))
     full = results[-1]
@@ -165,6 +166,7 @@ def test_the_last_epoch_is_the_sum_of_its_points() -> None:
     assert values["gpu0/util_pct"] == 40
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_the_others_and_causes_go_on_where_they_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def run_gpu(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_measured() -> None:
     done = run_gpu()
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "not measured: torch sees no CUDA device\n")

@@ -160,6 +160,7 @@ def test_segmentation_refuses_rows_that_do_not_fit():
 # ---------------------------------------------------------------------------------------------- letters
 
 
+@pytest.mark.slow
 def test_letters_train_by_the_commands_that_their_config_names(project):
     take(project, "letters")
     (project / "book.txt").write_text("a rose is a rose is a rose. " * 300)
@@ -189,6 +190,7 @@ def test_letters_fit_the_protocol():
 # ---------------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.slow
 def test_numbers_train_by_the_commands_that_their_config_names(project):
     take(project, "image_numbers")
     lines = ["path,age"]

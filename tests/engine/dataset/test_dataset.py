@@ -451,6 +451,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_process_is_one_line():
         next(feed.pools(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "state"), [("hang", "70.*sleeping"), ("stop", "stopped")])
 @pytest.mark.usefixtures("short_waits")
 def test_a_worker_that_hangs_or_is_stopped_is_one_clear_error_and_is_killed(kind, state):

@@ -47,6 +47,7 @@ def test_a_signal_asks_for_a_stop(requests, number):
     assert requests.stop_signal == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOP)
 def test_a_signal_that_comes_again_later_ends_the_process(number):
     code = (
@@ -71,6 +72,7 @@ def test_a_rank_that_is_told_to_end_may_say_why_first(what, code):
     assert done.returncode == code
 
 
+@pytest.mark.slow
 def test_an_orphan_is_asked_to_stop_and_then_ended():
     with subprocess.Popen([sys.executable, "-c", ORPHAN], cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
         orphan = psutil.Process(int(launcher.stdout.readline()))
@@ -86,6 +88,7 @@ def test_a_child_of_a_living_parent_goes_on(requests):
     assert not requests.stop_signal
 
 
+@pytest.mark.slow
 def test_a_rank_whose_launcher_died_before_it_looked_ends():
     """As when torchrun is killed while its ranks still start."""
     code = """
