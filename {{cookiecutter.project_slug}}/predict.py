@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help="rows of a batch; default: as in training")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: as in training")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # flags may stand before INPUT
     tasks = [bool(args.inputs), bool(args.evaluate), bool(args.export)]
     if sum(tasks) != 1:
         raise UserError("give INPUT, --evaluate FILE.h5 or --export FILE, one of them; see --help")

@@ -201,6 +201,11 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path):
 # ---------------------------------------------------------------------------------------------- mistakes
 
 
+def test_flags_may_stand_before_the_input():
+    args = script.parse(["runs/a", "--top", "3", "x.npy", "-o", "x.csv", "y.npy"])
+    assert (args.checkpoint, args.inputs, args.top, args.output) == ("runs/a", ["x.npy", "y.npy"], 3, "x.csv")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
