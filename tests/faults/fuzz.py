@@ -55,10 +55,8 @@ from torch import nn
 
 import workloads
 from fastgpu.convert.writer import WriteOptions, Writer
-from fastgpu.feed.sources import open_sources
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model, make_rows
-from fastgpu.process.config import Data, Loader
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import Launch, exit_with_message
 from fastgpu.rows.contract import Source
@@ -67,6 +65,7 @@ from fastgpu.run import checkpoint
 from fastgpu.run.model_files import ModelToUse, describe_model
 from fastgpu.storage import hdf5 as hdf5_module
 from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.store import open_store
 
 CPU_S = 8
 WALL_S = 60
@@ -193,8 +192,7 @@ def digest(source: Source) -> str:
 
 
 def read_hdf5(*fields: str, verify: bool = True) -> str:
-    data = Data(train="x.h5", val="x.h5", fields={name: name for name in fields}, verify=verify)
-    return digest(open_sources(data, Loader(), ALONE)[0])
+    return digest(open_store("data.train", "x.h5", {name: name for name in fields}, verify=verify))
 
 
 def read_config(words: str = "") -> None:
