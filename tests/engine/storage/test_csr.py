@@ -162,3 +162,11 @@ def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(
     store = open_store("data.train", path, FIELDS)
     with pytest.raises(RankError, match=f"ragged.h5: items: item number {wrong} is not in 0 to 999"):
         read_scattered(store)
+
+
+def test_ragged_values_of_several_numbers_are_refused(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["boxes/indptr"] = np.array([0, 2, 3])
+        file["boxes/values"] = np.zeros((3, 4), np.float32)
+    with pytest.raises(UserError, match=r"boxes/values is \(3, 4\); ragged rows have single values, \(N,\)"):
+        open_store("data.train", str(tmp_path / "x.h5"), {"boxes": "boxes"})

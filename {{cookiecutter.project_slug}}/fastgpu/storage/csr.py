@@ -72,6 +72,8 @@ def open_field(root: h5py.Group, name: str, where: str) -> FieldData:
         codec = str(attributes_of(group, f"{where}: {name}").get("codec", ""))
         if codec and (values.ndim != 1 or values.dtype != np.uint8):
             raise UserError(f"{where}: {name} has the attribute codec, but its values are no bytes, uint8 (N,)")
+        if values.ndim != 1:
+            raise UserError(f"{where}: {name}/values is {values.shape}; ragged rows have single values, (N,)")
     else:
         values = open_dataset(root, f"{name}/indices", where)
         n_items = _read_n_items(group, values, f"{where}: {name}")
