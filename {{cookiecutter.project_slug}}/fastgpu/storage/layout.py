@@ -42,6 +42,8 @@ IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
+SAMPLED_ROWS = 16
+"""Rows that stand for the content of a file without these."""
 
 Piece = tuple[int, int, np.ndarray | range]
 """(chunk, first row in the chunk, places): neighbouring rows of one chunk, and where each of them goes."""
@@ -132,13 +134,14 @@ class Layout:
         self._file.use_page_cache()
 
     def fingerprint(self) -> bytes:
-        """The SHA-256 of the file's size and the checksums of all rows; if it has none, of the row in the middle."""
+        """The SHA-256 of the file's size and the checksums of all rows; without them, of a few rows of all parts."""
         with open_file(self._file.path, self._name) as file:
             digests = file[self.dataset].parent.get(self._digests_name)
             content = digests[:] if isinstance(digests, h5py.Dataset) else None
         if content is None:
-            content = np.empty((min(1, self._n_rows), *self.field.shape), self.field.dtype)
-            self.read([RowRange(self._n_rows // 2, np.arange(len(content)))], content)
+            rows = np.linspace(0, self._n_rows - 1, min(SAMPLED_ROWS, self._n_rows)).astype(np.int64)
+            content = np.empty((len(rows), *self.field.shape), self.field.dtype)
+            self.read([RowRange(row, np.array([place])) for place, row in enumerate(rows.tolist())], content)
         return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
 
     # ------------------------------------------------------------------------------------------ metadata
