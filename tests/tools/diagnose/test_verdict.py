@@ -153,6 +153,21 @@ def test_a_ratio_whose_interval_says_nothing_gives_no_verdict():
         assert "--seconds" in verdict.change
 
 
+def test_the_change_belongs_to_what_is_said_of_the_ranks():
+    """Whether the loop loses time is open; the supply has a slow rank, and gradients cost a third of a step."""
+    compute = Rounds((1.0,) * 4)
+    loop = Rounds((1.02, 1.2, 1.3, 1.25))
+    supplies = (Rounds((1.25,) * 4), Rounds((0.6,) * 4))
+    locals_ = (Rounds((0.66,) * 4), Rounds((0.66,) * 4))
+    m = Measured(
+        64, compute, loop, supply=supplies[0], cached=supplies[0], ranks_supply=supplies, ranks_compute=locals_
+    )
+    verdict = judge(m, Facts())
+    assert verdict.cause == "RANKS"
+    assert "supply's time for rank 0" in verdict.why
+    assert verdict.change.startswith("look at the machine of rank 0")
+
+
 def test_candidates_are_in_the_order_of_their_likelihood():
     slow = Rounds((3.5, 4.5, 2.9, 5.5))
     storage = Rounds((1.0, 3.0, 1.2, 3.5))

@@ -231,6 +231,8 @@ class Suspect(NamedTuple):
 
     cause: Cause
     why: str
+    ranks: tuple[Rounds, ...] = ()
+    """The times of the ranks, if the slowest of them is the cause."""
 
 
 class _Cost(NamedTuple):
@@ -239,6 +241,7 @@ class _Cost(NamedTuple):
     """Share of the step that could be saved."""
     threshold: float
     where: str = ""
+    ranks: tuple[Rounds, ...] = ()
 
 
 def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
@@ -257,7 +260,7 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
     (AUGMENT).
     """
     suspects = find_suspects(m)
-    cause, why = suspects[0]
+    cause, why, _ = suspects[0]
     causes = tuple(dict.fromkeys(suspect.cause for suspect in suspects))
     if causes != (cause,) or cause == "INCONCLUSIVE":
         if len(causes) > 1:
@@ -266,7 +269,7 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
         advice = "run it again on a quieter machine, with larger --seconds, or look at --trace"
         candidates = tuple(each for each in causes if each != "INCONCLUSIVE")
         return Verdict("INCONCLUSIVE", why, advice, candidates=candidates)
-    changes = _find_changes(cause, m, facts, tried or {})
+    changes = _find_changes(suspects[0], m, facts, tried or {})
     gaining = (change for change in changes if change[1] < (1 - DEAD_BAND) * m.loop_s)
     change, changed_loop_s = next(gaining, changes[-1])
     return Verdict(
@@ -319,7 +322,7 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
         rank, share = find_straggler(m.ranks_supply)
         is_straggler = exceeds(share, STRAGGLER_SHARE)
         if is_straggler is not False:
-            suspects.append(Suspect("RANKS", f"{share} of the supply's time for rank {rank}"))
+            suspects.append(Suspect("RANKS", f"{share} of the supply's time for rank {rank}", m.ranks_supply))
         if is_straggler:
             return suspects
     if not (m.supply and m.cached):
@@ -353,7 +356,7 @@ def _find_in_step(m: Measured) -> list[Suspect]:
     costs = [_Cost("AUGMENT", m.transform, AUGMENT_SHARE)]
     if len(m.ranks_compute) > 1:
         rank, share = find_straggler(m.ranks_compute)
-        costs.append(_Cost("RANKS", share, STRAGGLER_SHARE, f"for rank {rank}"))
+        costs.append(_Cost("RANKS", share, STRAGGLER_SHARE, f"for rank {rank}", m.ranks_compute))
         costs.append(_Cost("RANKS", saved(m.local, m.compute), DEAD_BAND))
     if m.idle:
         if m.syncs:  # without them, the host's time and that of the device overlap
@@ -368,7 +371,7 @@ def _find_in_step(m: Measured) -> list[Suspect]:
     for cost in costs:
         is_rival = exceeds(each_round(float.__sub__, cost.share, costs[0].share), 0.0) is not False
         if cost is costs[0] or is_rival:
-            suspects.append(Suspect(cost.cause, f"{cost.share} of a step {cost.where}".rstrip()))
+            suspects.append(Suspect(cost.cause, f"{cost.share} of a step {cost.where}".rstrip(), cost.ranks))
     if not costs or not exceeds(costs[0].share, costs[0].threshold):
         suspects.append(Suspect("COMPUTE", f"the loop loses {m.lost} of its time to the feed"))
     return suspects
@@ -384,8 +387,9 @@ def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:
 # ---------------------------------------------------------------------------------------------- the change
 
 
-def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
+def _find_changes(suspect: Suspect, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
     """What could be changed. The first change that gains something is advised; if none does, the last one."""
+    cause = suspect.cause
     if cause in ("READ", "DECODE", "COPY"):
         return _find_feed_changes(cause, m, facts, tried)
     if cause == "AUGMENT":
@@ -397,7 +401,7 @@ def _find_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list
     if cause == "HOST":
         return _find_host_changes(m, facts)
     if cause == "RANKS":
-        return _find_ranks_changes(m, facts)
+        return _find_ranks_changes(suspect.ranks, m, facts)
     return [("nothing", m.loop_s)]
 
 
@@ -417,14 +421,13 @@ def _find_host_changes(m: Measured, facts: Facts) -> list[Change]:
     return [(f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s)]
 
 
-def _find_ranks_changes(m: Measured, facts: Facts) -> list[Change]:
+def _find_ranks_changes(ranks: Sequence[Rounds], m: Measured, facts: Facts) -> list[Change]:
+    """ranks: the times of the ranks, if one of them is slow; empty if they wait for each other's gradients."""
     local_s = m.local.median
-    is_supply = exceeds(m.lost, 0.0)
-    rank, share = find_straggler(m.ranks_supply if is_supply else m.ranks_compute)
-    averaging = saved(m.local, m.compute)
-    if is_supply or (share.median > averaging.median and exceeds(share, STRAGGLER_SHARE) is not False):
+    if ranks:
+        rank, share = find_straggler(ranks)
         loop_s = _with_step(m, m.compute_s - share.median * local_s)
-        if is_supply:
+        if ranks is m.ranks_supply:
             loop_s = max(m.loop_s - share.median * m.supply_s, m.compute_s)
         return [(f"look at the machine of rank {rank}: other processes, clocks, its disk", loop_s)]
     if m.batch_size * 2 > facts.max_batch_size:
