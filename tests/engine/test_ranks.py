@@ -54,7 +54,7 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
     shutil.copyfile("rows.h5", "other.h5")
     with h5py.File("other.h5", "r+") as file:
         file["train/y"][350] += 1
-        file["val/x"][50] += 1
+        file["val/x"][-1] += 1  # one of the rows that stand for a file without checksums
     ranks = in_world(2, build_cases, folder)
     assert ranks[0] == ranks[1]
     for name, (_, beginning) in CASES.items():
