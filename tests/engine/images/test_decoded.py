@@ -13,7 +13,7 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_source
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
-from fastgpu.images.encoded import Box, EncodedImage, decode_centre, decode_random, draw
+from fastgpu.images.encoded import Box, EncodedImage, decode_centre, draw, random_box
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
@@ -77,7 +77,8 @@ def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]
 
 def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
     (draws,) = draw((5, epoch), np.array([row])).tolist()
-    return decode_random(np.frombuffer(FILES[row], np.uint8), SIZE, draws, min_scale).tobytes()
+    image = EncodedImage(np.frombuffer(FILES[row], np.uint8))
+    return image.decode(random_box(draws, image.height, image.width, min_scale), SIZE).tobytes()
 
 
 def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):

@@ -6,8 +6,9 @@ import pytest
 from PIL import Image
 from test_files import encoded, pixels
 
+from fastgpu.convert.images.image_files import Kept, keep
 from fastgpu.images import encoded as module
-from fastgpu.images.encoded import N_DRAWS, Box, EncodedImage, Kept, centre_box, draw, keep, random_box
+from fastgpu.images.encoded import N_DRAWS, Box, EncodedImage, centre_box, draw, random_box
 from fastgpu.images.files import Preprocessing, decode
 
 KINDS = {

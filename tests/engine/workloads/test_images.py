@@ -1,5 +1,6 @@
 """The workload `images`: one class of many, any number of attributes, or numbers."""
 
+import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,8 @@ from harness import (
     same_weights,
     weights_of,
 )
+from PIL import Image
 
-from fastgpu.images.encoded import to_jpeg
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
@@ -518,12 +519,16 @@ def write_encoded(path, files: list[bytes], labels: np.ndarray) -> None:
         file["labels"] = labels
 
 
+def to_jpeg(image_CHW: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
 def write_jpegs(path: Path) -> None:
     """The rows of rows.h5 with three channels and 20 x 20 pixels, as JPEG files."""
     with h5py.File("rows.h5") as rows, h5py.File(path, "w") as file:
-        files = [
-            to_jpeg(np.kron(image, np.ones((3, 3, 3), np.uint8))[:, :20, :20], 95) for image in rows["images"][:80]
-        ]
+        files = [to_jpeg(np.kron(image, np.ones((3, 3, 3), np.uint8))[:, :20, :20]) for image in rows["images"][:80]]
         file["images/indptr"] = np.cumsum([0, *map(len, files)])
         file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
         file["images"].attrs["codec"] = "jpeg"

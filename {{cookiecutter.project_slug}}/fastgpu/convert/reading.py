@@ -1,4 +1,4 @@
-"""What the readers of other formats share: missing or damaged files, broken rows and --on-error."""
+"""What the readers of other formats share: missing or damaged files, broken rows, --on-error, and splits."""
 
 import csv
 import re

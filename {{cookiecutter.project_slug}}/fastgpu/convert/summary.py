@@ -1,4 +1,4 @@
-"""What rows hold, as a person reads it: how many, their fields, their classes."""
+"""What rows and files hold, as a person reads it: fields, classes, layout; and which blocks of a file are damaged."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

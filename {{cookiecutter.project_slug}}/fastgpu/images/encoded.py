@@ -1,4 +1,4 @@
-"""One encoded image (JPEG, PNG, WebP): the pixels of any part of it, resized, and its bytes made smaller.
+"""One encoded image (JPEG, PNG, WebP): the pixels of any part of it, resized.
 
 JPEG files are decoded by simplejpeg (libjpeg-turbo), everything else by Pillow. Where simplejpeg is not installed,
 Pillow decodes JPEG files, too, to the same pixels. A part is taken from the image decoded at 1/2, 1/4 or 1/8 of its
@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fastgpu.images.files import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
-from fastgpu.rows.rows import CODECS
 from fastgpu.storage.file import scratch
 
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
@@ -189,49 +187,3 @@ def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.n
     """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
     image = EncodedImage(data)
     return image.decode(centre_box(image.height, image.width, size, share), size)
-
-
-def decode_random(data: np.ndarray, size: tuple[int, int], draws: Sequence[float], min_scale: float) -> np.ndarray:
-    """A random part of an image, resized (see `random_box`): uint8 (3, H, W), valid until this thread decodes again."""
-    image = EncodedImage(data)
-    return image.decode(random_box(draws, image.height, image.width, min_scale), size)
-
-
-# ---------------------------------------------------------------------------------------------- making them smaller
-
-
-class Kept(NamedTuple):
-    """How image files become encoded rows."""
-
-    side: int | None = None
-    """Images whose shorter side is longer become so small. None: all stay as they are."""
-    quality: int = 92
-    """Of the JPEG files that smaller images become."""
-
-
-def keep(data: bytes, kept: Kept) -> bytes:
-    """The bytes of an image file as they are, or of a smaller JPEG file.
-
-    Images in other formats than `CODECS` become PNG files. Raises an exception of any kind if the file is damaged.
-    """
-    image = EncodedImage(np.frombuffer(data, np.uint8))
-    height, width = image.height, image.width
-    whole = Box(0, 0, height, width)
-    if kept.side and min(height, width) > kept.side:
-        scale = kept.side / min(height, width)
-        return to_jpeg(image.decode(whole, (round(height * scale), round(width * scale))), kept.quality)
-    if data[0] not in CODECS:
-        return _save(image.decode(whole, (height, width)), "PNG")
-    image.decode(whole, (1, 1))  # in full, as far as damage goes
-    return data
-
-
-def to_jpeg(image_CHW: np.ndarray, quality: int) -> bytes:
-    """The bytes of a JPEG file. image_CHW: uint8 (3, H, W)."""
-    return _save(image_CHW, "JPEG", quality=quality)
-
-
-def _save(image_CHW: np.ndarray, kind: str, **options: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, **options)
-    return file.getvalue()

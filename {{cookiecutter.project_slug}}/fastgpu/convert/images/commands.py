@@ -102,8 +102,7 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
 
 def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
     """Write the image files of each split, as the flags of `_add_decoding_flags` say."""
-    from fastgpu.convert.images.image_files import open_images
-    from fastgpu.images.encoded import Kept
+    from fastgpu.convert.images.image_files import Kept, open_images
     from fastgpu.images.files import Preprocessing
 
     preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize)

@@ -1,5 +1,6 @@
 """Image files as rows of one shape: lists of files with their labels or masks, decoded in the reader threads."""
 
+import io
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from fastgpu.convert.reading import (
     SPLIT_OF_WORD,
@@ -21,7 +22,7 @@ from fastgpu.convert.reading import (
     group_splits,
     list_first,
 )
-from fastgpu.images.encoded import Kept, keep
+from fastgpu.images.encoded import Box, EncodedImage
 from fastgpu.images.files import (
     IGNORED_CLASS,
     SIXTEEN_BITS,
@@ -34,7 +35,7 @@ from fastgpu.images.files import (
     open_file,
 )
 from fastgpu.process.launch import UserError
-from fastgpu.rows.rows import Field
+from fastgpu.rows.rows import CODECS, Field
 
 PROBED_FILES = 100
 """Files that are tried at most to find the size of the images."""
@@ -201,6 +202,39 @@ def list_pairs(folder: Path, mask_folder: Path, on_error: OnError, *, is_binary:
 
 
 # ---------------------------------------------------------------------------------------------- rows
+
+
+class Kept(NamedTuple):
+    """How image files become encoded rows."""
+
+    side: int | None = None
+    """Images whose shorter side is longer become so small. None: all stay as they are."""
+    quality: int = 92
+    """Of the JPEG files that smaller images become."""
+
+
+def keep(data: bytes, kept: Kept) -> bytes:
+    """The bytes of an image file as they are, or of a smaller JPEG file.
+
+    Images in other formats than `CODECS` become PNG files. Raises an exception of any kind if the file is damaged.
+    """
+    image = EncodedImage(np.frombuffer(data, np.uint8))
+    height, width = image.height, image.width
+    whole = Box(0, 0, height, width)
+    if kept.side and min(height, width) > kept.side:
+        scale = kept.side / min(height, width)
+        smaller_CHW = image.decode(whole, (round(height * scale), round(width * scale)))
+        return _save(smaller_CHW, "JPEG", quality=kept.quality)
+    if data[0] not in CODECS:
+        return _save(image.decode(whole, (height, width)), "PNG")
+    image.decode(whole, (1, 1))  # in full, as far as damage goes
+    return data
+
+
+def _save(image_CHW: np.ndarray, kind: str, **options: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, **options)
+    return file.getvalue()
 
 
 def open_images(
