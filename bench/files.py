@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import project  # noqa: F401
 
-from fastgpu.feed.sources import open_source
+from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data, Loader
 from fastgpu.rows.contract import Source
 
@@ -17,7 +17,7 @@ IMAGES = {"images": "images", "labels": "labels"}
 def open_rows(path: Path, fields: Mapping[str, str] = IMAGES) -> Source:
     """The rows of one HDF5 file."""
     data = Data(train=str(path), val=str(path), fields=dict(fields))
-    return open_source(data, "train", Loader())
+    return open_splits(data, Loader(), 0)[0]
 
 
 def rows_of(path: Path) -> list[np.ndarray]:

@@ -87,7 +87,7 @@ class Quality(NamedTuple):
 
 def epoch_rows(order: BlockSampler, epoch: int) -> np.ndarray:
     """(rows,) int64: the row numbers of an epoch in training order."""
-    return np.concatenate([order.row_ids(plan) for plan in order.pools(epoch)])
+    return np.concatenate([plan.row_ids for plan in order.pools(epoch)])
 
 
 def chi2_per_df(labels: np.ndarray, batch_size: int, n_classes: int) -> float:
@@ -183,7 +183,7 @@ def start_blocks(n_rows: int) -> Start:
     t0 = time.perf_counter()
     shard = Shard(world_size=SCALE_RANKS)
     order = BlockSampler(block_rows, SCALE_BATCH, shard=shard, pool_batches=SCALE_POOL)
-    order.row_ids(next(order.pools(0)))
+    _ = next(order.pools(0)).row_ids
     return Start(time.perf_counter() - t0, _status_bytes("VmHWM") - bytes_before)
 
 

@@ -127,7 +127,7 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
         is_csv = not args.output.endswith(".jsonl")
         writer = PredictionWriter(file, inputs, trained.card["attributes"], is_csv=is_csv)
         for pool in pools:
-            row_ids = order.row_ids(pool.plan)[: pool.plan.n_real_rows].tolist()
+            row_ids = pool.plan.row_ids[: pool.plan.n_real_rows].tolist()
             for start in range(0, len(row_ids), order.batch_size):
                 batch_ids = row_ids[start : start + order.batch_size]
                 with torch.inference_mode(), autocast:

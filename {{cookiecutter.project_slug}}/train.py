@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fastgpu.feed.echo import remaining_batches
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_sources
-from fastgpu.feed.tiers import Feed, make_order, open_feed
+from fastgpu.feed.tiers import Feed, make_order, open_feeds
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Pool, Source
@@ -89,19 +89,18 @@ def build(cfg: Config, world: World) -> Parts:
 
     # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
     options = read_options(cfg, workloads.load(cfg.workload).Options)
-    sources = open_sources(cfg.data, cfg.loader, world)
+    sources = open_sources(cfg.data, cfg.loader, cfg.run.seed, world)
     workload = workloads.make(cfg.workload, options, sources, world)
 
     # ------------------------------------------------------------ feed: blocks -> pools of shuffled rows on the device
     accumulation_steps = cfg.optim.accumulation_steps
     sizes = choose_sizes(cfg.data, cfg.loader, sources, world, accumulation=accumulation_steps)
     source, val_source = sources
-    order = make_order(source, sizes, world, seed=cfg.run.seed)
-    val_order = make_order(val_source, sizes, world, seed=None)
+    order = make_order(source, sizes, world, cfg.run.seed, n_epochs=cfg.train.epochs)
+    val_order = make_order(val_source, sizes, world, None, n_epochs=cfg.train.epochs)
     precision = mixed_precision(cfg.train.precision, world.device)
     world.check_same({"the order of rows": order.identity, "train.precision": precision.name})
-    feed = open_feed(source, order, sizes, world, loader=cfg.loader)
-    val_feed = open_feed(val_source, val_order, sizes, world, loader=cfg.loader)
+    feed, val_feed = open_feeds(sources, (order, val_order), sizes, world, loader=cfg.loader)
 
     # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
@@ -199,7 +198,7 @@ def train(cfg: Config, world: World) -> int:
         closing(parts.val_feed),
         closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
     ):
-        at = run.progress  # epoch, step, rows taken from the epoch; zeros for a new run
+        at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
         world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
         world.print_once(workload.summary)
@@ -208,10 +207,10 @@ def train(cfg: Config, world: World) -> int:
         batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order
         while at.epoch < cfg.train.epochs:
-            for pool in run.clock.timed(feed.pools(at.epoch, at.consumed)):
+            for pool in run.clock.timed(feed.pools(at.epoch, at.pool)):
                 place = (cfg.run.seed, at.epoch, pool.plan.number)
                 passes = echo_passes(cfg.data.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
-                fresh_rows = float(at.epoch * epoch_rows + at.consumed)
+                fresh_rows = float(at.epoch * epoch_rows + feed.order.rows_before(at.pool))
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
                 for _ in range(at.pool_steps):  # trained on before the run was resumed
                     fresh_rows += step_rows
@@ -232,7 +231,7 @@ def train(cfg: Config, world: World) -> int:
                     if run.is_asked_to_stop(parts.model_to_use):
                         run.report(fresh_rows, lr)
                         return run.stop()
-                at.consumed = pool.plan.consumed
+                at.pool = pool.plan.number + 1
                 at.pool_steps = 0
                 run.save_if_due(parts.model_to_use)
             if run.clock.steps:  # none have been made if the run was resumed at the end of an epoch

@@ -23,7 +23,8 @@ import yaml
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch
 from fastgpu.process.world import World, join
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import Reads, Source
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
 from fastgpu.run.checkpoint import digest_of
 from workloads import Workload
@@ -35,6 +36,18 @@ ALONE = World(0, 1, 1, CPU)
 """A job of one process on a CPU."""
 TIMEOUT_S = 600
 """How long a process may take before a test gives up. It is long because other work may occupy the machine."""
+
+
+def reads_of(*ranges: tuple[int, np.ndarray]) -> Reads:
+    """Reads of neighbouring rows: (first row, their places)."""
+    places = [places for _, places in ranges]
+    starts = np.array([start for start, _ in ranges])
+    return Reads(starts, np.array([*map(len, places)]), np.concatenate(places))
+
+
+ORDER = BlockSampler(np.ones(1, np.int32), 1, seed=None)
+PLAN = next(ORDER.pools(0))
+"""A plan that draws nothing at random, for rows that are read without a pool."""
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -91,8 +104,8 @@ def read_rows(source: Source) -> dict[str, Any]:
         else:
             out[name] = np.zeros((len(source), *field.shape), field.dtype)
     starts = np.cumsum(source.block_rows) - source.block_rows
-    for block, (start, rows) in enumerate(zip(starts.tolist(), source.block_rows.tolist(), strict=True)):
-        source.read([BlockRead(block, 0, np.arange(start, start + rows))], out)
+    for start, rows in zip(starts.tolist(), source.block_rows.tolist(), strict=True):
+        source.read(PLAN, reads_of((start, np.arange(start, start + rows))), out)
     return out
 
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 import numpy as np
+from harness import PLAN, reads_of
 
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import Source
 from fastgpu.rows.rows import RaggedArray
 
 N_SPARE = 5
@@ -14,21 +15,23 @@ SPARE_VALUE = 7
 def read_scattered(source: Source, seed: int = 0) -> dict[str, Any]:
     """{field: array or RaggedArray}: all rows, brought back to the order of the source."""
     rng = np.random.default_rng(seed)
-    places = rng.permutation(len(source))
+    n_rows = int(source.block_rows.sum())
+    places = rng.permutation(n_rows)
     out = {}
     for name, field in source.fields.items():
         if field.is_ragged:
-            offsets = np.zeros(len(source) + 1, np.int32)
+            offsets = np.zeros(n_rows + 1, np.int32)
             offsets[places + 1] = source.lengths[name]
             np.cumsum(offsets, out=offsets)
-            out[name] = RaggedArray(np.full(offsets[-1] + N_SPARE, SPARE_VALUE, field.dtype), offsets)
+            shape = (offsets[-1] + N_SPARE, *field.shape)
+            out[name] = RaggedArray(np.full(shape, SPARE_VALUE, field.dtype), offsets)
         else:
-            out[name] = np.zeros((len(source), *field.shape), field.dtype)
+            out[name] = np.zeros((n_rows, *field.shape), field.dtype)
     start = 0
-    for block, n_rows in enumerate(source.block_rows.tolist()):
+    for n_rows in source.block_rows.tolist():
         cut = int(rng.integers(0, n_rows + 1))
-        for first, stop in ((0, cut), (cut, n_rows)):
-            source.read([BlockRead(block, first, places[start + first : start + stop])], out)
+        for first, stop in {(0, cut), (cut, n_rows)} - {(0, 0), (n_rows, n_rows)}:
+            source.read(PLAN, reads_of((start + first, places[start + first : start + stop])), out)
         start += n_rows
     return {name: _in_order(column, places) for name, column in out.items()}
 

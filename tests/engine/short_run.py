@@ -53,7 +53,7 @@ def train_epoch(run: Run, model: nn.Module, *, loss: float = 0.5, score: float =
     """Four steps with a report after each, and the end of an epoch."""
     for step in range(1, STEPS_PER_EPOCH + 1):
         run.count(torch.tensor(loss), BATCH_SIZE, BATCH_SIZE)
-        run.progress.consumed = step * BATCH_SIZE
+        run.progress.pool = step
         run.report(step * BATCH_SIZE, lr=0.1)
         run.save_if_due(model)
     run.end_epoch(model, {"val/score": score, "val/loss": loss})

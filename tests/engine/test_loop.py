@@ -309,7 +309,7 @@ def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(f
     train("train.epochs=1", MIXTURE, "data.val=10%")
     (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
     saved = json.loads(state.read_text())
-    saved["progress"] |= {"epoch": 0, "consumed": 4 * 32, "best": None}
+    saved["progress"] |= {"epoch": 0, "pool": 0, "pool_steps": 4, "best": None}
     write_state(state, saved)
     with pytest.raises(UserError):
         train("train.epochs=1", MIXTURE, "data.val=10%", "run.resume=auto", change)
@@ -341,7 +341,8 @@ def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_va
     train("train.epochs=1")
     (state,) = (folder / "runs/a/checkpoints").glob("last-*/state.json")
     saved = json.loads(state.read_text())
-    saved["progress"] |= {"epoch": 0, "consumed": STEPS_PER_EPOCH * 32, "best": None}
+    pools = -(-STEPS_PER_EPOCH // saved["order"]["pool_batches"])
+    saved["progress"] |= {"epoch": 0, "pool": pools, "best": None}
     write_state(state, saved)
     train("train.epochs=2", "run.resume=auto")
     assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 21, 42]

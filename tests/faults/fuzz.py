@@ -162,7 +162,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     state["step"].step()
     source = Arrays("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
     to_use = ModelToUse(state["model"], describe_model(CONFIG, (source, source), {}, {"mse": "lower"}))
-    progress = checkpoint.Progress(epoch=2, consumed=64, step=7, best=98.5, metric="val/mse", direction="lower")
+    progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse", direction="lower")
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
     if not has_state:
         (SAVED / "state.json").unlink()

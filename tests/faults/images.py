@@ -46,10 +46,12 @@ from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.images.decoded import DecodedImages
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.contract import BlockRead
+from fastgpu.rows.contract import Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
+PLAN = next(BlockSampler(np.ones(1, np.int32), 1, seed=None).pools(0))
+"""A plan that draws nothing at random."""
 N_DISTINCT = 2000
 """Whole images; they are repeated."""
 WHOLE_PER_DAMAGED = 110
@@ -207,14 +209,11 @@ def decode_damaged(path: str) -> dict[str, str]:
     labels = source.column("labels")
     out = {name: np.empty((1, *field.shape), field.dtype) for name, field in source.fields.items()}
     named = {}
-    row = 0
-    for block, n_rows in enumerate(source.block_rows.tolist()):
-        for first in range(n_rows):
-            try:
-                source.read([BlockRead(block, first, np.array([0]))], out)
-            except RankError as error:
-                named[str(labels[row])] = str(error)
-            row += 1
+    for row, label in enumerate(labels):
+        try:
+            source.read(PLAN, Reads(np.array([row]), np.array([1]), np.array([0])), out)
+        except RankError as error:
+            named[str(label)] = str(error)
     return named
 
 

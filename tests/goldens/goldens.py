@@ -109,20 +109,18 @@ def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterat
     cfg = Config.model_validate(config)
     world = OneOfMany(rank, world_size, world_size, CPU)
     sections = {name: getattr(cfg, name) for name in Config.model_fields}
-    both = call(sources.open_sources, **sections, world=world)
+    both = call(sources.open_sources, **sections, seed=cfg.run.seed, world=world)
     chosen = call(sizes.choose_sizes, **sections, sources=both, world=world, accumulation=1)
-    feeds = []
-    for source, seed in zip(both, (cfg.run.seed, None), strict=True):
-        order = tiers.make_order(source, chosen, world, seed=seed)
-        feeds.append(tiers.open_feed(source, order, chosen, world, loader=cfg.loader))
+    seeds = (cfg.run.seed, None)
+    orders = [tiers.make_order(source, chosen, world, seed=seed) for source, seed in zip(both, seeds, strict=True)]
+    feeds = tiers.open_feeds(both, orders, chosen, world, loader=cfg.loader)
     with closing(feeds[0]), closing(feeds[1]):
         yield feeds[0], feeds[1], chosen.batch_size
 
 
 def pools(feed: Any, epoch: int, first: int = 0) -> Iterator[Any]:
     """The rows of the pools of an epoch, beginning with pool number `first`."""
-    consumed = min(first * feed.order.pool_batches * feed.order.global_batch_size, feed.order.total_size)
-    for pool in feed.pools(epoch, consumed):
+    for pool in feed.pools(epoch, first):
         yield pool.rows
 
 

@@ -27,7 +27,7 @@ other runs to try."""
 READS_ENVIRONMENT = {"fastgpu/process/launch.py"}
 USES_PICKLE = {
     "fastgpu/convert/cifar_celeba.py",  # its unpickler knows arrays only
-    "fastgpu/dataset/workers.py",  # names an error that worker processes cause
+    "fastgpu/dataset/source.py",  # names an error that worker processes cause
 }
 WITHOUT_DOCSTRING = {"train.build", "train.train"}  # the story of the program: comments tell it, section by section
 

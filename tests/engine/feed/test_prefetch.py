@@ -52,10 +52,9 @@ def make_prefetcher(
     source = copy(store)
     if read:
         source.read = read
-        source.find_in_memory = lambda *_: None
-    reader = source.open_reader(order_of(store), n_readers)
+        source.are_in_memory = lambda _: False
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
-    return Prefetcher(source, reader, Capacity(16, {}), device, loader=loader)
+    return Prefetcher(source, n_readers, Capacity(16, {}), device, loader=loader)
 
 
 def prefetch_threads() -> set[str]:
@@ -80,7 +79,7 @@ def test_rows_arrive_in_the_order_of_the_plan(store, n_readers, n_slots):
 def test_readers_have_a_lower_priority_than_the_loop(store):
     priorities = set()
 
-    def read(reads, out):
+    def read(plan, reads, out):
         priorities.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -97,7 +96,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
     prefetcher.start(order.pools(0))
     for plan, rows in prefetcher:
         time.sleep(0.02)  # the readers fill every slot but this one
-        assert numbers_of(rows["images"]) == order.row_ids(plan).tolist()
+        assert numbers_of(rows["images"]) == plan.row_ids.tolist()
     prefetcher.close()
 
 
@@ -130,11 +129,10 @@ def test_memory_is_allocated_once(store):
 
 
 def test_an_error_in_a_reader_reaches_the_loop_with_its_traceback(store):
-    def read(reads, out):
-        for block in reads:
-            if block.block == 3:
-                raise EOFError("cut while in use")
-            store.read([block], out)
+    def read(plan, reads, out):
+        if 15 in reads.starts:
+            raise EOFError("cut while in use")
+        store.read(plan, reads, out)
 
     prefetcher = make_prefetcher(store, read)
     prefetcher.start(order_of(store).pools(0))
@@ -182,10 +180,10 @@ def test_a_new_start_drops_the_pools_that_were_prepared(store):
 
 
 @pytest.mark.parametrize(
-    ("call", "place"),
-    [("preadv", r"block 3 of data.train: .*rows.h5: images"), ("check_unchanged", "data.train: .*rows.h5: images")],
+    "call",
+    ["preadv", "check_unchanged"],
 )
-def test_a_read_that_hangs_is_named_and_left_behind(store, monkeypatch, call, place):
+def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkeypatch, capfd, call):
     is_back = threading.Event()
     real = getattr(OpenFile, call)
 
@@ -201,7 +199,7 @@ def test_a_read_that_hangs_is_named_and_left_behind(store, monkeypatch, call, pl
     prefetcher.start(BlockSampler(store.block_rows, 8, pool_batches=2, seed=None).pools(0))
     try:
         with pytest.raises(
-            HangError, match=rf"no rows have come from {place}: it hangs, or is slower than loader.timeout"
+            HangError, match=r"no rows have come from .*rows.h5: it hangs, or is slower than loader.timeout"
         ):
             list(prefetcher)
         with pytest.raises(HangError):  # the slots are not safe: the read may come back
@@ -216,7 +214,7 @@ def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
     is_reading = threading.Event()
     is_back = threading.Event()
 
-    def hang(reads, out):
+    def hang(plan, reads, out):
         is_reading.set()
         is_back.wait(TIMEOUT_S)
 
@@ -242,7 +240,7 @@ def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_ri
     for _ in range(30):
         prefetcher.start(order.pools(0))
         for _, (plan, rows) in zip(range(rng.randrange(8)), prefetcher, strict=False):
-            assert numbers_of(rows["images"]) == order.row_ids(plan).tolist()
+            assert numbers_of(rows["images"]) == plan.row_ids.tolist()
             time.sleep(rng.random() / 500)
         if rng.random() < 0.5:
             prefetcher.close()
@@ -313,7 +311,7 @@ def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel(store):
             for _ in range(20):
                 busy = busy @ busy / 2048  # the copy below runs on the device long after the host has moved on
             kept.append(rows["images"].clone())
-            expected.append(order.row_ids(plan).tolist())
+            expected.append(plan.row_ids.tolist())
     prefetcher.close()
     for images, numbers in zip(kept, expected, strict=True):
         assert numbers_of(images.cpu()) == numbers

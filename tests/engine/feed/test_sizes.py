@@ -8,7 +8,7 @@ import torch
 from harness import ALONE, CPU, numbered
 from torch.utils.data import Dataset
 
-from fastgpu.dataset.source import DatasetSource
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import sizes
 from fastgpu.feed.sizes import (
     Room,
@@ -123,14 +123,11 @@ def test_readers_are_the_cpus_of_a_rank_and_at_most_8(memory, num_readers, local
     assert choose_readers(num_readers, local_world_size) == chosen
 
 
-def test_workers_are_the_cpus_of_a_rank_if_their_batches_fit_in_memory(memory):
-    assert choose_workers(Loader(), 1000, 4) == 8
-    assert choose_workers(Loader(), 1000, 64) == 1
-    assert choose_workers(Loader(num_workers=3), 1000, 4) == 3
-    assert choose_workers(Loader(num_workers=0), 1 << 60, 1) == 0
-    message = r"loader.num_workers is 8: their batches take .* of host memory, where .* lower"
-    with pytest.raises(UserError, match=message):
-        choose_workers(Loader(), 1 << 50, 4)
+def test_workers_are_the_cpus_of_a_rank(memory):
+    assert choose_workers("auto", 4) == 8
+    assert choose_workers("auto", 64) == 1
+    assert choose_workers(3, 4) == 3
+    assert choose_workers(0, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +196,7 @@ def test_numbers_that_a_person_chose_are_kept(memory):
 
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
     fields = {"images": "images", "labels": "labels"}
-    source = DatasetSource("Images", Images(), fields)
+    source = ItemDataset("Images", Images(), fields)
     chosen = choose_sizes(data(), Loader(num_workers=2), (source, source), ALONE, accumulation=1)
     assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
     assert chosen.loader_values() == {"num_workers": 2}

@@ -4,13 +4,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import ALONE, numbered, numbers_of
-from scattered import read_scattered
+from harness import ALONE, numbered
 
 from fastgpu.feed.sources import open_sources
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Source
+from fastgpu.rows.selection import Groups, Mixture, Share
 
 FIELDS = {"images": "images", "labels": "labels"}
 
@@ -27,7 +27,7 @@ def open_both(
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Source, Source]:
-    return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), ALONE)
+    return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), 0, ALONE)
 
 
 def refused(message: str, *arguments, **options) -> None:
@@ -43,9 +43,9 @@ def test_a_share_is_the_same_for_every_seed_of_a_run(write):
     train, val = open_both(val="12.5 %")
     assert (len(train), len(val)) == (88, 12)
     assert train.name == "a.h5 (88 of its rows; 12 are for validation)"
-    numbers = numbers_of(read_scattered(val)["images"])
-    assert numbers == numbers_of(read_scattered(open_both(val="12.5 %", batch_size=8)[1])["images"])
-    assert not set(numbers) & set(numbers_of(read_scattered(train)["images"]))
+    numbers = val.selection.rows().tolist()
+    assert numbers == open_both(val="12.5 %", batch_size=8)[1].selection.rows().tolist()
+    assert not set(numbers) & {*train.selection.rows()}
 
 
 def test_a_share_that_cannot_be_is_refused(write):
@@ -58,27 +58,35 @@ def test_a_share_that_cannot_be_is_refused(write):
 # ---------------------------------------------------------------------------------------------- weights and balance
 
 
+def groups_of(source: Source) -> Groups:
+    """The groups of a mixture."""
+    assert isinstance(source.selection, Mixture)
+    return source.selection.groups
+
+
 def test_weights_make_a_group_of_each_source(write):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
         write(rows, name=name)
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
-    assert train.mixture is not None
-    assert train.mixture.names == ("p-*.h5", "q.h5")
-    assert train.mixture.weights == (1, 2.5)
-    assert train.mixture.groups.tolist() == [0] * 50 + [1] * 10
-    assert val.mixture is None
+    names, weights, groups, _ = groups_of(train)
+    assert names == ("p-*.h5", "q.h5")
+    assert weights == (1, 2.5)
+    assert groups.tolist() == [0] * 50 + [1] * 10
+    assert val.selection is None
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
-    assert np.bincount(train.mixture.groups).tolist() == pytest.approx([25, 5], abs=8)
-    assert (len(train), len(train.mixture.groups), val.mixture) == (30, 30, None)
+    groups = groups_of(train).groups
+    assert np.bincount(groups[groups >= 0]).tolist() == pytest.approx([25, 5], abs=8)
+    assert (len(train), len(groups), isinstance(val.selection, Share)) == (30, 60, True)
+    assert not {*train.selection.rows()} & {*val.selection.rows()}
 
 
 def test_classes_are_groups_of_equal_weight(write):
     write(90, name="a.h5", classes=3)
     train, val = open_both(balance="classes")
-    assert train.mixture is not None
-    assert (train.mixture.names, set(train.mixture.weights)) == (("class 0", "class 1", "class 2"), {1})
-    assert train.mixture.groups.tolist() == [n % 3 for n in range(90)]
-    assert val.mixture is None
+    names, weights, groups, _ = groups_of(train)
+    assert (names, set(weights)) == (("class 0", "class 1", "class 2"), {1})
+    assert groups.tolist() == [n % 3 for n in range(90)]
+    assert val.selection is None
 
 
 def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
@@ -157,7 +165,7 @@ def test_a_share_of_a_file_that_is_named_twice_is_refused(write):
     refused("data.train names groups.h5::/x 2 times", ["groups.h5::x", "groups.h5::/x"], "10%")
     train, val = open_both({"p-a.h5": 2, "p-b.h5": 1}, "10%", {"labels": "labels", "images": "images"})
     assert len(train) + len(val) == 80
-    assert not {*train.row_ids} & {*val.row_ids}
+    assert not {*train.selection.rows()} & {*val.selection.rows()}
 
 
 def test_what_convert_should_read_first_is_refused():

@@ -10,7 +10,7 @@ from harness import ALONE, CPU, read_rows
 from PIL import Image
 
 from fastgpu.feed.sizes import Sizes, choose_sizes
-from fastgpu.feed.sources import open_source
+from fastgpu.feed.sources import open_splits
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
 from fastgpu.images.encoded import Box, EncodedImage, decode_centre, draw, random_box
@@ -19,7 +19,6 @@ from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.rows.selection import Subset
 from fastgpu.storage.store import open_store
 
 N_ROWS = 90
@@ -65,10 +64,10 @@ def feed_of(source: Source, tier: str = "disk", n_readers: int = 2, shard: Shard
     return make_feed(source, order, Placement(tier, CPU, n_readers), Loader())
 
 
-def rows_of(feed: Feed, epoch: int, consumed: int = 0) -> list[tuple[int, bytes]]:
+def rows_of(feed: Feed, epoch: int, first_pool: int = 0) -> list[tuple[int, bytes]]:
     """(label, pixels) of the rows of an epoch in order."""
     rows = []
-    for pool in feed.pools(epoch, consumed):
+    for pool in feed.pools(epoch, first_pool):
         images = pool.rows["images"].numpy()
         rows += [(label, image.tobytes()) for label, image in zip(pool.rows["labels"].tolist(), images, strict=True)]
     feed.close()
@@ -100,7 +99,7 @@ def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
     for world_size in (2, 4):
         parts = [rows_of(feed_of(source, shard=Shard(rank, world_size, 4)), 2) for rank in range(world_size)]
         assert sorted(chain(*parts)) == sorted(expected)
-    assert rows_of(feed_of(source), 2, consumed=40) == expected[40:]
+    assert rows_of(feed_of(source), 2, first_pool=2) == expected[48:]
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -125,15 +124,6 @@ def test_pixels_are_kept_on_no_tier_if_each_epoch_takes_other_parts(store):
     assert random.stored is store
 
 
-def test_a_part_of_a_source_has_its_rows_and_columns(store):
-    source = DecodedImages(Subset("part", store, np.arange(3, 90, 4)), SIZE)
-    assert source.column("labels").tolist() == list(range(3, 90, 4))
-    rows = read_rows(source)
-    for number, row in enumerate(rows["labels"]):
-        expected = decode_centre(np.frombuffer(FILES[row], np.uint8), SIZE, 1.0)
-        np.testing.assert_array_equal(rows["images"][number], expected)
-
-
 def test_a_field_may_have_any_name(store, tmp_path):
     for name in ("pixels", "file"):  # as scratch memory is called elsewhere
         renamed = open_store("x", str(tmp_path / "encoded.h5"), {name: "images"})
@@ -141,13 +131,13 @@ def test_a_field_may_have_any_name(store, tmp_path):
         np.testing.assert_array_equal(read_rows(DecodedImages(renamed, SIZE))[name], expected)
 
 
-def test_a_row_that_hangs_is_named(store, monkeypatch):
+def test_a_row_that_hangs_ends_the_run(store, monkeypatch):
     source = DecodedImages(store, SIZE, 0.5)
     released = threading.Event()
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", lambda *arguments: released.wait())
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", lambda *arguments: released.wait())
     order = BlockSampler(source.block_rows, 8, seed=5)
     feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
-    with pytest.raises(HangError, match=r"no rows have come from row \d+ of \S+encoded\.h5: it hangs"):
+    with pytest.raises(HangError, match=r"no rows have come from \S+encoded\.h5: it hangs"):
         next(feed.pools(0))
     released.set()
     for thread in threading.enumerate():
@@ -160,7 +150,7 @@ def test_want_of_memory_is_no_damage(store, monkeypatch, error):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", fail)
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", fail)
     with pytest.raises(RankError, match=f"{error}; free some memory"):
         read_rows(DecodedImages(store, SIZE))
 
@@ -169,7 +159,7 @@ def test_the_reason_is_one_line(store, monkeypatch):
     def complain(*arguments: object) -> None:
         raise ValueError("two\n  lines")
 
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode", complain)
+    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
         read_rows(DecodedImages(store, SIZE))
 
@@ -178,7 +168,7 @@ def test_the_reason_is_one_line(store, monkeypatch):
 def test_a_damaged_image_is_named_by_its_row(tmp_path, is_subset):
     files = [*FILES[:20], FILES[21][: len(FILES[21]) // 2], *FILES[21:40]]
     store = open_store("data.train", str(write_encoded(tmp_path / "damaged.h5", files)), FIELDS)
-    source = DecodedImages(Subset("part", store, np.arange(11, 40)) if is_subset else store, SIZE, 0.5)
+    source = DecodedImages(store, SIZE, 0.5)
     with pytest.raises(RankError, match=r"(damaged\.h5|part): the image in row 20 cannot be decoded: \w"):
         rows_of(feed_of(source), 0)
 
@@ -197,8 +187,7 @@ def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
 
 def sizes_of(path: Path, **values: object) -> Sizes:
     data = Data(train=str(path), val="20%", fields=FIELDS, batch_size=8, **values)
-    sources = tuple(open_source(data, split, Loader()) for split in ("train", "val"))
-    return choose_sizes(data, Loader(), sources, ALONE, accumulation=1)
+    return choose_sizes(data, Loader(), open_splits(data, Loader(), 0), ALONE, accumulation=1)
 
 
 def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tmp_path):
@@ -226,8 +215,7 @@ def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path):
     with h5py.File(path, "a") as file:
         file["masks"] = np.zeros((len(FILES), 16, 16), np.uint8)
     fields = {"images": "images", "masks": "masks"}
-    for split in ("train", "val"):
-        data = Data(train=str(path), val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=0.5)
-        with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):
-            open_source(data, split, Loader())
-    open_source(Data(train=str(path), val="20%", fields=fields, image_size=16), "train", Loader())
+    data = Data(train=str(path), val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=0.5)
+    with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):
+        open_splits(data, Loader(), 0)
+    open_splits(Data(train=str(path), val="20%", fields=fields, image_size=16), Loader(), 0)

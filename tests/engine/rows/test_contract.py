@@ -1,6 +1,7 @@
 import numpy as np
+import pytest
 
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 
@@ -14,40 +15,39 @@ class Squares(Source):
         self.attributes = {}
         self.block_rows = np.full(5, 4, np.int32)
 
-    def __len__(self) -> int:
-        return 20
-
-    def read(self, reads, out) -> None:
-        for block, first, places in reads:
-            row_ids = np.arange(4 * block + first, 4 * block + first + len(places))
-            out["x"][places] = row_ids**2
+    def read(self, plan, reads, out) -> None:
+        for start, places in reads.ranges():
+            out["x"][places] = np.arange(start, start + len(places)) ** 2
 
 
 def test_a_source_needs_no_more_than_rows_and_read():
     source = Squares()
+    assert len(source) == 20
     assert source.row_bytes == 8 + 4 + 10
     assert dict(source.lengths) == {}
     assert source.filters == ""
     assert not source.by_h5py
 
 
-def test_threads_read_the_blocks_of_a_source_in_the_order_of_the_sampler():
+def test_the_blocks_of_a_source_are_read_in_the_order_of_the_sampler():
     source = Squares()
     order = BlockSampler(source.block_rows, 4, pool_batches=2, seed=3)
-    reader = source.open_reader(order, 3)
-    assert reader.n_threads == 3
-    for consumed in (0, 8):
+    for first_pool in (0, 1):
         values = []
-        for plan in reader.pools(1, consumed):
+        for plan in order.pools(1, first_pool):
             out = {"x": np.zeros(plan.n_rows, np.int64)}
-            reader.read(plan.reads, out)
+            source.read(plan, plan.reads, out)
             values += out["x"].tolist()
         order.set_epoch(1)
-        assert values == [row**2 for row in order][consumed:]
-    reader.close()
+        assert values == [row**2 for row in order][8 * first_pool :]
 
 
-def test_a_read_may_begin_inside_a_block():
-    out = {"x": np.zeros(3, np.int64)}
-    Squares().read([BlockRead(2, 1, np.array([2, 0, 1]))], out)
-    assert out["x"].tolist() == [100, 121, 81]
+@pytest.mark.parametrize("n_rows", [1, 4, 5, 100])
+def test_portions_are_all_reads_in_their_order(n_rows):
+    order = BlockSampler(Squares().block_rows, 4, pool_batches=5, seed=3)
+    plan = next(order.pools(0))
+    portions = list(plan.reads.portions(n_rows))
+    for portion in portions[:-1]:
+        assert portion.counts.sum() == len(portion.places) >= n_rows > portion.counts[:-1].sum()
+    for name, column in plan.reads._asdict().items():
+        assert np.concatenate([getattr(portion, name) for portion in portions]).tolist() == column.tolist()

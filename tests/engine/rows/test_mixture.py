@@ -5,27 +5,28 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpu.rows.order import Shard
-from fastgpu.rows.selection import MixedSampler, Mixture
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.selection import Groups, Mixture
 
 
 class Case(NamedTuple):
     """A source with groups, and the ranks that share it. Names as in BlockSampler."""
 
     block_rows: np.ndarray
-    mixture: Mixture
+    groups: Groups
     world_size: int
     canonical_per_rank: int
     share: int
     pool_batches: int
 
-    def samplers(self, world_size: int | None = None, seed: int = 0) -> list[MixedSampler]:
+    def samplers(self, world_size: int | None = None, seed: int = 0) -> list[BlockSampler]:
         world_size = world_size or self.world_size
         canonical_ranks = self.world_size * self.canonical_per_rank
         batch_size = self.share * canonical_ranks // world_size
         shards = [Shard(rank, world_size, canonical_ranks) for rank in range(world_size)]
+        mixture = Mixture(self.groups, self.block_rows, batch_size * world_size, seed)
         options = {"pool_batches": self.pool_batches, "seed": seed}
-        return [MixedSampler(self.mixture, self.block_rows, batch_size, shard=shard, **options) for shard in shards]
+        return [BlockSampler(mixture, batch_size, shard=shard, **options) for shard in shards]
 
     @property
     def epoch_rows(self) -> int:
@@ -51,7 +52,7 @@ def cases(draw) -> Case:
     if by_block:
         groups = np.repeat(groups, block_rows)
     names = tuple(f"group {number}" for number in range(n_groups))
-    return Case(block_rows, Mixture(names, tuple(weights), groups, by_block), *sizes, draw(small))
+    return Case(block_rows, Groups(names, tuple(weights), groups, by_block), *sizes, draw(small))
 
 
 many = settings(max_examples=150, deadline=None)
@@ -66,7 +67,7 @@ def expected_turns(weights: tuple[float, ...], n_rows: int) -> list[int]:
     return turns
 
 
-def rows_of(samplers: list[MixedSampler], epoch: int) -> np.ndarray:
+def rows_of(samplers: list[BlockSampler], epoch: int) -> np.ndarray:
     rows = []
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -80,7 +81,7 @@ def rows_of(samplers: list[MixedSampler], epoch: int) -> np.ndarray:
 @many
 @given(st.lists(st.sampled_from([1, 3, 0.25, 7.5]), min_size=1, max_size=5), st.integers(0, 1000))
 def test_turns_are_the_largest_remainders(weights, n_rows):
-    turns = Mixture((), tuple(weights), np.empty(0), True).turns(n_rows)
+    turns = Groups((), tuple(weights), np.empty(0), True).turns(n_rows)
     assert turns.sum() == n_rows
     exact = n_rows * np.array(weights) / sum(weights)
     assert (np.abs(turns - exact) < 1).all()
@@ -93,8 +94,8 @@ def test_turns_are_the_largest_remainders(weights, n_rows):
 @given(cases(), st.integers(0, 9))
 def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly(case, seed):
     samplers = case.samplers(seed=seed)
-    groups = case.mixture.groups
-    turns = case.mixture.turns(case.epoch_rows)
+    groups = case.groups.groups
+    turns = case.groups.turns(case.epoch_rows)
     n_epochs = 4
     total = np.zeros(len(groups), int)
     for epoch in range(n_epochs):
@@ -104,7 +105,7 @@ def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly
         for group in range(len(turns)):
             for counts in (uses[groups == group], total[groups == group]):
                 assert counts.max() - counts.min() <= 1
-        np.testing.assert_array_equal(samplers[0].uses(epoch), uses)
+        np.testing.assert_array_equal(samplers[0].selection.uses(epoch), uses)
     assert samplers[0].total_size == case.epoch_rows == turns.sum()
 
 
@@ -116,15 +117,15 @@ def test_each_place_of_a_pool_is_filled_once_and_pools_agree_on_all_ranks(case, 
         plans = list(sampler.pools(epoch))
         starts = np.cumsum(case.block_rows) - case.block_rows
         for plan in plans:
-            places = np.concatenate([read.places for read in plan.reads])
-            assert sorted(places) == list(range(plan.n_rows))
+            assert sorted(plan.reads.places) == list(range(plan.n_rows))
             assert plan.n_rows == plan.n_real_rows <= sampler.max_pool_rows
             row_ids = np.full(plan.n_rows, -1)
-            for block, first, read_places in plan.reads:
-                assert first + len(read_places) <= case.block_rows[block]
-                row_ids[read_places] = starts[block] + first + np.arange(len(read_places))
-            np.testing.assert_array_equal(sampler.row_ids(plan), row_ids)
-        plans_of_ranks.append([(plan.n_rows, plan.consumed, plan.is_last) for plan in plans])
+            for start, read_places in plan.reads.ranges():
+                block = np.searchsorted(starts, start, "right") - 1
+                assert start + len(read_places) <= starts[block] + case.block_rows[block]
+                row_ids[read_places] = start + np.arange(len(read_places))
+            np.testing.assert_array_equal(plan.row_ids, row_ids)
+        plans_of_ranks.append([(plan.n_rows, plan.number, plan.is_last) for plan in plans])
     assert all(plans == plans_of_ranks[0] for plans in plans_of_ranks)
 
 
@@ -144,12 +145,10 @@ def test_global_batches_are_the_same_for_every_world_size_that_divides_the_canon
 @given(cases(), st.data())
 def test_resuming_goes_on_where_it_stopped(case, data):
     sampler = case.samplers()[-1]
-    n_done = data.draw(st.integers(0, sampler.n_batches))
-    rest = []
-    for plan in sampler.pools(2, n_done * sampler.global_batch_size):
-        rest += sampler.row_ids(plan)[plan.n_skipped_rows :].tolist()
+    first_pool = data.draw(st.integers(0, sampler.pools_per_epoch))
+    rest = [row for plan in sampler.pools(2, first_pool) for row in plan.row_ids.tolist()]
     sampler.set_epoch(2)
-    assert rest == list(sampler)[n_done * sampler.batch_size :]
+    assert rest == list(sampler)[sampler.rows_before(first_pool) // case.world_size :]
 
 
 @many
@@ -159,37 +158,41 @@ def test_no_pool_has_more_values_than_it_says(case, data):
     lengths = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n_rows, max_size=n_rows)), np.int32)
     for sampler in case.samplers():
         for plan in sampler.pools(0):
-            assert lengths[sampler.row_ids(plan)].sum() <= sampler.max_values(lengths)
+            assert lengths[plan.row_ids].sum() <= sampler.max_values(lengths)
 
 
 # ---------------------------------------------------------------------------------------------- which order
 
 
-def half_and_half(by_block: bool = True) -> MixedSampler:
+def sampler_of(groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int, **options) -> BlockSampler:
+    mixture = Mixture(groups, block_rows, batch_size, seed)
+    return BlockSampler(mixture, batch_size, seed=seed, **options)
+
+
+def half_and_half(by_block: bool = True) -> BlockSampler:
     """40 blocks of 16 rows, the first 30 of which get half of the turns."""
-    groups = np.repeat([0, 1], [30 * 16, 10 * 16])
-    mixture = Mixture(("a", "b"), (1, 1), groups, by_block)
-    return MixedSampler(mixture, np.full(40, 16), 32, pool_batches=20, seed=3)
+    groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]), by_block)
+    return sampler_of(groups, np.full(40, 16), 32, pool_batches=20, seed=3)
 
 
 def test_sources_are_read_in_whole_blocks_except_at_one_place_in_each():
     sampler = half_and_half()
     for epoch in range(3):
-        whole = [len(read.places) == 16 for plan in sampler.pools(epoch) for read in plan.reads]
+        whole = [len(places) == 16 for plan in sampler.pools(epoch) for _, places in plan.reads.ranges()]
         assert whole.count(False) <= 4  # the window of a group is cut at both ends
 
 
 def test_epochs_and_seeds_differ_and_a_pool_is_mixed():
     def order(seed: int, epoch: int) -> list[int]:
         groups = np.arange(64) // 32
-        sampler = MixedSampler(Mixture(("a", "b"), (3, 1), groups, True), np.full(8, 8), 8, seed=seed)
+        sampler = sampler_of(Groups(("a", "b"), (3, 1), groups, True), np.full(8, 8), 8, seed=seed)
         sampler.set_epoch(epoch)
         return list(sampler)
 
     assert order(0, 0) == order(0, 0)
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
     first_pool = next(half_and_half().pools(0))
-    rows = half_and_half().row_ids(first_pool)
+    rows = first_pool.row_ids
     assert 0.3 < (rows < 30 * 16).mean() < 0.7
 
 
@@ -197,14 +200,14 @@ def test_another_weight_or_another_grouping_is_another_order():
     groups = np.arange(64) // 32
     identities = []
     for weights, rows_of_groups in (((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)):
-        sampler = MixedSampler(Mixture(("a", "b"), weights, rows_of_groups, True), np.full(8, 8), 8)
+        sampler = sampler_of(Groups(("a", "b"), weights, rows_of_groups, True), np.full(8, 8), 8, seed=0)
         identities.append(sampler.identity)
-    assert len({identity["mixture"] for identity in identities}) == 3
+    assert len({identity["selection"] for identity in identities}) == 3
     assert identities[0]["rows"] == 64
 
 
 def test_the_order_of_a_seed_never_changes():
     """Frozen: a run that an older version began must go on in the same order."""
-    mixture = Mixture(("a", "b"), (1, 3), np.array([0] * 6 + [1] * 4), True)
-    sampler = MixedSampler(mixture, np.array([3, 3, 2, 2]), 5, pool_batches=1, seed=7)
+    groups = Groups(("a", "b"), (1, 3), np.array([0] * 6 + [1] * 4), True)
+    sampler = sampler_of(groups, np.array([3, 3, 2, 2]), 5, pool_batches=1, seed=7)
     assert list(sampler) == [3, 5, 9, 8, 4, 7, 6, 8, 9, 6]

@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    progress = Progress(epoch=2, consumed=64, step=7, best=98.5)
+    progress = Progress(epoch=2, pool=64, step=7, best=98.5)
     assert save(tmp_path, "last", progress, parts(1.5), order=ORDER)
     fresh = parts()
     assert resume(tmp_path, fresh, ORDER, CPU) == progress
@@ -59,13 +59,13 @@ def test_what_was_saved_is_loaded(tmp_path):
     ],
 )
 def test_the_end_of_an_epoch_keeps_the_best_value(direction, scores, best):
-    progress = Progress(epoch=3, consumed=640, step=9)
+    progress = Progress(epoch=3, pool=640, step=9)
     seen = []
     for score in scores:
         progress.end_epoch("val/x", score, direction)
         seen.append(progress.best)
     assert seen == best
-    assert (progress.epoch, progress.consumed, progress.step) == (3 + len(scores), 0, 9)
+    assert (progress.epoch, progress.pool, progress.step) == (3 + len(scores), 0, 9)
     assert progress == Progress(**json.loads(json.dumps(asdict(progress))))  # NaN is not equal to itself: it is None
 
 
@@ -165,7 +165,7 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
         ("step", -1),
         ("step", 1 << 70),
         ("step", 1.5),
-        ("consumed", -64),
+        ("pool", -64),
         ("pool_steps", -1),
         ("echo", "nan"),
         ("echo", nan),
@@ -225,7 +225,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, capsys, file, dam
 
 
 def test_no_flipped_bit_of_the_state_is_accepted(tmp_path, capsys):
-    progress = Progress(epoch=2, consumed=5, step=44, best=0.5, metric="val/loss")
+    progress = Progress(epoch=2, pool=5, step=44, best=0.5, metric="val/loss")
     save(tmp_path, "last", progress, parts(1.0), order=ORDER)
     path = tmp_path / "checkpoints" / "last-000000044" / "state.json"
     content = path.read_bytes()
@@ -300,10 +300,10 @@ def test_a_part_that_only_the_resumed_run_has_begins_anew(tmp_path):
 
 
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(tmp_path):
-    save(tmp_path, "last", Progress(step=1, consumed=32), parts(), order=ORDER)
+    save(tmp_path, "last", Progress(step=1, pool=32), parts(), order=ORDER)
     changed = ORDER | {"seed": 1, "weights": 3}
     message = "order of rows depends on what has changed: run.seed was 0, is 1; weights was None, is 3. Resume with"
     with pytest.raises(UserError, match=message):
         resume(tmp_path, parts(), changed, CPU)
-    save(tmp_path, "last", Progress(step=2, consumed=0), parts(), order=ORDER)
+    save(tmp_path, "last", Progress(step=2, pool=0), parts(), order=ORDER)
     assert resume(tmp_path, parts(), changed, CPU).step == 2

@@ -3,7 +3,7 @@ from harness import ALONE
 
 from fastgpu.feed.sizes import Room, Sizes
 from fastgpu.feed.tiers import make_order
-from fastgpu.rows.selection import Mixture
+from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run.record import describe_feed
 from fastgpu.storage.arrays import Arrays
 
@@ -27,13 +27,13 @@ def test_rows_that_are_left_out_are_told():
 
 def test_a_mixture_is_told_in_rows_and_passes():
     source = Arrays("x.h5", {"x": np.arange(10)})
-    source.mixture = Mixture(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
-    line = describe(source).splitlines()[-1]
+    groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
+    line = describe(source.select(Mixture(groups, source.block_rows, 4, 0), "x.h5")).splitlines()[-1]
     assert line == "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)"
 
 
 def test_many_classes_are_told_as_a_range():
     source = Arrays("x.h5", {"x": np.arange(30)})
-    source.mixture = Mixture(tuple("abcdefg"), (1,) * 7, np.minimum(np.arange(30), 6), False)
-    line = describe(source).splitlines()[-1]
+    groups = Groups(tuple("abcdefg"), (1,) * 7, np.minimum(np.arange(30), 6), False)
+    line = describe(source.select(Mixture(groups, source.block_rows, 4, 0), "x.h5")).splitlines()[-1]
     assert line == "each epoch: 28 rows, 4 to 4 of each of 7 classes (0.167 to 4 passes)"

@@ -112,7 +112,7 @@ def test_a_resumed_run_continues_where_it_was(tmp_path, model):
         train_epoch(run, model, score=2.0)
     with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
         progress = run.progress
-        assert (progress.epoch, progress.step, progress.consumed, progress.best) == (1, 4, 0, 2.0)
+        assert (progress.epoch, progress.step, progress.pool, progress.best) == (1, 4, 0, 2.0)
 
 
 def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model):
@@ -227,7 +227,7 @@ def test_the_line_of_an_epoch_has_the_mean_loss_of_its_steps(tmp_path, model, ca
 def test_the_loss_of_an_epoch_that_was_resumed_inside_says_so(tmp_path, model, capsys):
     with started_run(tmp_path, model, checkpoint_every_steps=1) as run:
         run.count(torch.tensor(4.0), 8, 8)
-        run.progress.consumed = 8
+        run.progress.pool = 1
         run.save_if_due(model)
     with started_run(tmp_path, model, resume="auto") as run:
         train_epoch(run, model)

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
-from harness import is_ragged, numbered, numbers_of, ragged
+from harness import PLAN, is_ragged, numbered, numbers_of, ragged, reads_of
 from scattered import read_scattered
 
-from fastgpu.rows.contract import BlockRead
 from fastgpu.storage.arrays import Arrays
 
 
@@ -12,7 +11,7 @@ def test_blocks_are_rows_that_lie_together():
     source = Arrays("x", columns, block_rows=np.array([600, 400], np.int32))
     out = {"images": np.zeros((500, 1, 4, 2), np.uint8), "labels": np.zeros(500, int)}
     places = np.random.default_rng(0).permutation(500)
-    source.read([BlockRead(0, 550, places[:50]), BlockRead(1, 0, places[50:450]), BlockRead(0, 0, places[450:])], out)
+    source.read(PLAN, reads_of((550, places[:50]), (600, places[50:450]), (0, places[450:])), out)
     expected = [*range(550, 1000), *range(50)]
     assert numbers_of(out["images"][places]) == expected
     assert out["labels"][places].tolist() == expected

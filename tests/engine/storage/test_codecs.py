@@ -4,10 +4,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, numbers_of
+from harness import PLAN, numbered, numbers_of, reads_of
 
 from fastgpu.process.launch import RankError
-from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import codecs
 from fastgpu.storage.store import open_store
 
@@ -46,7 +45,7 @@ def test_a_store_decodes_in_its_own_threads(write, monkeypatch, name):
     assert not store.by_h5py
     out = {"images": np.zeros((50, 1, 96, 96), np.uint8)}
     for block, rows in enumerate(store.block_rows.tolist()):
-        store.read([BlockRead(block, 0, np.arange(block * 8, block * 8 + rows))], out)
+        store.read(PLAN, reads_of((8 * block, np.arange(block * 8, block * 8 + rows))), out)
     assert numbers_of(out["images"]) == list(range(50))
 
 
@@ -58,7 +57,7 @@ def test_a_filter_left_out_for_a_chunk_is_not_undone(tmp_path):
     store = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
     out = {"x": np.zeros((16, 8), np.uint8)}
     for block in (0, 1):
-        store.read([BlockRead(block, 0, np.arange(8) + 8 * block)], out)
+        store.read(PLAN, reads_of((8 * block, np.arange(8) + 8 * block)), out)
     np.testing.assert_array_equal(out["x"], numbered(16).reshape(16, 8))
 
 
@@ -91,4 +90,4 @@ def test_damage_names_the_block(write):
         raw.write(b"no zlib here")
     store = open_store("data.train", path, {"images": "images"})
     with pytest.raises(RankError, match="images: block 2 is damaged: it cannot be decoded"):
-        store.read([BlockRead(2, 0, np.arange(8))], {"images": np.empty((40, 1, 96, 96), np.uint8)})
+        store.read(PLAN, reads_of((16, np.arange(8))), {"images": np.empty((40, 1, 96, 96), np.uint8)})

@@ -164,9 +164,14 @@ def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(
         read_scattered(store)
 
 
-def test_ragged_values_of_several_numbers_are_refused(tmp_path):
+def test_ragged_values_may_have_a_shape(tmp_path):
+    boxes = np.arange(200 * 4, dtype=np.float32).reshape(-1, 4)
+    lengths = np.arange(40) % 11
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["boxes/indptr"] = np.array([0, 2, 3])
-        file["boxes/values"] = np.zeros((3, 4), np.float32)
-    with pytest.raises(UserError, match=r"boxes/values is \(3, 4\); ragged rows have single values, \(N,\)"):
-        open_store("data.train", str(tmp_path / "x.h5"), {"boxes": "boxes"})
+        file["boxes/indptr"] = np.cumsum([0, *lengths])
+        file.create_dataset("boxes/values", data=boxes[: lengths.sum()], chunks=(7, 4))
+    store = open_store("data.train", str(tmp_path / "x.h5"), {"boxes": "boxes"})
+    assert str(store.fields["boxes"]) == "float32 (N, any number, 4)"
+    rows = read_scattered(store)["boxes"]
+    np.testing.assert_array_equal(rows.values, boxes[: lengths.sum()])
+    np.testing.assert_array_equal(np.diff(rows.offsets), lengths)

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import numbers_of
+from harness import PLAN, numbers_of, reads_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import RankError
-from fastgpu.rows.contract import BlockRead
-from fastgpu.rows.selection import Subset
 from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile, is_in_page_cache, not_found, split_group
@@ -180,12 +178,10 @@ def test_a_file_that_the_memory_cannot_hold_leaves_no_rows_in_the_page_cache(wri
 
 def test_rows_of_such_a_file_can_be_kept_in_the_page_cache_to_measure_it(write, monkeypatch):
     store = open_around_page_cache(monkeypatch, write(40, BIG))
-    part = Subset("part", store, np.arange(5, 40))
-    for source, rows in ((store, range(40)), (part, range(5, 40))):
-        other = source.through_page_cache()
-        assert source.around_page_cache == store.around_page_cache
-        assert numbers_of(read_scattered(other)["images"]) == list(rows)
-    assert not store.through_page_cache().around_page_cache
+    other = store.through_page_cache()
+    assert numbers_of(read_scattered(other)["images"]) == list(range(40))
+    assert store.around_page_cache
+    assert not other.around_page_cache
 
 
 def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch):
@@ -216,7 +212,7 @@ def test_all_that_is_not_cached_is_announced_before_the_first_read(write, monkey
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: calls.append("announce"))
     monkeypatch.setattr(os, "preadv", lambda *arguments: (calls.append("read"), real(*arguments))[1])
     out = {name: np.zeros((40, *field.shape), field.dtype) for name, field in store.fields.items()}
-    store.read([BlockRead(block, 0, np.arange(8) + 8 * block) for block in range(5)], out)
+    store.read(PLAN, reads_of(*[(8 * block, np.arange(8) + 8 * block) for block in range(5)]), out)
     assert numbers_of(out["images"]) == list(range(40))
     assert calls == ["announce"] * 5 + ["read"] * 5
 
@@ -278,8 +274,8 @@ def test_a_file_changed_while_in_use_is_an_error(write, options, change):
 def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, size):
     path = write(40, BIG)
     store = open_store("data.train", path, FIELDS)
-    found = store.find_in_memory([BlockRead(2, 0, np.arange(8))], 8)
+    assert store.are_in_memory(reads_of((16, np.arange(8))))
     os.truncate(path, size)
     out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
     with pytest.raises(RankError, match="was changed while in use"):
-        store.gather(found, out)
+        store.gather(np.arange(16, 24), out)

@@ -6,11 +6,10 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, numbers_of
+from harness import numbered, numbers_of, reads_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import Store, expand, open_store
 
@@ -115,15 +114,12 @@ def test_a_pickled_store_works(write, compression):
 
 def gathered(store: Store, row_ids: np.ndarray, cut: int) -> dict[str, np.ndarray]:
     """Rows of a store that are found in memory, copied in two parts."""
-    starts = np.cumsum(store.block_rows) - store.block_rows
-    blocks = np.searchsorted(starts, row_ids, "right") - 1
     places = np.arange(len(row_ids))
-    reads = [BlockRead(block, row_ids[i] - starts[block], places[i : i + 1]) for i, block in enumerate(blocks)]
-    found = store.find_in_memory(reads, len(row_ids))
-    assert found.tolist() == row_ids.tolist()
+    reads = reads_of(*[(row, places[i : i + 1]) for i, row in enumerate(row_ids.tolist())])
+    assert store.are_in_memory(reads)
     out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in store.fields.items()}
     for part in (slice(0, cut), slice(cut, None)):
-        store.gather(found[part], {name: column[part] for name, column in out.items()})
+        store.gather(row_ids[part], {name: column[part] for name, column in out.items()})
     return out
 
 
@@ -154,7 +150,7 @@ def test_gathering_a_row_copies_no_others_where_values_lie_at_odd_bytes(tmp_path
 
 def is_found(path: str | list[str], fields: dict[str, str] = FIELDS) -> bool:
     store = open_store("data.train", path, fields)
-    return store.find_in_memory([BlockRead(0, 0, np.arange(2))], 2) is not None
+    return store.are_in_memory(reads_of((0, np.arange(2))))
 
 
 @pytest.mark.usefixtures("all_cached")

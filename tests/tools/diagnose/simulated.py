@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from queue import Queue
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fastgpu.diagnose.verdict import Cause, Facts, Measured, Setting
 from fastgpu.feed.tiers import Feed, Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
-from fastgpu.rows.contract import BlockRead, Pool, Source
+from fastgpu.rows.contract import Pool, PoolPlan, Reads, Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
@@ -87,15 +87,16 @@ class SlowSource(Source):
     def column(self, name: str) -> np.ndarray:
         return self._source.column(name)
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        for read in reads:
-            if read.block not in self._cache:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+        for read in reads.portions(1):
+            start = int(read.starts[0])
+            if start not in self._cache:
                 time.sleep(self._disk_s)
-            self._cache[read.block] = None
+            self._cache[start] = None
             while len(self._cache) > self._cache_blocks:
                 self._cache.popitem(last=False)
             time.sleep(self._decode_s)
-            self._source.read([read], out)
+            self._source.read(plan, read, out)
 
 
 class SlowCopies:
@@ -106,11 +107,11 @@ class SlowCopies:
         self._feed = feed
         self._bytes_per_s = bytes_per_s
 
-    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
+    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         ready: Queue[Pool | None] = Queue(1)
 
         def copy() -> None:
-            for pool in self._feed.pools(epoch, consumed):
+            for pool in self._feed.pools(epoch, first_pool):
                 time.sleep(pool.rows.nbytes / self._bytes_per_s)
                 ready.put(pool)
             ready.put(None)
@@ -130,7 +131,7 @@ class ReadyFeed:
         self.order = order
         self._pool = pool
 
-    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
+    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         yield self._pool
 
     def close(self) -> None:

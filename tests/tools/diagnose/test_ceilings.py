@@ -147,7 +147,7 @@ def test_the_first_blocks_of_a_source_are_its_first_rows(write_ragged):
     source = open_store("data.train", write_ragged(100, chunks=(16,)), {"items": "items", "number": "number"})
     few = first_blocks(source, BlockSampler(source.block_rows, 8, seed=None))
     assert 2 * 8 <= few.n_rows < len(source)
-    batch = read_pool(source, BlockSampler(few._block_rows, few.n_rows, seed=None), 1)
+    batch = read_pool(source, BlockSampler(few.selection, few.n_rows, seed=None), 1)
     assert batch["number"].tolist() == list(range(few.n_rows))
     np.testing.assert_array_equal(batch["items"].offsets.diff(), source.lengths["items"][: few.n_rows])
 

@@ -18,7 +18,7 @@ def read(inputs):
     with open_pools(inputs.source, order, ALONE.device) as pools:
         for plan, rows in pools:
             numbers += numbers_of(rows["x"][: plan.n_real_rows])
-            row_ids += order.row_ids(plan)[: plan.n_real_rows].tolist()
+            row_ids += plan.row_ids[: plan.n_real_rows].tolist()
     return numbers, row_ids
 
 

@@ -5,7 +5,7 @@ import re
 import zipfile
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import not_found
 
@@ -88,9 +88,9 @@ class DecodedRows(Source):
             return {}
         return {field: column[row] for field, column in self._columns.items()} | dict(decoded)
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, np.ndarray]) -> None:
         """Decode rows to their places (see `read_row`)."""
-        for row, _, (place,) in reads:
+        for row, (place,) in reads.ranges():
             for field, value in self.read_row(row).items():
                 out[field][place] = value
 

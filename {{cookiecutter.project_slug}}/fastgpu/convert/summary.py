@@ -15,7 +15,7 @@ from fastgpu.rows.contract import Source
 from fastgpu.storage import codecs
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import open_file, open_group
-from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions, RowRange
+from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions
 
 SMALL_BYTES = BLOCK_BYTES // 16
 """Chunks below this size are advised against, ..."""
@@ -135,7 +135,7 @@ def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object
     out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
     tick(out.nbytes)
     try:
-        layout.read([RowRange(start, np.arange(n_rows))], out)
+        layout.read([(start, np.arange(n_rows))], out)
     except (RankError, OSError) as error:
         return f"rows {start:,} to {start + n_rows - 1:,}: {error}"
     return ""

@@ -182,7 +182,7 @@ def _copy_rows(source: Source, order: BlockSampler, writer: Writer, *, name: str
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
     with closing(feed), progress_bar(len(source), "rows", name) as bar:
         for pool in feed.pools(0):
-            is_kept = ~np.isin(order.row_ids(pool.plan), list(failed)) if failed else np.ones(len(pool.rows), bool)
+            is_kept = ~np.isin(pool.plan.row_ids, list(failed)) if failed else np.ones(len(pool.rows), bool)
             for start in range(0, len(pool.rows), order.batch_size):
                 stop = min(start + order.batch_size, len(pool.rows))
                 rows = pool.rows.slice(start, stop).numpy()
@@ -205,7 +205,7 @@ def _copy_ragged_rows(source: DecodedRows, order: BlockSampler, writer: Writer, 
             bar.update(writer.n_rows + len(source.failed) - bar.n)
             exit_if_signalled()
 
-        pools = (threads.map(source.read_row, order.row_ids(plan).tolist()) for plan in order.pools(0))
+        pools = (threads.map(source.read_row, plan.row_ids.tolist()) for plan in order.pools(0))
         waiting = next(pools)
         for following in pools:  # is being read while the one before it is written
             write(waiting)

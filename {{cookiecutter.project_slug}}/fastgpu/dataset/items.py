@@ -1,4 +1,7 @@
-"""The items of a map-style `torch.utils.data.Dataset`, as rows of fixed types and shapes."""
+"""The items of a map-style `torch.utils.data.Dataset`, as columns of rows.
+
+Shapes: n rows, N values of all rows together.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -6,86 +9,111 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastgpu.process.launch import RankError, UserError
-from fastgpu.rows.rows import Field
+from fastgpu.rows.rows import Field, RaggedArray
 
 NO_ARRAY = (TypeError, ValueError, RuntimeError, OverflowError)
 """What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
+N_SAMPLES = 8
+"""Items that are compared to find out which fields have any number of values."""
+
+Columns = dict[str, np.ndarray | RaggedArray]
 
 
 class Items:
-    """Items by (seed, epoch, row). All randomness in an item follows from these, whichever process draws it."""
+    """The items of a Dataset as columns of fixed types. Picklable if the Dataset is."""
 
-    types: Mapping[str, Field]
-    """Type and shape of each field in the first row."""
+    def __init__(self, name: str, dataset: Dataset, names: Mapping[str, str]):
+        """name: for messages. names: {field: its key in the items}; if these are sequences, in their order.
 
-    def __init__(self, name: str, dataset: Dataset, fields: Mapping[str, str]):
-        """name: for messages. fields: {field: its key in the items}; if these are sequences, in their order."""
+        Raises UserError if the items are of no type that can be rows.
+        """
         self.name = name
         self.dataset = dataset
-        self.row_ids: np.ndarray | slice = slice(None)
-        """The rows of the dataset that are used."""
-        self._fields = fields
+        self._names = names
+        self.first = self.read(0)
+        self.fields = {field: self._type_of(field, value) for field, value in self.first.items()}
+        n_rows = len(dataset)  # type: ignore[arg-type]
+        samples = [self.read(row) for row in np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int).tolist()]
+        for field, first in self.fields.items():
+            shapes = [np.shape(to_array(sample[field])) for sample in samples if is_array(sample[field])]
+            differ = {shape[1:] for shape in shapes if shape} == {first.shape[1:]} and len({*shapes}) > 1
+            if first.shape and (differ or field in getattr(dataset, "ragged", ())):
+                mean_values = float(np.mean([shape[0] for shape in shapes]))
+                self.fields[field] = Field(first.dtype, first.shape[1:], mean_values)
 
-    def row_id(self, row: int) -> int:
-        """The number of a row in the dataset."""
-        return int(self.row_ids[row]) if isinstance(self.row_ids, np.ndarray) else row
+    def _type_of(self, field: str, value: object) -> Field:
+        found = type_of(value)
+        if isinstance(found, str):
+            raise UserError(
+                f"data.dataset: {self.name} has {field} as {found}; use numbers, arrays or tensors of the CPU"
+            )
+        return found
 
-    def read(self, row: int, *, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
-        """One item, as {field: what the dataset gives}."""
-        row = self.row_id(row)
-        seed = (seed * 1_000_000_007 + epoch * 1_000_003 + row) % (1 << 32)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too, and take 60 times as long
+    def read(self, row: int) -> dict[str, Any]:
+        """One item, as {field: what the Dataset gives}."""
         try:
             item = self.dataset[row]
             if isinstance(item, Mapping):
-                if missing := [source for source in self._fields.values() if source not in item]:
+                if missing := [name for name in self._names.values() if name not in item]:
                     raise UserError(
                         f"data.dataset: the items of {self.name} have {', '.join(map(str, item))}, not "
                         f"{', '.join(missing)}; name what they have in data.fields, or in --fields NAME=NAME of repack"
                     )
-                return {name: item[source] for name, source in self._fields.items()}
+                return {field: item[name] for field, name in self._names.items()}
             values = item if isinstance(item, Sequence) else (item,)  # a tensor is one value
-            if len(values) != len(self._fields):
+            if len(values) != len(self._names):
                 raise UserError(
-                    f"data.dataset: the items of {self.name} have {len(values)} values, but {len(self._fields)} names "
-                    f"are given: {', '.join(self._fields)}; name all of them, in their order, in data.fields, or in "
+                    f"data.dataset: the items of {self.name} have {len(values)} values, but {len(self._names)} names "
+                    f"are given: {', '.join(self._names)}; name all of them, in their order, in data.fields, or in "
                     "--fields NAME=NAME of repack"
                 )
-            return dict(zip(self._fields, values, strict=True))
+            return dict(zip(self._names, values, strict=True))
         except Exception as error:
             error.add_note(f"in row {row} of {self.name}")
             raise
 
-    def fill(self, out: Mapping[str, np.ndarray], rows: Sequence[int], *, seed: int = 0, epoch: int = 0) -> None:
-        """Write the items of these rows to the beginning of `out`, {field: (n or more, *shape)}.
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
+        """{field: (n, *shape), or ragged} of these rows, (n,), in their order.
 
-        Raises RankError if a row is not of the type and shape of the first row: it would be cut or wrapped.
+        All that the items draw at random follows from the arguments, whichever process asks. Raises RankError if a row
+        is not of the type and shape of the first row of the Dataset: it would be cut or wrapped.
         """
-        for place, row in enumerate(rows):
-            for name, value in self.read(row, seed=seed, epoch=epoch).items():
-                out[name][place] = self._checked(name, value, row)
+        state = np.random.SeedSequence((seed, epoch), spawn_key=(int(rows[0]),)).generate_state(3)
+        random.seed(int(state[0]))
+        np.random.seed(int(state[1]))
+        torch.default_generator.manual_seed(int(state[2]))  # torch.manual_seed would seed GPUs, too
+        row_ids = rows.tolist()
+        items = [self.read(row) for row in row_ids]
+        return {name: self._column(name, [item[name] for item in items], row_ids) for name in self.fields}
 
-    def _checked(self, name: str, value: object, row: int) -> np.ndarray | np.generic:
+    def _column(self, name: str, values: list[Any], row_ids: list[int]) -> np.ndarray | RaggedArray:
+        field = self.fields[name]
+        dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
+        are_equal = all(type(value) is Tensor and value.dtype == dtype for value in values)
+        if are_equal and not field.is_ragged and all(value.shape == field.shape for value in values):
+            return torch.stack(values).resolve_conj().resolve_neg().numpy()
+        arrays = [self._checked(name, value, row) for value, row in zip(values, row_ids, strict=True)]
+        if not field.is_ragged:
+            return np.array(arrays, field.dtype)
+        offsets = np.cumsum([0, *map(len, arrays)])
+        return RaggedArray(np.concatenate(arrays, dtype=field.dtype), offsets)
+
+    def _checked(self, name: str, value: object, row: int) -> np.ndarray:
         """A value as an array that the field can take without loss."""
-        field = self.types[name]
-        try:
-            array = to_array(value)
-            if array.dtype == field.dtype and array.shape == field.shape:
+        field = self.fields[name]
+        if is_array(value):
+            array = np.asarray(to_array(value))
+            shape = array.shape[1:] if field.is_ragged and array.ndim else array.shape
+            if shape == field.shape and (array.dtype == field.dtype or np.can_cast(array.dtype, field.dtype, "safe")):
                 return array
-        except NO_ARRAY:
-            pass  # the next lines say what it is
-        found = type_of(value)
-        if isinstance(found, str) or found.shape != field.shape or not np.can_cast(found.dtype, field.dtype, "safe"):
-            raise RankError(
-                f"{self.name}: row {self.row_id(row)} has {name} as {found}, row 0 as {field}; give all rows the same "
-                "type and shape"
-            )
-        return to_array(value)
+        cure = "give all rows the same type and shape"
+        if field.shape and not field.is_ragged:
+            cure += f", or the Dataset an attribute ragged = ({name!r},) if only the length differs"
+        raise RankError(f"{self.name}: row {row} has {name} as {type_of(value)}, row 0 as {field}; {cure}")
 
 
 def to_array(value: object) -> np.ndarray | np.generic:
@@ -97,12 +125,17 @@ def to_array(value: object) -> np.ndarray | np.generic:
     return torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
 
 
+def is_array(value: object) -> bool:
+    """Whether a value of an item is a number, an array or a tensor of the CPU, of a type that torch knows."""
+    return not isinstance(type_of(value), str)
+
+
 def type_of(value: object) -> Field | str:
     """Type and shape of a value of an item; the name of its class if it is no number, array or tensor of the CPU."""
     try:
         if isinstance(value, np.ndarray):
-            value = value.copy()  # torch takes no view that goes backwards, such as a mirrored image
-        array = torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
+            return Field(torch.from_numpy(np.empty(0, value.dtype)).numpy().dtype, value.shape)
+        array = to_array(value)
     except NO_ARRAY:
         return type(value).__name__
     return Field(array.dtype, array.shape)

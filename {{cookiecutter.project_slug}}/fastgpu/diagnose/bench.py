@@ -179,7 +179,7 @@ class Bench:
         n_ranks = self.world.local_world_size
         with self.world.raise_on_every_rank():
             if self.sizes.uses_workers:
-                n_readers = choose_workers(config.loader, self.sizes.batch_size * source.row_bytes, n_ranks)
+                n_readers = choose_workers(config.loader.num_workers, n_ranks)
             else:
                 n_readers = choose_readers(config.loader.num_readers, n_ranks)
             placement = Placement(self.sizes.tier, self.world.device, n_readers)

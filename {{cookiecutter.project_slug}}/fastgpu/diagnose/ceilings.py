@@ -8,7 +8,7 @@ that averages gradients must not wait for one that has stopped.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from math import ceil
 from typing import Any, NamedTuple
@@ -17,15 +17,14 @@ import numpy as np
 import psutil
 import torch
 
-from fastgpu.dataset.source import DatasetSource
-from fastgpu.dataset.workers import PREFETCH_FACTOR
+from fastgpu.dataset.source import ASKS_AHEAD, ItemDataset, rows_per_ask
 from fastgpu.diagnose.verdict import Measured, Rounds
 from fastgpu.feed.echo import echo
 from fastgpu.feed.tiers import Feed, Placement, StreamedFeed, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import Arrays
@@ -69,9 +68,10 @@ def open_feeds(
     if placement.tier == "device":
         return feeds
     feeds = feeds._replace(n_ready_pools=loader.prefetch_pools + 1)
-    if isinstance(source, DatasetSource):  # its workers hold batches ready, too
-        n_held_pools = ceil(placement.n_readers * PREFETCH_FACTOR / order.pool_batches)
-        n_joint_pools = max(1, ceil(placement.n_readers / order.pool_batches))
+    if isinstance(source, ItemDataset):  # its workers hold rows ready, too
+        n_asks_per_pool = ceil(order.max_pool_rows / rows_per_ask(source, order))
+        n_held_pools = ceil(placement.n_readers * ASKS_AHEAD / n_asks_per_pool)
+        n_joint_pools = max(1, ceil(placement.n_readers / n_asks_per_pool))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
     if placement.tier == "disk" and not only_real:
         cached = source.through_page_cache()
@@ -112,12 +112,11 @@ class FilledOnce(Arrays):
         super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), n_items=n_items)
         self._n_rows_left = n_slots * len(pool)
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         if self._n_rows_left <= 0:
             return
-        for read in reads:
-            self._n_rows_left -= len(read.places)
-            super().read([read], out)
+        self._n_rows_left -= len(reads.places)
+        super().read(plan, reads, out)
 
 
 # ---------------------------------------------------------------------------------------------- the device

@@ -12,15 +12,15 @@ the device, or calls `record_stream`. On a CPU, host and device memory are the s
 """
 
 import atexit
+import faulthandler
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ import torch
 
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import BlockRead, PoolPlan, PoolReader, Source
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.contract import PoolPlan, Source
+from fastgpu.rows.rows import RaggedArray, Rows
 
 JOB_BYTES = 1 << 20
 """A reader thread is given at least this much at a time, ..."""
@@ -63,7 +63,6 @@ class _Job(Future[None]):
     def __init__(self, work: Callable[[], None]):
         super().__init__()
         self.work = work
-        self.thread_id = 0
 
 
 class Prefetcher:
@@ -76,7 +75,7 @@ class Prefetcher:
     def __init__(
         self,
         source: Source,
-        reader: PoolReader,
+        n_threads: int,
         capacity: Capacity,
         device: torch.device,
         *,
@@ -86,15 +85,14 @@ class Prefetcher:
         self._source = source
         self._name = source.name
         self._timeout_s = loader.timeout_s
-        self._reader = reader
+        self._n_threads = n_threads
         self._device = device
         self._lengths = source.lengths
-        self._block_start = np.empty(0, np.int64)
-        if source.lengths:
-            self._block_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
+        ragged = {name for name, field in source.fields.items() if field.is_ragged}
+        self._unknown = ragged - self._lengths.keys()  # a Dataset's: how long its rows are is known once they are read
         job_rows = JOB_BYTES // max(1, source.row_bytes)
-        worth_waking = max(1, job_rows, capacity.n_rows // (JOBS_PER_READER * reader.n_threads))
-        self._rows_per_job = reader.rows_per_job or worth_waking
+        worth_waking = max(1, job_rows, capacity.n_rows // (JOBS_PER_READER * n_threads))
+        self._rows_per_job = source.rows_per_job or worth_waking
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         n_slots = loader.prefetch_pools + 1
         self._slots = [self._make_slot(source, capacity) for _ in range(n_slots)]
@@ -114,7 +112,7 @@ class Prefetcher:
         """Begin to read. Pools that an earlier start has prepared are dropped."""
         self._end_threads(self._timeout_s)
         if self._threads:  # they may yet write to the slots
-            raise self._hang_error(self._name)
+            raise self._hang_error()
         self._closing = threading.Event()
         self._todo: SimpleQueue[_Job | None] = SimpleQueue()
         self._free: SimpleQueue[_Slot | None] = SimpleQueue()
@@ -122,7 +120,7 @@ class Prefetcher:
         for slot in self._slots:
             self._release(slot)
         self._threads = [threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)]
-        for number in range(self._reader.n_threads):
+        for number in range(self._n_threads):
             self._threads.append(threading.Thread(target=self._run_jobs, name=f"reader_{number}", daemon=True))
         atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
         for thread in self._threads:
@@ -172,16 +170,17 @@ class Prefetcher:
             slot.used.record(torch.cuda.current_stream(self._device))
         self._free.put(slot)
 
-    def _hang_error(self, place: str) -> HangError:
+    def _hang_error(self) -> HangError:
         return HangError(
-            f"no rows have come from {place}: it hangs, or is slower than loader.timeout_s ({self._timeout_s}) allows"
+            f"no rows have come from {self._name}: it hangs, or is slower than loader.timeout_s ({self._timeout_s}) "
+            "allows"
         )
 
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand over the filled ones in order."""
-        filling: deque[tuple[PoolPlan, _Slot, list[_Job]]] = deque()
+        filling: deque[tuple[PoolPlan, _Slot, dict[str, Any], list[_Job]]] = deque()
         end: BaseException | None = None
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
@@ -205,53 +204,41 @@ class Prefetcher:
                     continue
                 if slot.copied:
                     slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
-                out = slot.host.numpy()
+                out = slot.host.numpy() | {name: [] for name in self._unknown}
                 self._write_offsets(plan, out)
                 jobs = [_Job(work) for work in self._portions(plan, out)]
                 for job in jobs:
                     self._todo.put(job)
-                filling.append((plan, slot, jobs))
+                filling.append((plan, slot, out, jobs))
         except BaseException as error:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
 
     def _write_offsets(self, plan: PoolPlan, out: Mapping[str, Any]) -> None:
         """Write the offsets of ragged rows, which say where the values of each row go."""
+        if self._lengths:
+            row_ids = plan.row_ids
         for name, lengths in self._lengths.items():
-            offsets = out[name].offsets[: plan.n_rows + 1]
-            for block, first, places in plan.reads:
-                start = self._block_start[block] + first
-                offsets[places + 1] = lengths[start : start + len(places)]
-            np.cumsum(offsets, out=offsets)
+            np.cumsum(lengths[row_ids], out=out[name].offsets[1 : plan.n_rows + 1])
 
     def _portions(self, plan: PoolPlan, out: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
         """The work of a pool in portions that are worth waking a thread for: a block may be a single row."""
-        row_ids = self._source.find_in_memory(plan.reads, plan.n_rows)
-        if row_ids is not None:
+        if self._source.are_in_memory(plan.reads):
+            row_ids = plan.row_ids
             for start in range(0, plan.n_rows, self._rows_per_job):
                 part = slice(start, min(start + self._rows_per_job, plan.n_rows))
                 yield partial(self._source.gather, row_ids[part], {name: column[part] for name, column in out.items()})
             return
-        start = 0
-        n_rows = 0
-        for stop, read in enumerate(plan.reads, 1):
-            n_rows += len(read.places)
-            if n_rows >= self._rows_per_job or stop == len(plan.reads):
-                yield partial(self._read, plan.reads[start:stop], out)
-                start = stop
-                n_rows = 0
-
-    def _read(self, reads: list[BlockRead], out: Mapping[str, Any]) -> None:
-        """Read blocks in a reader thread, until the feed is closed."""
-        self._reader.read(takewhile(lambda _: not self._closing.is_set(), reads), out)
+        for reads in plan.reads.portions(self._rows_per_job):
+            yield partial(self._source.read, plan, reads, out)
 
     def _run_jobs(self) -> None:
         """Read one job after the other, in a reader thread."""
         _lower_priority()
         while job := self._todo.get():
-            job.thread_id = threading.get_ident()
             try:
-                job.work()
+                if not self._closing.is_set():
+                    job.work()
             except BaseException as error:
                 job.set_exception(error)
             else:
@@ -264,15 +251,14 @@ class Prefetcher:
         except TimeoutError:
             if job.done():  # it is an error of the reader
                 raise
-            raise self._hang_error(_describe_read(job.thread_id)) from None
+            faulthandler.dump_traceback(all_threads=True)  # where the readers hang
+            raise self._hang_error() from None
 
-    def describe_read(self, variables: Mapping[str, Any]) -> str:
-        """What a thread reads, if no object further up its stack knows better (see `_describe_read`)."""
-        return f"{self._name}, block {variables['reads'][0].block}" if "reads" in variables else self._name
-
-    def _hand_over(self, plan: PoolPlan, slot: _Slot, jobs: list[_Job]) -> None:
+    def _hand_over(self, plan: PoolPlan, slot: _Slot, out: Mapping[str, Any], jobs: list[_Job]) -> None:
         for job in jobs:
             self._wait_for(job)
+        for name in self._unknown:
+            _join(plan, slot, name, out[name])
         if self._closing.is_set():  # the readers may have left out rows
             return
         if self._stream and slot.copied and slot.used:
@@ -283,18 +269,20 @@ class Prefetcher:
         self._ready.put((plan, slot))
 
 
-def _describe_read(thread_id: int) -> str:
-    """What a thread reads, from its stack, so that no read has to take notes.
-
-    The innermost object with a method `describe_read` is asked, and given the local variables of its running method.
-    """
-    frame = sys._current_frames().get(thread_id)
-    while frame:
-        describe = getattr(frame.f_locals.get("self"), "describe_read", None)
-        if describe:
-            return describe(frame.f_locals)
-        frame = frame.f_back
-    return "the readers"
+def _join(plan: PoolPlan, slot: _Slot, name: str, parts: Sequence[tuple[np.ndarray, RaggedArray]]) -> None:
+    """Write the parts of a ragged column, (places, rows), to a slot, whose memory grows if they do not fit."""
+    host = slot.host.columns[name]
+    offsets = host.host_offsets[: plan.n_rows + 1]
+    for places, rows in parts:
+        offsets[places + 1] = np.diff(rows.offsets)
+    np.cumsum(offsets[1:], out=offsets[1:])
+    if offsets[-1] > len(host.values):
+        slot.host.columns[name] = host = host.grown(2 * int(offsets[-1]))
+        if slot.device is not slot.host:
+            slot.device.columns[name] = host.empty_like(slot.device.device)
+    column = host.numpy()
+    for places, rows in parts:
+        column.values[column.places(places)] = rows.values
 
 
 def _lower_priority() -> None:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import DatasetSource
-from fastgpu.dataset.workers import PREFETCH_FACTOR
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.process.config import Auto, Data, Loader, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
@@ -71,7 +70,7 @@ def choose_sizes(
         batch_size = choose_rank_batch(data.batch_size, world.world_size, accumulation, source)
         canonical_ranks = choose_canonical_ranks(data.batch_size, world.world_size, source)
         pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
-        uses_workers = isinstance(source, DatasetSource)
+        uses_workers = isinstance(source, ItemDataset)
         room = Room(
             need=sum(len(each) * each.stored.row_bytes for each in sources),
             free_device=_free_device_bytes(world),
@@ -83,9 +82,13 @@ def choose_sizes(
                 f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
             )
         tier = choose_tier(data.tier, room, source.name, can_stay=all(may_stay(each) for each in sources))
+        if isinstance(source, ItemDataset) and tier != "disk" and source.draws_at_random():
+            warn(
+                f"data.tier is {tier}: the items of {source.name} are read once, so what they draw at random is the "
+                "same in each epoch; data.tier=disk reads them anew"
+            )
         if uses_workers:
-            batch_bytes = batch_size * source.row_bytes
-            n_readers = choose_workers(loader, batch_bytes, world.local_world_size)
+            n_readers = choose_workers(loader.num_workers, world.local_world_size)
         else:
             max_readers = available_cpus() if source.decoding else MAX_READERS
             n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
@@ -141,24 +144,11 @@ def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: 
     return max(1, min(max_readers, available_cpus() // local_world_size))
 
 
-def choose_workers(loader: Loader, batch_bytes: int, local_world_size: int) -> int:
-    """Worker processes of a Dataset. auto: the CPUs of this rank.
-
-    Raises UserError if the host memory cannot hold their batches.
-    """
-    if loader.num_workers == "auto":
-        n_workers = max(1, available_cpus() // local_world_size)
-    else:
-        n_workers = loader.num_workers
-    n_batches = n_workers * PREFETCH_FACTOR + 1 if n_workers else 0
-    need = 2 * n_batches * batch_bytes * local_world_size  # of training and validation
-    free = free_host_bytes()
-    if need > free:
-        raise UserError(
-            f"loader.num_workers is {n_workers}: their batches take {format_bytes(need)} of host memory, where "
-            f"{format_bytes(free)} are free; lower it or data.batch_size"
-        )
-    return n_workers
+def choose_workers(num_workers: int | Auto, local_world_size: int) -> int:
+    """Worker processes of a Dataset. auto: the CPUs of this rank."""
+    if num_workers != "auto":
+        return num_workers
+    return max(1, available_cpus() // local_world_size)
 
 
 def choose_tier(tier: Tier | Auto, room: Room, name: str, can_stay: bool = True) -> Tier:
@@ -192,7 +182,7 @@ def _free_device_bytes(world: World) -> int:
 
 def may_stay(source: Source) -> bool:
     """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
-    if isinstance(source, DatasetSource) or source.stored is not source:
+    if isinstance(source, ItemDataset) or source.stored is not source:
         return False
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())
 

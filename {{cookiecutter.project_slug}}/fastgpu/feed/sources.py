@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,20 +15,19 @@ from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
-from fastgpu.rows.selection import Mixture, hold_out
+from fastgpu.rows.selection import Groups, Mixture, hold_out
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import expand, open_store
 
 
-def open_sources(data: Data, loader: Loader, world: World) -> tuple[Source, Source]:
+def open_sources(data: Data, loader: Loader, seed: int, world: World) -> tuple[Source, Source]:
     """The training rows and the validation rows. Raises UserError on every rank if one cannot open them, or has others.
 
-    Each node may have its own copy of the files, under another name.
+    Each node may have its own copy of the files, under another name. seed: of the order of rows in a mixture.
     """
     identities: dict[str, object] = {}
     with world.raise_on_every_rank():
-        source = open_source(data, "train", loader)
-        val_source = open_source(data, "val", loader)
+        source, val_source = open_splits(data, loader, seed)
         are_decoded = source.decoding and val_source.decoding
         check_meaning("data.val", source, val_source, preparation=not are_decoded)
         _warn_of_shared_files(data)
@@ -40,8 +40,14 @@ def open_sources(data: Data, loader: Loader, world: World) -> tuple[Source, Sour
 
 def _warn_of_shared_files(data: Data) -> None:
     """Say that validation rows are trained on, as by the pattern `photos-*.h5`, which also matches photos-val.h5."""
-    has_own_rows = data.val_share is not None or data.val_fields not in ({}, data.fields)
-    if data.dataset != "none" or has_own_rows:
+    if data.val_share is not None or data.val_fields not in ({}, data.fields):
+        return
+    if data.dataset != "none":
+        if data.train == data.val:
+            warn(
+                f"data.val is data.train, {data.val}: the validation metrics are of rows that are trained on; "
+                "data.val=10% holds rows out"
+            )
         return
     shared = sorted({*_list_files("data.train", data.train)} & {*_list_files("data.val", data.val)})
     if shared:
@@ -73,30 +79,56 @@ def _list_files(key: str, named: str | list[str] | dict[str, float]) -> list[tup
     return [(Path(file).resolve(), f"/{group.strip('/')}") for path in paths for file, group in expand(key, path)]
 
 
-def open_source(data: Data, split: Literal["train", "val"], loader: Loader) -> Source:
-    """The rows of data.train or data.val. Raises UserError if they cannot be opened."""
+def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Source, Source]:
+    """The rows of data.train and those of data.val. Raises UserError if they cannot be opened.
+
+    A share of data.train is the same rows, of which each part has a selection.
+    """
+    train = decoded(data, _open_files(data, "train", loader))
     if data.val_share is None:
-        source = _open_files(data, split, loader)
-    else:
-        if data.val_fields:
-            raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
-        if data.dataset == "none":
-            _refuse_repeated_files(data)
-        parts = hold_out(_open_files(data, "train", loader), data.val_share)
-        source = parts[0] if split == "train" else parts[1]
-    if split == "val":
-        source.mixture = None
-    elif source.mixture:
+        return _mixed(data, train, seed), decoded(data, _open_files(data, "val", loader))
+    if data.val_fields:
+        raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
+    if data.dataset == "none":
+        _refuse_repeated_files(data)
+    n_rows = len(train)
+    n_val = round(data.val_share * n_rows)
+    if not 0 < n_val < n_rows:
+        raise UserError(
+            f"data.val is {100 * data.val_share:g}%, which is {n_val} of the {n_rows} rows of {train.name}; use a "
+            "share that leaves rows to train on and rows to validate on"
+        )
+    train_share, val_share = hold_out(train.block_rows, n_val)
+    name = f"{train.name} ({n_rows - n_val:,} of its rows; {n_val:,} are for validation)"
+    val = train.select(val_share, f"{train.name} ({n_val:,} of its rows)")
+    return _mixed(data, train.select(train_share, name), seed), val
+
+
+def _mixed(data: Data, source: Source, seed: int) -> Source:
+    """The training rows, mixed as the weights of data.train or data.balance say."""
+    groups = None
+    if isinstance(data.train, dict):
         if data.balance == "classes":
             raise UserError("data.balance is classes and data.train has weights; use one of the two")
-        lost = np.setdiff1d(np.arange(len(source.mixture.names)), source.mixture.groups)
-        if len(lost):
-            name = source.mixture.names[lost[0]]
-            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
+        groups = _mix_sources(data.train, source)
     elif data.balance == "classes":
-        source.mixture = _balance_classes(source)
-    has_codec = any(field.codec for field in source.fields.values())
-    if has_codec:
+        groups = _balance_classes(source)
+    if not groups:
+        return source
+    if source.selection:
+        is_member = np.zeros(len(groups.groups), bool)
+        is_member[source.selection.rows()] = True
+        groups = groups._replace(groups=np.where(is_member, groups.groups, -1))
+        lost = np.setdiff1d(np.arange(len(groups.names)), groups.groups)
+        if len(lost):
+            name = groups.names[lost[0]]
+            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
+    return source.select(Mixture(groups, source.block_rows, data.batch_size, seed), source.name)
+
+
+def decoded(data: Data, source: Source) -> Source:
+    """The source, with pixels in place of its encoded images, if there are any."""
+    if any(field.codec for field in source.fields.values()):
         if not data.image_size:
             raise UserError(
                 f"data.image_size is 0, but {source.name} has encoded images; set it to the height and width to train "
@@ -137,23 +169,22 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> S
     if data.dataset != "none":
         if isinstance(named, dict):
             raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-        return open_dataset(key, paths, fields, factory=data.dataset)
-    store = open_store(key, paths, fields)
-    if isinstance(named, dict):
-        n_files = [len(expand(key, path)) for path in named]
-        store.mixture = _mix_sources(named, np.repeat(np.arange(len(named)), n_files), store.file_rows)
-    return store
+        return open_dataset(key, paths, fields, factory=data.dataset, timeout_s=loader.timeout_s)
+    return open_store(key, paths, fields)
 
 
-def _mix_sources(weights: Mapping[str, float], source_of_file: np.ndarray, file_rows: list[int]) -> Mixture:
-    """A group for each source. weights: {source: weight}. source_of_file: (files,) the number of its source."""
-    groups = np.repeat(source_of_file.astype(np.min_scalar_type(len(weights))), file_rows)
-    return Mixture(tuple(weights), tuple(weights.values()), groups, by_block=True)
+def _mix_sources(weights: Mapping[str, float], source: Source) -> Groups:
+    """A group for each source of data.train. weights: {source: weight}."""
+    n_files = [len(expand("data.train", path)) for path in weights]
+    source_of_file = np.repeat(np.arange(len(weights), dtype=np.int16), n_files)
+    return Groups(tuple(weights), tuple(weights.values()), np.repeat(source_of_file, source.file_rows), by_block=True)
 
 
-def _balance_classes(source: Source) -> Mixture:
+def _balance_classes(source: Source) -> Groups:
     """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
-    labels = source.in_memory("labels")
+    labels = None
+    with suppress(KeyError):
+        labels = source.column("labels")
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
         found = f"is missing: there are {', '.join(source.fields)}"
         if labels is not None:
@@ -165,5 +196,5 @@ def _balance_classes(source: Source) -> Mixture:
             "number for each row"
         )
     classes, groups = np.unique(labels, return_inverse=True)
-    groups = groups.astype(np.min_scalar_type(len(classes)))
-    return Mixture(tuple(f"class {label}" for label in classes.tolist()), (1,) * len(classes), groups, by_block=False)
+    names = tuple(f"class {label}" for label in classes.tolist())
+    return Groups(names, (1,) * len(classes), groups.astype(np.int32), by_block=False)

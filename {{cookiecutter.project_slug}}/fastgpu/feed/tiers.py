@@ -1,13 +1,14 @@
 """Pools of an epoch from the device, the host or the disk: all three tiers give the same batches, bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import count
-from typing import Any, NamedTuple, Protocol
+from math import ceil
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.prefetch import Capacity, Prefetcher
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
@@ -16,13 +17,15 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, PoolPlan, Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import MAX_VALUES, Rows
-from fastgpu.rows.selection import MixedSampler
 from fastgpu.storage.arrays import Arrays
 
 LOAD_BYTES = 64 << 20
 """Bytes of one step of filling the device or host tier."""
 LOAD_BATCHES = 16
 """A step is so many batches: the worker processes of a Dataset make a batch each."""
+
+UNKNOWN_ROOM = 1.25
+"""Room in a pool for values of a Dataset, in means of the first items. It grows where they do not fit."""
 
 
 class Placement(NamedTuple):
@@ -39,50 +42,79 @@ class Feed(Protocol):
 
     order: BlockSampler
 
-    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
-        """The pools of an epoch, beginning after `consumed` rows (of all ranks together)."""
+    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
+        """The pools of an epoch, beginning with that number."""
 
     def close(self) -> None:
         """End the threads."""
 
 
-def make_order(source: Source, sizes: Sizes, world: World, seed: int | None) -> BlockSampler:
-    """The order of the rows of this rank. seed: None keeps the order of the file and leaves out no row (validation)."""
+def make_order(
+    source: Source, sizes: Sizes, world: World, seed: int | None, *, n_epochs: int | None = None
+) -> BlockSampler:
+    """The order of the rows of this rank. seed: None keeps the order of the file and leaves out no row (validation).
+
+    n_epochs: number of epochs that are read at most. None: without end.
+    """
     is_shuffled = seed is not None
     canonical_ranks = sizes.canonical_ranks if is_shuffled else None
     shard = Shard(world.rank, world.world_size, canonical_ranks)
-    options: dict[str, Any] = {"shard": shard, "pool_batches": sizes.pool_batches, "seed": seed}
-    if source.mixture and is_shuffled:
-        return MixedSampler(source.mixture, source.block_rows, sizes.batch_size, **options)
-    return BlockSampler(source.block_rows, sizes.batch_size, drop_last=is_shuffled, **options)
+    order = BlockSampler(
+        source.block_rows if source.selection is None else source.selection,
+        sizes.batch_size,
+        shard=shard,
+        pool_batches=sizes.pool_batches,
+        seed=seed,
+        drop_last=is_shuffled,
+    )
+    order.n_epochs = n_epochs
+    return order
 
 
-def open_feed(source: Source, order: BlockSampler, sizes: Sizes, world: World, *, loader: Loader) -> Feed:
-    """The feed of a training run. Raises UserError on every rank if the rows cannot be read or kept on one of them."""
+def open_feeds(
+    sources: Sequence[Source], orders: Sequence[BlockSampler], sizes: Sizes, world: World, *, loader: Loader
+) -> list[Feed]:
+    """The feeds of a training run. Raises UserError on every rank if the rows cannot be read or kept on one of them."""
+    placement = Placement(sizes.tier, world.device, sizes.n_readers)
+    kept: dict[Source, Rows] = {}
     with world.raise_on_every_rank():
-        return make_feed(source, order, Placement(sizes.tier, world.device, sizes.n_readers), loader)
+        return [
+            make_feed(source, order, placement, loader, kept=kept)
+            for source, order in zip(sources, orders, strict=True)
+        ]
 
 
-def make_feed(source: Source, order: BlockSampler, placement: Placement, loader: Loader | None = None) -> Feed:
+def make_feed(
+    source: Source,
+    order: BlockSampler,
+    placement: Placement,
+    loader: Loader | None = None,
+    *,
+    kept: dict[Source, Rows] | None = None,
+) -> Feed:
     """The rows of `source` in the given order, kept on a tier, as pools on a device.
 
-    loader: prefetch_pools and timeout_s are used; the numbers of readers come from `placement`.
+    loader: prefetch_pools and timeout_s are used; the numbers of readers come from `placement`. kept: rows that are in
+    memory for other feeds; those of this one are added.
     """
     loader = loader or Loader()
+    kept = {} if kept is None else kept
     tier, device, n_readers = placement
+    if tier == "disk":
+        return StreamedFeed(source, order, placement, loader)
+    whole = source.whole or source
+    stored = whole if tier == "device" else whole.stored
+    if stored not in kept:
+        home = placement if tier == "device" else placement._replace(device=torch.device("cpu"))
+        kept[stored] = _read_all(stored, home, loader)
     if tier == "device":
-        resident = _read_all(source, placement, loader)
         capacity = pool_capacity(source, order)
         pool = Rows.empty(source.fields, capacity.n_rows, device, n_values=capacity.values)
-        return ResidentFeed(resident, order, pool)
-    if tier == "host":
-        stored = source.stored
-        columns = _read_all(stored, placement._replace(device=torch.device("cpu")), loader).numpy()
-        n_items = {name: field.n_items for name, field in stored.fields.items()}
-        arrays = Arrays(stored.name, columns, stored.attributes, block_rows=stored.block_rows, n_items=n_items)
-        source = source.over(arrays)
-        n_readers = max(1, n_readers)
-    return StreamedFeed(source, order, placement._replace(n_readers=n_readers), loader)
+        return ResidentFeed(kept[stored], order, pool)
+    n_items = {name: field.n_items for name, field in stored.fields.items()}
+    columns = kept[stored].numpy()
+    arrays = Arrays(stored.name, columns, stored.attributes, block_rows=stored.block_rows, n_items=n_items)
+    return StreamedFeed(source.over(arrays), order, placement._replace(n_readers=max(1, n_readers)), loader)
 
 
 class ResidentFeed:
@@ -94,10 +126,9 @@ class ResidentFeed:
         self._rows = rows
         self._pool = pool
 
-    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
-        for plan in self.order.pools(epoch, consumed):
-            rows = self._rows.take(torch.from_numpy(self.order.row_ids(plan)), out=self._pool)
-            yield Pool(plan, rows.slice(plan.n_skipped_rows, plan.n_rows))
+    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
+        for plan in self.order.pools(epoch, first_pool):
+            yield Pool(plan, self._rows.take(torch.from_numpy(plan.row_ids), out=self._pool))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -108,38 +139,39 @@ class StreamedFeed:
 
     def __init__(self, source: Source, order: BlockSampler, placement: Placement, loader: Loader):
         self.order = order
-        self._reader = source.open_reader(order, placement.n_readers)
-        capacity = pool_capacity(source, order)
-        self._prefetcher = Prefetcher(source, self._reader, capacity, placement.device, loader=loader)
-        self._next: tuple[int, int] | None = None  # (epoch, consumed) of the pools that are being read now
+        n_threads = placement.n_readers
+        if isinstance(source, ItemDataset):
+            source = source.with_workers(placement.n_readers, order)
+            n_threads = 1
+        self._source = source
+        self._prefetcher = Prefetcher(source, n_threads, pool_capacity(source, order), placement.device, loader=loader)
+        self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         self._pools: Iterator[tuple[PoolPlan, Rows]] = iter(())
 
-    def pools(self, epoch: int, consumed: int = 0) -> Iterator[Pool]:
-        if consumed == self.order.total_size:
+    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
+        if first_pool == self.order.pools_per_epoch:
             return
-        if self._next != (epoch, consumed):
-            self._prefetcher.start(self._plans(epoch, consumed))
+        if self._next != (epoch, first_pool):
+            self._prefetcher.start(self.order.plans(epoch, first_pool))
             self._pools = iter(self._prefetcher)
         self._next = None  # until all pools of this epoch have been taken
         for plan, rows in self._pools:
-            yield Pool(plan, rows.slice(plan.n_skipped_rows, plan.n_rows))
+            yield Pool(plan, rows)
             if plan.is_last:
                 self._next = (epoch + 1, 0)
                 return
 
-    def _plans(self, epoch: int, consumed: int) -> Iterator[PoolPlan]:
-        yield from self._reader.pools(epoch, consumed)
-        for later in count(epoch + 1):
-            yield from self._reader.pools(later)
-
     def close(self) -> None:
         self._prefetcher.close()
-        self._reader.close()
+        self._source.close()
 
 
 def pool_capacity(source: Source, order: BlockSampler) -> Capacity:
     """The size of the largest pool of this rank. Raises UserError if its values exceed 32-bit offsets."""
     values = {name: order.max_values(lengths) for name, lengths in source.lengths.items()}
+    for name, field in source.fields.items():
+        if field.mean_values is not None and name not in values:  # items of a Dataset: an estimate, which may grow
+            values[name] = ceil(UNKNOWN_ROOM * field.mean_values * order.max_pool_rows)
     most = max(values.values(), default=0)
     if most > MAX_VALUES:
         raise UserError(
@@ -154,6 +186,12 @@ def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
 
     Besides the rows it takes 128 MiB of host memory, and for a Dataset the batches of its workers, of 4 MiB each.
     """
+    for name, field in source.fields.items():
+        if field.is_ragged and name not in source.lengths:
+            raise UserError(
+                f"data.tier is {placement.tier}, but nobody knows how many values {name} of {source.name} have before "
+                "they are read; use data.tier=disk, or write them to a file: python convert.py repack --dataset"
+            )
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
     most = max(n_values.values(), default=0)
     if most > MAX_VALUES:

@@ -10,6 +10,7 @@ Shapes: C channels, H and W pixels.
 import io
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -66,6 +67,16 @@ class EncodedImage:
         self._flips = FLIPS.get(orientation, ())
         if self._is_on_its_side:
             self.height, self.width = self.width, self.height
+
+    def decode_to(self, out_HWC: np.ndarray, box: Box) -> None:
+        """Write a part of the upright image, resized to `out_HWC`, uint8 (H, W, 3). Raises as `decode` does."""
+        size = out_HWC.shape[:2]
+        is_whole = box == (0, 0, *size) and (self.height, self.width) == size
+        if is_whole and self._is_jpeg and not self._flips and out_HWC.flags.c_contiguous:
+            with suppress(ValueError):  # it may be harmless: Pillow decides
+                simplejpeg.decode_jpeg(self._data, buffer=out_HWC)
+                return
+        out_HWC[:] = self.decode(box, size).transpose(1, 2, 0)
 
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
         """A part of the upright image, resized to (height, width): uint8 (3, H, W).

@@ -1,7 +1,7 @@
 """Image files as rows, decoded in the reader threads by the code that decoded the training images."""
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -19,7 +19,7 @@ from fastgpu.images.files import (
     open_file,
 )
 from fastgpu.process.launch import RankError, UserError, warn
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.rows import Field
 
 REASONS: dict[type[Exception], str] = {
@@ -84,10 +84,10 @@ class ImageFiles(Source):
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, np.ndarray]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, np.ndarray]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
         ((name, field),) = self.fields.items()
-        for row, _, (place,) in reads:
+        for row, (place,) in reads.ranges():
             try:
                 out[name][place] = self._decode(self.files[row], field.shape)
             except Exception as error:  # a decoder may raise anything for damaged bytes

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +11,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from fastgpu.feed.prefetch import Prefetcher
 from fastgpu.feed.sizes import choose_readers
 from fastgpu.feed.sources import decode_images
-from fastgpu.feed.tiers import pool_capacity
-from fastgpu.process.config import Loader
+from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import BlockSampler
@@ -159,11 +157,6 @@ def make_order(source: Source, batch_size: int) -> BlockSampler:
 @contextmanager
 def open_pools(source: Source, order: BlockSampler, device: torch.device) -> Iterator[Iterator[Pool]]:
     """All rows once, read ahead by threads, as pools on the device."""
-    reader = source.open_reader(order, choose_readers("auto", 1))
-    prefetcher = Prefetcher(source, reader, pool_capacity(source, order), device, loader=Loader())
-    try:
-        prefetcher.start(reader.pools(0))
-        yield (Pool(plan, rows) for plan, rows in prefetcher)
-    finally:
-        prefetcher.close()
-        reader.close()
+    order.n_epochs = 1
+    with closing(make_feed(source, order, Placement("disk", device, choose_readers("auto", 1)))) as feed:
+        yield feed.pools(0)

@@ -4,10 +4,10 @@ A source has rows in blocks, which are cheap to read as a whole. A `BlockSampler
 which blocks go to which places of a pool. The feed carries the plans out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -15,17 +15,37 @@ from fastgpu.rows.rows import Field, Rows
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler
-    from fastgpu.rows.selection import Mixture
+    from fastgpu.rows.selection import Selection
 
 
-class BlockRead(NamedTuple):
-    """Neighbouring rows of one block, and the place of each in a pool."""
+class Reads(NamedTuple):
+    """Runs of neighbouring rows of one block, one run after the other, and the place of each row in a pool."""
 
-    block: int
-    first: int
-    """The first row to read, counted from the beginning of the block."""
+    starts: np.ndarray
+    """(runs,) int64: the first row of each run."""
+    counts: np.ndarray
+    """(runs,) int64: the number of rows of each run."""
     places: np.ndarray
-    """(n,) int64, all different: row `first + i` of the block goes to place `places[i]` of the pool."""
+    """(rows,) int64, all different: the place of each row."""
+
+    def portions(self, n_rows: int) -> Iterator["Reads"]:
+        """The same reads in portions of at least `n_rows` rows; the last may have fewer."""
+        ends = np.cumsum(self.counts)
+        first = 0
+        done = 0
+        while first < len(ends):
+            stop = min(len(ends), int(np.searchsorted(ends, done + n_rows)) + 1)
+            end = int(ends[stop - 1])
+            yield Reads(self.starts[first:stop], self.counts[first:stop], self.places[done:end])
+            first = stop
+            done = end
+
+    def ranges(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, places of this row and those that follow it) of each run."""
+        done = 0
+        for start, count in zip(self.starts.tolist(), self.counts.tolist(), strict=True):
+            yield start, self.places[done : done + count]
+            done += count
 
 
 class PoolPlan(NamedTuple):
@@ -34,17 +54,30 @@ class PoolPlan(NamedTuple):
     epoch: int
     number: int
     """Number of the pool in its epoch, from 0."""
+    seed: int | None
+    """Seed of everything that is drawn at random for these rows. None: nothing is (validation)."""
     n_rows: int
     """Rows of the pool, padding included."""
     n_real_rows: int
     """Rows without padding. Padding, if there is any, lies at the end of the pool."""
-    n_skipped_rows: int
-    """Rows at the beginning of the pool that were trained on before the run was resumed."""
-    consumed: int
-    """Fresh rows that all ranks together have taken from this epoch once the pool is done."""
     is_last: bool
     """Whether this is the last pool of its epoch."""
-    reads: list[BlockRead]
+    reads: Reads
+    order: "BlockSampler"
+    """The sampler that planned it."""
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """(n_rows,) int64: the row at each place of the pool."""
+        row_ids = np.empty(self.n_rows, np.int64)
+        row_ids[self.reads.places] = runs(self.reads.starts, self.reads.counts)
+        return row_ids
+
+
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
 class Pool(NamedTuple):
@@ -54,25 +87,7 @@ class Pool(NamedTuple):
     rows: Rows
 
 
-class PoolReader(Protocol):
-    """Plans the pools of one rank and reads their rows."""
-
-    n_threads: int
-    """Number of threads that may call `read` at the same time."""
-    rows_per_job: int | None
-    """Rows that a thread reads at a time. None: as many as are worth waking it."""
-
-    def pools(self, epoch: int, consumed: int = 0) -> Iterator[PoolPlan]:
-        """The pools of an epoch, beginning with the one that `consumed` rows (of all ranks together) lead to."""
-
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        """Read rows to their places in `out` (see `Source.read`)."""
-
-    def close(self) -> None:
-        """End the threads or processes of the reader."""
-
-
-class Source(Protocol):
+class Source:
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
     name: str
@@ -86,8 +101,12 @@ class Source(Protocol):
     """{ragged field: (rows,) int32, number of values in each row}."""
     filters: str = ""
     """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
-    mixture: "Mixture | None" = None
-    """How often rows are trained on in each epoch. None: each row once."""
+    selection: "Selection | None" = None
+    """The rows of each epoch. None: each row once."""
+    whole: "Source | None" = None
+    """All rows, if only some of them are selected: what is kept in memory serves all parts of a split."""
+    file_rows: Sequence[int] = ()
+    """Number of rows of each file."""
     by_h5py: bool = False
     """Whether only the HDF5 library can read the rows, one thread at a time."""
     around_page_cache: bool = False
@@ -95,7 +114,17 @@ class Source(Protocol):
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Number of rows that may be in an epoch."""
+        return len(self.selection) if self.selection else int(self.block_rows.sum())
+
+    def select(self, selection: "Selection", name: str) -> Self:
+        """The same rows, of which an epoch has those of `selection`. Row numbers stay as they are."""
+        part = copy(self)
+        part.selection = selection
+        part.name = name
+        part.whole = self.whole or self
+        return part
 
     @property
     def row_bytes(self) -> int:
@@ -121,26 +150,36 @@ class Source(Protocol):
         return self
 
     def column(self, name: str) -> np.ndarray:
-        """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
+        """One small field of all rows, selected or not: (rows, *shape). Raises KeyError if it is not in memory."""
         raise KeyError(name)
 
     def in_memory(self, name: str) -> np.ndarray | None:
-        """One small field of all rows, (rows, *shape). None if there is no such field, or it is not in memory."""
+        """One small field of the rows that may be in an epoch, (n, *shape), in the order of the file.
+
+        None if there is no such field, or it is not in memory.
+        """
         try:
-            return self.column(name)
+            values = self.column(name)
         except KeyError:
             return None
+        return values[self.selection.rows()] if self.selection else values
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+    rows_per_job: int | None = None
+    """Number of rows that a thread reads at a time. None: as many as are worth waking it."""
+
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
 
-        out: {field: C-contiguous array (rows, *shape)}. For a ragged field it is a RaggedArray, whose offsets say where
-        the values of each place go. Raises OSError or RankError if the bytes cannot be had.
+        plan: of the pool that the reads belong to; what is drawn at random follows from its seed and epoch. out:
+        {field: C-contiguous array (rows, *shape)}. For a ragged field it is a RaggedArray, whose offsets say where the
+        values of each place go; or, if `lengths` does not have it, a list that takes (places, RaggedArray). Raises
+        OSError or RankError if the bytes cannot be had.
         """
+        raise NotImplementedError
 
-    def find_in_memory(self, reads: Iterable[BlockRead], n_rows: int) -> np.ndarray | None:
-        """(n_rows,) int64: the row at each place, if `gather` can copy the rows of these reads. None: `read` has to."""
-        return None
+    def are_in_memory(self, reads: Reads) -> bool:
+        """Whether `gather` can copy the rows of these reads. Otherwise `read` has to."""
+        return False
 
     def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         """Copy rows that were found in memory to `out`, in the order of `row_ids`, (n,). Thread-safe.
@@ -149,9 +188,8 @@ class Source(Protocol):
         """
         raise AssertionError(f"{self.name} finds no rows in memory")
 
-    def open_reader(self, order: "BlockSampler", n_readers: int) -> PoolReader:
-        """A reader of this source in that order. n_readers: number of threads or worker processes."""
-        return BlockReader(self, order, n_readers)
+    def close(self) -> None:
+        """End the processes that read, if there are any."""
 
 
 class DerivedSource(Source):
@@ -160,6 +198,7 @@ class DerivedSource(Source):
     def __init__(self, name: str, source: Source):
         self.name = name
         self.attributes = source.attributes
+        self.file_rows = source.file_rows
         self.filters = source.filters
         self.by_h5py = source.by_h5py
         self.around_page_cache = source.around_page_cache
@@ -179,17 +218,3 @@ class DerivedSource(Source):
         other = copy(self)
         other._source = source
         return other
-
-
-class BlockReader:
-    """Reads blocks of a source by threads, in the order of a sampler."""
-
-    rows_per_job: int | None = None
-
-    def __init__(self, source: Source, order: "BlockSampler", n_threads: int):
-        self.n_threads = n_threads
-        self.pools = order.pools
-        self.read = source.read
-
-    def close(self) -> None:
-        """Nothing to end: the threads belong to the caller."""

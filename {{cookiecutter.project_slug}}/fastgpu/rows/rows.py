@@ -26,7 +26,7 @@ MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 
 
 class Field(NamedTuple):
-    """The type of one field: `dtype` and `shape` of one row, or any number of scalar values if it is ragged."""
+    """The type of one field: `dtype` and `shape` of one row, or of one value if it is ragged: rows have any number."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -36,6 +36,8 @@ class Field(NamedTuple):
     """If the values are item numbers: the number of items. Each value is in range(n_items)."""
     codec: str = ""
     """If the values of a row are the bytes of an image file: the formats of these files, such as jpeg or jpeg+png."""
+    is_channels_last: bool = False
+    """Whether rows of `shape` (C, H, W) lie in memory as (H, W, C): decoders make and convolutions take them so."""
 
     @property
     def is_ragged(self) -> bool:
@@ -49,17 +51,17 @@ class Field(NamedTuple):
     def __str__(self) -> str:
         if self.codec:
             return f"{self.codec} images of any size (N, {ceil(self.mean_values or 0):,} bytes in the mean)"
+        dimensions = "".join(f", {n}" for n in self.shape)
         if self.is_ragged:
             limit = f" below {self.n_items}" if self.n_items else ""
-            return f"{self.dtype} (N, any number){limit}"
-        dimensions = "".join(f", {n}" for n in self.shape)
+            return f"{self.dtype} (N, any number{dimensions}){limit}"
         return f"{self.dtype} (N{dimensions})"
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row; the mean over the source if the field is ragged."""
         if self.mean_values is not None:
-            return OFFSET_DTYPE.itemsize + ceil(self.mean_values * self.dtype.itemsize)
+            return OFFSET_DTYPE.itemsize + ceil(self.mean_values * self.dtype.itemsize * prod(self.shape))
         return self.dtype.itemsize * prod(self.shape)
 
 
@@ -67,7 +69,7 @@ class RaggedArray(NamedTuple):
     """Rows with any number of values each, in host memory: row b is values[offsets[b] : offsets[b + 1]]."""
 
     values: np.ndarray
-    """(N or more,)"""
+    """(N or more, *shape)"""
     offsets: np.ndarray
     """(B + 1,) int32 or int64, beginning with 0."""
 
@@ -98,7 +100,7 @@ class Ragged:
     """
 
     values: Tensor
-    """(N or more,)"""
+    """(N or more, *shape)"""
     offsets: Tensor
     """(B + 1,) int32, beginning with 0, as torch's embedding_bag takes them (include_last_offset)."""
     host_offsets: np.ndarray
@@ -106,12 +108,18 @@ class Ragged:
 
     @classmethod
     def empty(
-        cls, dtype: np.dtype, n_rows: int, n_values: int, device: torch.device, *, pinned: bool = False
+        cls,
+        dtype: np.dtype,
+        n_rows: int,
+        values_shape: tuple[int, ...],
+        device: torch.device,
+        *,
+        pinned: bool = False,
     ) -> "Ragged":
-        """Memory for `n_rows` rows that have `n_values` values together, page-locked if `pinned`."""
+        """Memory for `n_rows` rows that have values of (N, *shape) together, page-locked if `pinned`."""
         offsets = _empty((n_rows + 1,), OFFSET_DTYPE, device, pinned).zero_()
         host_offsets = offsets.numpy() if device.type == "cpu" else np.zeros(n_rows + 1, OFFSET_DTYPE)
-        return cls(_empty((n_values,), dtype, device, pinned), offsets, host_offsets)
+        return cls(_empty(values_shape, dtype, device, pinned), offsets, host_offsets)
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +155,8 @@ class Ragged:
         starts = self.host_offsets[index]
         counts = self.host_offsets[index + 1] - starts
         if out is None:
-            out = Ragged.empty(_numpy_dtype(self.values), len(index), int(counts.sum()), self.device)
+            values_shape = (int(counts.sum()), *self.values.shape[1:])
+            out = Ragged.empty(_numpy_dtype(self.values), len(index), values_shape, self.device)
         host_offsets = out.host_offsets[: len(index) + 1]
         np.cumsum(counts, out=host_offsets[1:])
         moves = torch.from_numpy(np.stack([starts - host_offsets[:-1], counts, host_offsets[1:]]))
@@ -159,6 +168,12 @@ class Ragged:
         offsets = out.offsets[: len(index) + 1]
         offsets[1:].copy_(moves[2])
         return Ragged(values, offsets, host_offsets)
+
+    def grown(self, n_values: int) -> "Ragged":
+        """Memory for more values in host memory, page-locked as before. The offsets stay where they are."""
+        shape = (n_values, *self.values.shape[1:])
+        values = _empty(shape, _numpy_dtype(self.values), torch.device("cpu"), self.values.is_pinned())
+        return Ragged(values, self.offsets, self.host_offsets)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Ragged":
         values = self.values.to(device, non_blocking=non_blocking)
@@ -183,7 +198,7 @@ class Ragged:
 class Rows:
     """Columns of equal length; `rows["images"]` is one of them."""
 
-    columns: Mapping[str, Any]
+    columns: dict[str, Any]
     """{field: Tensor (rows, ...) or Ragged}"""
 
     @classmethod
@@ -200,9 +215,10 @@ class Rows:
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
             if field.is_ragged:
-                columns[name] = Ragged.empty(field.dtype, n_rows, (n_values or {})[name], device, pinned=pinned)
+                values_shape = ((n_values or {})[name], *field.shape)
+                columns[name] = Ragged.empty(field.dtype, n_rows, values_shape, device, pinned=pinned)
             else:
-                columns[name] = _empty((n_rows, *field.shape), field.dtype, device, pinned)
+                columns[name] = _empty_column(field, n_rows, device, pinned)
         return cls(columns)
 
     def empty_like(self, device: torch.device) -> "Rows":
@@ -254,7 +270,7 @@ class Rows:
                 target = None if target is None else target[: len(index)]
                 if index_on_device is None:  # once for all columns
                     index_on_device = to_device(index, column.device)
-                taken[name] = torch.index_select(column, 0, index_on_device, out=target)
+                taken[name] = _take(column, index_on_device, target)
         return Rows(taken)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
@@ -275,6 +291,21 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def _empty_column(field: Field, n_rows: int, device: torch.device, pinned: bool) -> Tensor:
+    if not field.is_channels_last:
+        return _empty((n_rows, *field.shape), field.dtype, device, pinned)
+    channels, height, width = field.shape
+    return _empty((n_rows, height, width, channels), field.dtype, device, pinned).permute(0, 3, 1, 2)
+
+
+def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
+    """index_select of rows, which are copied as they lie in memory."""
+    if column.ndim != 4 or column.is_contiguous() or not column.is_contiguous(memory_format=torch.channels_last):
+        return torch.index_select(column, 0, index, out=target)
+    out_NHWC = None if target is None else target.permute(0, 2, 3, 1)
+    return torch.index_select(column.permute(0, 2, 3, 1), 0, index, out=out_NHWC).permute(0, 3, 1, 2)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype, device: torch.device, pinned: bool) -> Tensor:

@@ -1,8 +1,11 @@
-"""A part of the rows, held out for validation; and epochs in which some rows come more often than others.
+"""The rows of an epoch that does not have each row once: a share that is held out, sources at weights, equal classes.
 
-Such a mixture has sources at given weights, or classes in equal numbers. Each group of rows (a source or a class) gets
-a share of the epoch, its turns. If it has fewer rows than turns, its rows come several times; if it has more, each
-epoch takes the next ones:
+A selection is a function of the epoch that gives extents: runs of neighbouring rows of one block. The sampler puts them
+in order. The files are read as if nothing were selected, so row numbers are those of the files.
+
+A mixture has sources at given weights, or classes in equal numbers. Each group of rows (a source or a class) gets a
+share of the epoch, its turns. If it has fewer rows than turns, its rows come several times; if it has more, each epoch
+takes the next ones:
 
     rows of a group, in a random order     | 4 | 0 | 5 | 2 | 1 | 3 |      6 rows, 8 turns in each epoch
     epoch 0, each row once, then 2 more      x   x
@@ -12,17 +15,115 @@ So the rows of a group are used equally often, up to one turn, over any number o
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import BlockRead, DerivedSource, Source
-from fastgpu.rows.order import BlockSampler, runs
+from fastgpu.rows.contract import runs
+
+SEED = 0
+"""Seed of the validation rows. It is not run.seed: runs with other seeds are validated on the same rows, and none of
+them is ever trained on."""
+MIN_STRATA = 1024
+"""A file is cut into at least this many parts, each of which gives a share of its rows."""
+MAX_GROUPS_SHOWN = 5
+"""Number of sources or classes that are listed one by one."""
 
 
-class Mixture(NamedTuple):
+class Extents(NamedTuple):
+    """Runs of neighbouring rows of one block, one run after the other."""
+
+    starts: np.ndarray
+    """(extents,) the first row of each."""
+    counts: np.ndarray
+    """(extents,) the number of rows of each."""
+    units: np.ndarray
+    """(units,) the first extent of each unit, which stays together: a block, or a pass over it."""
+
+    def permuted(self, order: np.ndarray) -> "Extents":
+        """The units in another order."""
+        if len(self.units) == len(self.starts):
+            index = order
+        else:
+            index = runs(self.units[order], np.diff(self.units, append=len(self.starts))[order])
+        return Extents(self.starts[index], self.counts[index], self.units)
+
+
+class Selection(Protocol):
+    """The rows of an epoch."""
+
+    epoch_rows: int
+    """Number of rows in each epoch."""
+    checksum: int
+
+    def __len__(self) -> int:
+        """Number of rows that may be in an epoch."""
+
+    def rows(self) -> np.ndarray:
+        """(n,) int64: the rows that may be in an epoch, in the order of the file."""
+
+    def extents(self, epoch: int) -> Extents:
+        """The rows of an epoch in the order of the file, pass by pass."""
+
+    def describe(self) -> str:
+        """What each epoch has, for people. Empty: each of its rows once."""
+
+
+class AllRows:
+    """Each row once."""
+
+    def __init__(self, block_rows: np.ndarray):
+        """block_rows: (blocks,) number of rows in each block."""
+        self._block_rows = np.asarray(block_rows, np.int32)
+        self.epoch_rows = int(self._block_rows.sum(dtype=np.int64))
+        self.checksum = zlib.crc32(self._block_rows.tobytes())
+
+    def __len__(self) -> int:
+        return self.epoch_rows
+
+    def rows(self) -> np.ndarray:
+        """(n,) int64: all rows."""
+        return np.arange(self.epoch_rows)
+
+    def extents(self, epoch: int) -> Extents:
+        """The blocks of the file."""
+        starts = np.cumsum(self._block_rows, dtype=np.int64)
+        starts -= self._block_rows
+        return Extents(starts, self._block_rows, np.arange(len(starts), dtype=np.int32))
+
+    def describe(self) -> str:
+        """Nothing: an epoch has each of its rows once."""
+        return ""
+
+
+class Share:
+    """Each of some rows once: those that are held out for validation, or the others."""
+
+    def __init__(self, block_rows: np.ndarray, is_member: np.ndarray):
+        """block_rows: (blocks,) of the file. is_member: (rows,) bool."""
+        block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
+        self._is_member = np.packbits(is_member)
+        self._extents = _extents_of([np.flatnonzero(is_member)], block_start)
+        self.epoch_rows = int(is_member.sum())
+        self.checksum = zlib.crc32(self._is_member.tobytes())
+
+    def __len__(self) -> int:
+        return self.epoch_rows
+
+    def rows(self) -> np.ndarray:
+        """(n,) int64: the rows of each epoch, in the order of the file."""
+        return np.flatnonzero(np.unpackbits(self._is_member))
+
+    def extents(self, epoch: int) -> Extents:
+        """The rows of any epoch in the order of the file."""
+        return self._extents
+
+    def describe(self) -> str:
+        """Nothing: an epoch has each of its rows once."""
+        return ""
+
+
+class Groups(NamedTuple):
     """Groups of rows, and the weight of each group in an epoch."""
 
     names: tuple[str, ...]
@@ -30,7 +131,7 @@ class Mixture(NamedTuple):
     weights: tuple[float, ...]
     """Weight of each group, in any unit."""
     groups: np.ndarray
-    """(rows,) whole numbers: the group of each row. Each group has rows."""
+    """(rows,) whole numbers: the group of each row. -1: the row is in no epoch."""
     by_block: bool
     """Whether all rows of a block are in one group. Blocks are then used as a whole, so that reads stay long."""
 
@@ -44,182 +145,112 @@ class Mixture(NamedTuple):
         return turns
 
 
-class MixedSampler(BlockSampler):
-    """A `BlockSampler` whose epoch has the turns of a `Mixture`.
+class Mixture:
+    """Groups of rows at given weights.
 
-    An epoch has as many rows as the source, rounded down to whole global batches, so that no turn is left out. Like the
-    plain order, it is a function of (seed, epoch) and the same for every world size that divides the canonical ranks.
-    It needs memory for each row: 4 bytes always, 4 more during an epoch, and about 60 while one is planned (twice as
-    much from 2^31 rows on).
+    An epoch has as many rows as there are in all groups, rounded down to whole global batches, so that no turn is left
+    out. Like the plain order, it is a function of (seed, epoch). It needs memory for each row: 12 bytes always, and
+    about 60 while an epoch is planned.
     """
 
-    def __init__(self, mixture: Mixture, block_rows: np.ndarray, batch_size: int, **options: Any):
-        """options: those of BlockSampler except drop_last."""
-        super().__init__(block_rows, batch_size, **options)
-        self._block_start = np.cumsum(self._block_rows, dtype=np.int64) - self._block_rows
-        self._group_rows = np.bincount(mixture.groups, minlength=len(mixture.names))
-        self._rows = self._order_rows(mixture)  # group after group
-        self.n_rows = self.total_size
-        self.turns = mixture.turns(self.n_rows)
-        self._checksum = zlib.crc32(self.turns.tobytes(), zlib.crc32(mixture.groups.tobytes()))
+    def __init__(self, groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int):
+        """block_rows: (blocks,) of the file. batch_size: rows of a global batch. seed: of the order within groups."""
+        self.groups = groups
+        self._block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
+        self._rows = self._order_rows(seed)  # group after group
+        self._group_rows = np.bincount(groups.groups[self._rows], minlength=len(groups.names))
+        self.epoch_rows = len(self._rows) // batch_size * batch_size
+        self.turns = groups.turns(self.epoch_rows)
+        self.checksum = zlib.crc32(self.turns.tobytes(), zlib.crc32(groups.groups.tobytes()))
 
-    def _order_rows(self, mixture: Mixture) -> np.ndarray:
+    def _order_rows(self, seed: int) -> np.ndarray:
         """(rows,): the rows of each group in the order in which epochs take them: whole blocks, or single rows."""
-        dtype = np.int32 if len(mixture.groups) <= np.iinfo(np.int32).max else np.int64
-        unit_start = self._block_start if mixture.by_block else np.arange(len(mixture.groups), dtype=dtype)
-        units = self._rng(0, 0).permutation(len(unit_start))
-        units = units[np.argsort(mixture.groups[unit_start[units]], kind="stable")]
-        if not mixture.by_block:
-            return units.astype(dtype)
-        return runs(self._block_start[units], self._block_rows[units]).astype(dtype)
+        members = np.flatnonzero(self.groups.groups >= 0)
+        unit_start = np.arange(len(members))
+        if self.groups.by_block:
+            blocks = np.searchsorted(self._block_start, members, "right")
+            unit_start = np.flatnonzero(np.diff(blocks, prepend=-1))
+        unit_rows = np.diff(unit_start, append=len(members))
+        rng = np.random.default_rng(np.random.SeedSequence((seed, 0), spawn_key=(0,)))
+        units = rng.permutation(len(unit_start))
+        units = units[np.argsort(self.groups.groups[members[unit_start[units]]], kind="stable")]
+        return members[runs(unit_start[units], unit_rows[units])]
 
-    @property
-    def identity(self) -> dict[str, int]:
-        """As for BlockSampler, with a checksum of the groups and their turns."""
-        return super().identity | {"mixture": self._checksum}
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self) -> np.ndarray:
+        """(n,) int64: the rows of all groups, in the order of the file."""
+        return np.sort(self._rows)
+
+    def most_rows(self) -> np.ndarray:
+        """(n,) int64: each row as often as an epoch may have it."""
+        return np.repeat(self._rows, np.repeat(-(-self.turns // self._group_rows), self._group_rows))
 
     def uses(self, epoch: int) -> np.ndarray:
         """(rows,) whole numbers: how often each row is used in an epoch."""
         passes, extra = np.divmod(self.turns, self._group_rows)
-        uses = np.zeros(len(self._rows), np.min_scalar_type(int(passes.max()) + 1))
+        uses = np.zeros(len(self.groups.groups), np.min_scalar_type(int(passes.max()) + 1))
         start = 0
         for n_rows, n_passes, n_extra in zip(self._group_rows.tolist(), passes.tolist(), extra.tolist(), strict=True):
             rows = self._rows[start : start + n_rows]
             uses[rows] = n_passes
-            first = epoch * n_extra % n_rows
-            uses[rows[first : first + n_extra]] += 1
-            uses[rows[: max(0, first + n_extra - n_rows)]] += 1
+            window = (epoch * n_extra + np.arange(n_extra)) % n_rows
+            uses[rows[window]] += 1
             start += n_rows
         return uses
 
-    def max_values(self, lengths: np.ndarray) -> int:
-        """An upper bound on the values in a pool of this rank: those of the longest rows, as often as they may come."""
-        max_uses = np.repeat(-(-self.turns // self._group_rows), self._group_rows)
-        return int(np.sort(np.repeat(lengths[self._rows], max_uses))[-self.max_pool_rows :].sum(dtype=np.int64))
+    def extents(self, epoch: int) -> Extents:
+        """The rows that are used at least once in the order of the file, then those used at least twice, and so on.
 
-    def _starts(self, blocks: np.ndarray) -> np.ndarray:
-        """(n,) int64: the first row of each of these blocks."""
-        return self._block_start[blocks]
-
-    def _line(self, epoch: int) -> np.ndarray:
-        """(rows of the epoch,): row ids. The rows of a block that are used at least once lie together, so do those that
-        are used at least twice, and so on. The order of these runs is random.
+        The rows of a block in one of these passes are a unit.
         """
         uses = self.uses(epoch)
-        passes = []
-        rows = np.flatnonzero(uses).astype(self._rows.dtype)
-        while len(rows):
-            passes.append(rows)
-            uses[rows] -= 1
-            rows = rows[uses[rows] > 0]
-        rows = np.concatenate(passes)
-        blocks = np.searchsorted(self._block_start, rows, "right")
-        is_first = (np.diff(blocks, prepend=-1) != 0) | (np.diff(rows, prepend=-1) <= 0)  # another block or pass
-        starts = np.flatnonzero(is_first)
-        counts = np.diff(starts, append=len(rows))
-        order = self._rng(epoch).permutation(len(starts))
-        return rows[runs(starts[order], counts[order])]
+        passes = [np.flatnonzero(uses > n_times) for n_times in range(int(uses.max()))]
+        return _extents_of(passes, self._block_start)
 
-    def _reads(self, start: int, places: np.ndarray, line: np.ndarray) -> Iterator[BlockRead]:
-        """Cut the rows start, start + 1, ... of the line at the borders of the blocks and where rows are left out."""
-        return split_rows(line[start : start + len(places)], places, self._block_start)
+    def describe(self) -> str:
+        """How many rows of each group an epoch has, for people."""
+        passes = self.turns / self._group_rows
+        if len(self.turns) > MAX_GROUPS_SHOWN:
+            kind = "sources" if self.groups.by_block else "classes"
+            return (
+                f"{self.epoch_rows:,} rows, {self.turns.min():,} to {self.turns.max():,} of each of "
+                f"{len(self.turns):,} {kind} ({passes.min():.3g} to {passes.max():.3g} passes)"
+            )
+        groups = zip(self.groups.names, self.turns.tolist(), passes.tolist(), strict=True)
+        return ", ".join(f"{n_turns:,} rows of {name} ({n_passes:.3g} passes)" for name, n_turns, n_passes in groups)
 
 
-def split_rows(rows: np.ndarray, places: np.ndarray, block_start: np.ndarray) -> Iterator[BlockRead]:
-    """Cut row ids, (n,), into runs of neighbouring rows of one block. block_start: (blocks,) the first row of each."""
-    blocks = np.searchsorted(block_start, rows, "right") - 1
-    cuts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(blocks, prepend=-1) != 0))
-    blocks = blocks[cuts]
-    firsts = rows[cuts] - block_start[blocks]
-    bounds = [*cuts.tolist(), len(rows)]
-    for block, first, cut, end in zip(blocks.tolist(), firsts.tolist(), bounds, bounds[1:], strict=False):
-        yield BlockRead(block, first, places[cut:end])
+def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
+    """(rows to train on, `n_val` rows to validate on): no row is in both, and together they are all.
 
-
-VAL_SEED = 0
-"""Seed of the validation rows. It is not run.seed: runs with other seeds are validated on the same rows, and none of
-them is ever trained on."""
-MIN_STRATA = 1024
-"""A file is cut into at least this many parts, each of which gives a share of its rows."""
-
-
-class Subset(DerivedSource):
-    """Some rows of another source. A block has those of its rows that belong to the subset, in their order."""
-
-    def __init__(self, name: str, source: Source, row_ids: np.ndarray):
-        """row_ids: (n,) ascending."""
-        super().__init__(name, source)
-        if source.mixture:
-            self.mixture = source.mixture._replace(groups=source.mixture.groups[row_ids])
-        self.fields = dict(source.fields)
-        self.lengths = {}
-        for field, lengths in source.lengths.items():
-            self.lengths[field] = lengths[row_ids]
-            self.fields[field] = source.fields[field]._replace(mean_values=float(lengths[row_ids].mean()))
-        self.row_ids = row_ids
-        """(n,) the row of the source that each row is."""
-        self._source_start = np.cumsum(source.block_rows, dtype=np.int64) - source.block_rows
-        starts = np.searchsorted(row_ids, self._source_start)
-        block_rows = np.diff(starts, append=len(row_ids))
-        self.block_rows = block_rows[block_rows > 0].astype(np.int32)
-        self._block_start = starts[block_rows > 0]
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def column(self, name: str) -> np.ndarray:
-        """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
-        return self._source.column(name)[self.row_ids]
-
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
-        """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
-        self._source.read(self._in_source(reads), out)
-
-    def _in_source(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
-        """The same reads in blocks of the source."""
-        for block, first, places in reads:
-            start = int(self._block_start[block]) + first
-            yield from split_rows(self.row_ids[start : start + len(places)], places, self._source_start)
-
-
-def hold_out(source: Source, share: float) -> tuple[Source, Source]:
-    """(rows to train on, rows to validate on): no row is in both, and together they are all.
-
-    share: of the rows to validate on, rounded to whole rows. Which rows they are depends on the source and the share
-    only. Each of at least `MIN_STRATA` parts of the source gives neighbouring rows, so that the share is fair whatever
-    the order of the rows, and reads stay long. Raises UserError if one side would be empty.
+    Which rows they are depends on the arguments only. Each of at least `MIN_STRATA` parts of the file gives
+    neighbouring rows, so that the share is fair whatever the order of the rows, and reads stay long.
     """
-    n_rows = len(source)
-    n_val = round(share * n_rows)
-    if not 0 < n_val < n_rows:
-        raise UserError(
-            f"data.val is {100 * share:g}%, which is {n_val} of the {n_rows} rows of {source.name}; use a share that "
-            "leaves rows to train on and rows to validate on"
-        )
-    is_val = _choose_rows(len(source.block_rows), n_rows, n_val)
-    train_name = f"{source.name} ({n_rows - n_val:,} of its rows; {n_val:,} are for validation)"
-    val_name = f"{source.name} ({n_val:,} of its rows)"
-    return _take(source, train_name, ~is_val), _take(source, val_name, is_val)
-
-
-def _take(source: Source, name: str, is_member: np.ndarray) -> Source:
-    row_ids = np.flatnonzero(is_member)
-    take = getattr(source, "take", None)  # of a Dataset, which is asked for fewer items
-    return take(name, row_ids) if take else Subset(name, source, row_ids)
-
-
-def _choose_rows(n_blocks: int, n_rows: int, n_chosen: int) -> np.ndarray:
-    """(rows,) bool with `n_chosen` times True: a run of rows in each of many equal strata."""
-    rng = np.random.default_rng(VAL_SEED)
-    n_strata = min(n_rows, max(MIN_STRATA, n_blocks))
+    n_rows = int(np.sum(block_rows))
+    rng = np.random.default_rng(SEED)
+    n_strata = min(n_rows, max(MIN_STRATA, len(block_rows)))
     bounds = np.arange(n_strata + 1) * n_rows // n_strata
     rows = np.diff(bounds)
     order = rng.permutation(n_strata)  # chance decides which strata give one row more than others
     chosen = np.empty_like(rows)
-    chosen[order] = np.diff(np.cumsum(rows[order]) * n_chosen // n_rows, prepend=0)
+    chosen[order] = np.diff(np.cumsum(rows[order]) * n_val // n_rows, prepend=0)
     offset = rng.integers(0, rows)  # where the run begins; it goes round, so that each row has the same chance
     stratum = np.repeat(np.arange(n_strata), chosen)
-    turn = np.arange(n_chosen) - (np.cumsum(chosen) - chosen)[stratum]
-    is_chosen = np.zeros(n_rows, bool)
-    is_chosen[bounds[stratum] + (offset[stratum] + turn) % rows[stratum]] = True
-    return is_chosen
+    turn = np.arange(n_val) - (np.cumsum(chosen) - chosen)[stratum]
+    is_val = np.zeros(n_rows, bool)
+    is_val[bounds[stratum] + (offset[stratum] + turn) % rows[stratum]] = True
+    return Share(block_rows, ~is_val), Share(block_rows, is_val)
+
+
+def _extents_of(passes: list[np.ndarray], block_start: np.ndarray) -> Extents:
+    """passes: ascending row numbers. The rows of a block in one pass are a unit. block_start: (blocks,)"""
+    parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
+    for rows in passes:
+        blocks = np.searchsorted(block_start, rows, "right") - 1
+        cuts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(blocks, prepend=-1) != 0))
+        is_unit = np.diff(blocks[cuts], prepend=-1) != 0
+        parts.append((rows[cuts], np.diff(cuts, append=len(rows)), is_unit))
+    starts, counts, is_unit = map(np.concatenate, zip(*parts, strict=True))
+    return Extents(starts, counts, np.flatnonzero(is_unit))

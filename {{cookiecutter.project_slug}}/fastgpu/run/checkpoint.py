@@ -37,12 +37,11 @@ KEEP_LAST = 2
 """How many checkpoints of kind "last" are kept: two, in case the newest turns out to be damaged."""
 ORDER_KEYS = {
     "rows": "the number of rows of data.train",
-    "blocks": "the number of blocks of data.train",
     "global_rows": "data.batch_size",
     "lanes": "the number of canonical ranks (a multiple of 8 and of the ranks, where it divides data.batch_size)",
     "pool_batches": "data.pool_batches",
     "seed": "run.seed",
-    "mixture": "the sources, weights or classes of data.train, or the share of data.val",
+    "selection": "the blocks, sources, weights or classes of data.train, or the share of data.val",
 }
 """{name in state.json: what a person calls it}"""
 
@@ -66,10 +65,10 @@ class Progress:
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
     epoch: Count = 0
-    consumed: Count = 0
-    """Fresh rows that all ranks together have taken from this epoch."""
+    pool: Count = 0
+    """The pool of this epoch that comes next, or is trained on."""
     pool_steps: Count = 0
-    """Steps on the pool that begins there: of a run that was stopped inside a pool."""
+    """Steps on that pool: of a run that was stopped inside it."""
     step: Count = 0
     """Optimizer steps so far."""
     saved_at: float = 0.0
@@ -100,7 +99,7 @@ class Progress:
         self.metric = metric
         self.direction = direction
         self.epoch += 1
-        self.consumed = 0
+        self.pool = 0
         self.pool_steps = 0
         if _cost(score, direction) < _cost(self.best, direction):
             self.best = score
@@ -211,7 +210,7 @@ def resume(
             for name in {**saved_order, **order}
             if saved_order.get(name) != order.get(name)
         ]
-        is_inside_epoch = bool(progress.consumed or progress.pool_steps)
+        is_inside_epoch = bool(progress.pool or progress.pool_steps)
         if is_inside_epoch and changed:
             raise UserError(
                 f"{path} was saved inside an epoch whose order of rows depends on what has changed: "

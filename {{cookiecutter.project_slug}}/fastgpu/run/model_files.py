@@ -17,7 +17,7 @@ does; `safetensors.torch.load_model` fills all of them.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.rows import Field
 from fastgpu.storage.meaning import check_meaning
 
@@ -161,9 +161,6 @@ class DescribedSource(Source):
         self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
         self.block_rows = np.empty(0, np.int32)
 
-    def __len__(self) -> int:
-        return 0
-
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         """There is nothing to read."""
         return

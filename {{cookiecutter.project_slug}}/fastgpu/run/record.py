@@ -23,7 +23,6 @@ from fastgpu.process.launch import read_environment, warn
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.selection import Mixture
 
 PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
 
@@ -101,10 +100,6 @@ def identify_job(config: Mapping[str, object]) -> dict[str, object]:
     return versions | settings
 
 
-MAX_GROUPS_SHOWN = 5
-"""Number of sources or classes that are listed one by one."""
-
-
 def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
     room = sizes.room
@@ -124,25 +119,11 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
         text += f"\nimages: {source.decoding}"
         if source.stored is not source and sizes.tier == "disk":
             text += "; pixels do not stay in memory, because epochs take other ones"
-    if source.mixture:
-        text += f"\neach epoch: {_describe_mixture(source.mixture, order.total_size)}"
+    if source.selection and (text_of_epoch := source.selection.describe()):
+        text += f"\neach epoch: {text_of_epoch}"
     elif order.total_size < len(source):
         text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest does not fill a batch"
     return text
-
-
-def _describe_mixture(mixture: Mixture, epoch_rows: int) -> str:
-    """How many rows of each group an epoch has."""
-    turns = mixture.turns(epoch_rows)
-    passes = turns / np.bincount(mixture.groups)
-    if len(turns) > MAX_GROUPS_SHOWN:
-        kind = "sources" if mixture.by_block else "classes"
-        return (
-            f"{epoch_rows:,} rows, {turns.min():,} to {turns.max():,} of each of {len(turns):,} {kind} "
-            f"({passes.min():.3g} to {passes.max():.3g} passes)"
-        )
-    groups = zip(mixture.names, turns.tolist(), passes.tolist(), strict=True)
-    return ", ".join(f"{n_turns:,} rows of {name} ({n_passes:.3g} passes)" for name, n_turns, n_passes in groups)
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:

@@ -99,7 +99,7 @@ class Run:
         self.epoch_throughput = Throughput()
         self._monitor = Monitor(None)
         self._losses = Losses()
-        is_inside_epoch = self.progress.consumed or self.progress.pool_steps
+        is_inside_epoch = self.progress.pool or self.progress.pool_steps
         self._epoch_loss_name = "train/loss since the resume" if is_inside_epoch else "train/loss"
         self._metrics: dict[str, float] = {}
         self._is_saved = True
@@ -126,10 +126,11 @@ class Run:
             self._record.write_config(self._config)
         self._monitor = Monitor(machine_counters(self._world.gpus) if self._world.is_main else None)
         with self._world.raise_on_every_rank():
+            at = self.progress
             self._log = Log(
                 self.folder if self._world.is_main else None,
                 planned_rows=self._epochs * self._order.total_size,
-                consumed_rows=self.progress.epoch * self._order.total_size + self.progress.consumed,
+                consumed_rows=at.epoch * self._order.total_size + self._order.rows_before(at.pool),
                 step=self.progress.step,
                 config=self._config,
             )
@@ -287,7 +288,7 @@ class Run:
         if not self._world.is_main:
             return
         at = self.progress
-        is_epoch_over = not (at.consumed or at.pool_steps)
+        is_epoch_over = not (at.pool or at.pool_steps)
         metrics = {name.removeprefix("val/"): value for name, value in self._metrics.items()} if is_epoch_over else {}
         to_use = ModelToUse(model, {**self._description, "epoch": at.epoch, "step": at.step, "metrics": metrics})
         at.saved_at = max(time.time(), at.saved_at + 0.001)

@@ -1,13 +1,20 @@
 """Rows that lie in arrays: in memory, in mapped .npy files, or in sparse matrices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
+
+
+def is_channels_last(column: np.ndarray) -> bool:
+    """Whether images (N, C, H, W) lie in memory as (N, H, W, C)."""
+    if not isinstance(column, np.ndarray) or column.ndim != 4 or column.flags.c_contiguous:
+        return False
+    return column.transpose(0, 2, 3, 1).flags.c_contiguous
 
 
 class Arrays(Source):
@@ -38,15 +45,13 @@ class Arrays(Source):
                 self.lengths[field] = lengths
                 self.fields[field] = Field(column.values.dtype, (), float(lengths.mean()), (n_items or {}).get(field))
             else:
-                self.fields[field] = Field(column.dtype.newbyteorder("="), column.shape[1:])
+                dtype = column.dtype.newbyteorder("=")
+                self.fields[field] = Field(dtype, column.shape[1:], is_channels_last=is_channels_last(column))
         if block_rows is None:
+            n_rows = len(next(iter(columns.values())))
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
-            block_rows = np.diff(np.arange(0, len(self), step), append=len(self)).astype(np.int32)
+            block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
         self.block_rows = block_rows
-        self._block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
 
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, (rows, *shape). Raises KeyError if it is ragged."""
@@ -62,10 +67,9 @@ class Arrays(Source):
             raise KeyError(name)
         return column
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
-        for block, first, places in reads:
-            start = int(self._block_start[block]) + first
+        for start, places in reads.ranges():
             stop = start + len(places)
             for name, column in self._columns.items():
                 if isinstance(column, RaggedArray) and self.fields[name].row_bytes >= LONG_ROW_BYTES:

@@ -4,7 +4,8 @@
     rows of one shape            (rows, *shape)                               images: images
     item numbers of each row     items/indptr, items/indices, shape           items: items
     values that belong to them   items/indptr, items/data                     weights: items/data
-    other ragged values          words/indptr, words/values                   words: words
+    other ragged values, (N,)    words/indptr, words/values                   words: words
+    with a trailing shape        boxes/indptr, boxes/values (N, 4)            boxes: boxes
     encoded images               images/indptr, images/values, codec          images: images
 
 A CSR matrix is written as anndata writes it (https://anndata.readthedocs.io/en/stable/fileformat-prose.html): row n has
@@ -30,7 +31,7 @@ class FieldData(NamedTuple):
     """The datasets of one field in one file."""
 
     values: h5py.Dataset
-    """(rows, *shape); for a ragged field (N,), the values of one row after the other."""
+    """(rows, *shape); for a ragged field (N, *shape), the values of one row after the other."""
     indptr: h5py.Dataset | None = None
     """(rows + 1,): where the values of each row begin. None: the field is not ragged."""
     n_items: int | None = None
@@ -72,8 +73,6 @@ def open_field(root: h5py.Group, name: str, where: str) -> FieldData:
         codec = str(attributes_of(group, f"{where}: {name}").get("codec", ""))
         if codec and (values.ndim != 1 or values.dtype != np.uint8):
             raise UserError(f"{where}: {name} has the attribute codec, but its values are no bytes, uint8 (N,)")
-        if values.ndim != 1:
-            raise UserError(f"{where}: {name}/values is {values.shape}; ragged rows have single values, (N,)")
     else:
         values = open_dataset(root, f"{name}/indices", where)
         n_items = _read_n_items(group, values, f"{where}: {name}")

@@ -15,9 +15,9 @@ block.
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -49,12 +49,8 @@ Piece = tuple[int, int, np.ndarray | range]
 """(chunk, first row in the chunk, places): neighbouring rows of one chunk, and where each of them goes."""
 
 
-class RowRange(NamedTuple):
-    """Rows start, start + 1, ... of a dataset, and the place of each in the output."""
-
-    start: int
-    places: np.ndarray | range
-    """(n,) int64, all different; a range if they are neighbours."""
+Range = tuple[int, np.ndarray | range]
+"""(first row, places): neighbouring rows of a dataset, and where each of them goes; a range if these are neighbours."""
 
 
 class ReadOptions(NamedTuple):
@@ -141,7 +137,7 @@ class Layout:
         if content is None:
             rows = np.linspace(0, self._n_rows - 1, min(SAMPLED_ROWS, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
-            self.read([RowRange(row, np.array([place])) for place, row in enumerate(rows.tolist())], content)
+            self.read([(row, np.array([place])) for place, row in enumerate(rows.tolist())], content)
         return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
 
     # ------------------------------------------------------------------------------------------ metadata
@@ -214,7 +210,7 @@ class Layout:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def read(self, ranges: Iterable[RowRange], out: np.ndarray) -> None:
+    def read(self, ranges: Iterable[Range], out: np.ndarray) -> None:
         """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
 
         Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
@@ -264,18 +260,10 @@ class Layout:
         step = self.chunk_rows * chunks_per_step  # in steps, since the places take 8 bytes per row
         for start in range(0, self._n_rows, step):
             part = out[start : start + step]
-            self.read([RowRange(start, np.arange(len(part)))], part)
+            self.read([(start, np.arange(len(part)))], part)
         return out
 
-    def describe_read(self, variables: Mapping[str, Any]) -> str:
-        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        chunk = variables.get("chunk")
-        if chunk is None and "offset" in variables and self._chunks is not None:
-            starts = self._chunks.offsets
-            chunk = np.where(starts <= variables["offset"], starts, -1).argmax()
-        return self._name if chunk is None else f"block {chunk} of {self._name}"
-
-    def _pieces(self, ranges: Iterable[RowRange]) -> Iterator[Piece]:
+    def _pieces(self, ranges: Iterable[Range]) -> Iterator[Piece]:
         """Cut ranges at the borders of chunks."""
         for start, places in ranges:
             done = 0

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from itertools import accumulate
@@ -20,12 +20,12 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import BlockRead, Source
+from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field
 from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions, RowRange
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, Range, ReadOptions
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
@@ -43,7 +43,8 @@ class Store(Source):
     def __init__(self, files: Sequence["_File"]):
         first = files[0]
         self._files = files
-        self._first_block = [0, *accumulate(len(file.block_rows) for file in files)]
+        self.file_rows = [int(file.block_rows.sum()) for file in files]
+        self._first_row = [0, *accumulate(self.file_rows)]
         self.name = first.name
         if len(files) > 1:
             self.name += f" and {len(files) - 1} more"
@@ -51,8 +52,6 @@ class Store(Source):
         self.filters = first.largest.filters
         self.by_h5py = not first.largest.is_direct
         self.around_page_cache = first.largest.is_around_page_cache
-        self.file_rows = [int(file.block_rows.sum()) for file in files]
-        """Number of rows of each file."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
         self.fields: dict[str, Field] = dict(first.fields)
         self.lengths = {}
@@ -65,14 +64,14 @@ class Store(Source):
                     mean_values=float(lengths.mean()), codec="+".join(sorted(codecs))
                 )
 
-    def __len__(self) -> int:
-        return int(self.block_rows.sum())
-
     @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(b"".join(file.fingerprint() for file in self._files)).hexdigest()[:12]
+
+    @property
     def identity(self) -> dict[str, object]:
         """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
-        digest = hashlib.sha256(b"".join(file.fingerprint() for file in self._files))
-        return super().identity | {"the digest of the rows": digest.hexdigest()[:12]}
+        return super().identity | {"the digest of the rows": self._digest}
 
     def through_page_cache(self) -> "Store":
         """See `Source.through_page_cache`."""
@@ -84,31 +83,23 @@ class Store(Source):
             file.use_page_cache()
         return store
 
-    def read(self, reads: Iterable[BlockRead], out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
 
         Raises OSError or RankError if a file cannot give the bytes.
         """
-        ranges: dict[int, list[RowRange]] = {}
-        for block, first, places in reads:
-            number = bisect_right(self._first_block, block) - 1
-            start = self._files[number].block_start[block - self._first_block[number]]
-            ranges.setdefault(number, []).append(RowRange(int(start) + first, places))
+        ranges: dict[int, list[Range]] = {}
+        for start, places in reads.ranges():
+            number = bisect_right(self._first_row, start) - 1
+            ranges.setdefault(number, []).append((start - self._first_row[number], places))
         for number, ranges_of_file in ranges.items():
             self._files[number].read(ranges_of_file, out)
 
-    def find_in_memory(self, reads: Iterable[BlockRead], n_rows: int) -> np.ndarray | None:
-        """See `Source.find_in_memory`. Rows of several files, and ragged rows, are left to `read`."""
+    def are_in_memory(self, reads: Reads) -> bool:
+        """See `Source.are_in_memory`. Rows of several files, and ragged rows, are left to `read`."""
         if len(self._files) > 1 or self.lengths:
-            return None
-        file = self._files[0]
-        row_ids = np.empty(n_rows, np.int64)
-        for block, first, places in reads:
-            start = int(file.block_start[block]) + first
-            if not file.is_in_memory(start, len(places)):
-                return None
-            row_ids[places] = np.arange(start, start + len(places))
-        return row_ids
+            return False
+        return all(self._files[0].is_in_memory(start, len(places)) for start, places in reads.ranges())
 
     def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         """Copy rows that were found in memory (see `Source.gather`). Thread-safe."""
@@ -242,9 +233,7 @@ class _File:
         block_rows = self.largest.chunk_rows  # for ragged rows: about BLOCK_BYTES, in MIN_BLOCKS or more
         if self.fields[largest].is_ragged:
             block_rows = max(1, min(BLOCK_BYTES // self.fields[largest].row_bytes, n_rows // MIN_BLOCKS))
-        self.block_start = np.arange(0, n_rows, block_rows)
-        """(blocks,) int64: the first row of each block."""
-        self.block_rows = np.diff(self.block_start, append=n_rows).astype(np.int32)
+        self.block_rows = np.diff(np.arange(0, n_rows, block_rows), append=n_rows).astype(np.int32)
         """(blocks,) int32: number of rows in each block."""
 
     def _note_fields(
@@ -276,7 +265,7 @@ class _File:
         for layout in self._layouts.values():
             layout.use_page_cache()
 
-    def read(self, ranges: Sequence[RowRange], out: Mapping[str, Any]) -> None:
+    def read(self, ranges: Sequence[Range], out: Mapping[str, Any]) -> None:
         """Copy the rows of all fields to their places."""
         for name, layout in self._layouts.items():
             target = out[name]
@@ -285,12 +274,12 @@ class _File:
                 indptr = self.indptr[name]
                 if self.fields[name].row_bytes >= LONG_ROW_BYTES:
                     field_ranges = [
-                        RowRange(int(indptr[start + first]), values)
+                        (int(indptr[start + first]), values)
                         for start, places in ranges
                         for first, values in target.runs(places)
                     ]
                 else:
-                    field_ranges = [RowRange(int(indptr[start]), target.places(places)) for start, places in ranges]
+                    field_ranges = [(int(indptr[start]), target.places(places)) for start, places in ranges]
                 target = target.values
             if name in self.columns:
                 column = self.columns[name]

@@ -320,10 +320,6 @@ class ImageFiles(ListedRows):
                 self.attributes["n_classes"] = max(self.attributes.get("n_classes", 1), highest + 1)
         return decoded
 
-    def describe_read(self, variables: Mapping[str, Any]) -> str:
-        """What a thread reads. variables: the local ones of a method of this object on the stack of the thread."""
-        return self._listing.where(variables["row"]) if "row" in variables else self.name
-
     def _decode(self, row: int) -> dict[str, np.ndarray]:
         listing = self._listing
         with explain_broken(listing.where(row)), open_file(listing.root / listing.names[row]) as file:

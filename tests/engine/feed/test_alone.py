@@ -1,0 +1,23 @@
+import re
+import subprocess
+import sys
+
+from harness import ROOT, TIMEOUT_S
+
+
+def test_the_loader_works_in_a_loop_of_somebody_else(tmp_path):
+    """The program of docs/code.md, as it is."""
+    page = (ROOT / "docs/code.md").read_text()
+    program = re.search(r"## The loader alone.*?```python\n(.*?)```", page, re.DOTALL)
+    assert program
+    (tmp_path / "loop.py").write_text(program[1])
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    command = [sys.executable, "loop.py"]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert len(losses) == 3
+    assert losses[0] > losses[2] < 1.5  # by chance it would be 2.3
