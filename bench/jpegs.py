@@ -70,12 +70,12 @@ def read_by_simplejpeg(path: Path) -> torch.Tensor:
 def feed(task: Task, *, n_readers: int | None = None) -> Epochs:
     """This project's feed, with as many rows ahead as a DataLoader has."""
     from fastgpu.feed.tiers import Placement, make_feed
-    from fastgpu.images.decoded import DecodedImages
+    from fastgpu.images.decoded import ImageDecoder
     from fastgpu.rows.order import BlockSampler
     from fastgpu.storage.store import open_store
 
     rows = open_store("FILE", str(task.h5), {"images": "images", "labels": "labels"})
-    source = DecodedImages(rows, SIZE, MIN_SCALE)
+    source = ImageDecoder(SIZE, MIN_SCALE).decoded(rows)
     order = BlockSampler(source.block_rows, task.batch_size, pool_batches=1)
     pools = make_feed(source, order, Placement("disk", torch.device("cpu"), n_readers or task.n_workers)).pools
     return lambda epoch: (pool.rows["images"] for pool in pools(epoch))

@@ -24,7 +24,7 @@ from fastgpu.convert.recsys.interactions import Columns, draw_hidden, make_array
 from fastgpu.convert.writer import WriteOptions
 from fastgpu.convert.writing import write_files
 from fastgpu.rows.rows import Ragged, RaggedArray
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.ranking import rank
 
 N_TOPICS = 12
@@ -66,7 +66,7 @@ def main() -> None:
 
 def make_interactions(
     n_users: int, n_items: int, mean_items: float, *, train_share: float, seed: int
-) -> dict[str, Arrays]:
+) -> dict[str, ArrayDataset]:
     """{"train": users with `items`, "val": users with `items` and `held_out`}.
 
     mean_items: mean number of items of a user. `val` has the attributes popularity_ndcg_at_100 and oracle_ndcg_at_100:

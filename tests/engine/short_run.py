@@ -16,7 +16,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.run.checkpoint import Direction
 from fastgpu.run.model_files import describe_model
 from fastgpu.run.run import Run
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
@@ -32,7 +32,7 @@ CONFIG = Config.model_validate(
     }
 ).flat()
 """{dotted key: value}"""
-SOURCE = Arrays("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
+SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
 DESCRIPTION = describe_model(CONFIG, (SOURCE, SOURCE), CARD, DIRECTIONS)
 
 

@@ -64,7 +64,7 @@ from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.run import checkpoint
 from fastgpu.run.model_files import ModelToUse, describe_model
 from fastgpu.storage import hdf5 as hdf5_module
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 
 CPU_S = 8
@@ -160,7 +160,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     state = new_state()
     state["model"](torch.ones(1, 6)).sum().backward()
     state["step"].step()
-    source = Arrays("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
+    source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
     to_use = ModelToUse(state["model"], describe_model(CONFIG, (source, source), {}, {"mse": "lower"}))
     progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse", direction="lower")
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)

@@ -43,10 +43,10 @@ from mutations import flip
 from PIL import Image
 
 from fastgpu.feed.tiers import Placement, make_feed
-from fastgpu.images.decoded import DecodedImages
+from fastgpu.images.decoded import ImageDecoder
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.contract import Reads
+from fastgpu.rows.contract import Reads, Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
@@ -177,10 +177,10 @@ def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
 # ---------------------------------------------------------------------------------------------- their own processes
 
 
-def epochs(path: str) -> tuple[DecodedImages, Any]:
+def epochs(path: str) -> tuple[Source, Any]:
     """The rows of a file and their feed."""
     store = open_store("FILE", path, {"images": "images", "labels": "labels"})
-    source = DecodedImages(store, SIZE, 0.08)
+    source = ImageDecoder(SIZE, 0.08).decoded(store)
     order = BlockSampler(source.block_rows, BATCH, pool_batches=4, drop_last=False)
     return source, make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
 

@@ -211,7 +211,6 @@ def numbered(shape: tuple[int, ...], names: tuple[str, ...] = (), **options: obj
     labels = brightness.float().view(-1, *[1] * len(shape)).expand(40, *shape).contiguous()
     batch = Rows({"images": brightness.view(-1, 1, 1, 1).expand(40, 3, 8, 8).contiguous(), "labels": labels})
     source = described(batch, target_names=list(names))
-    source.stored = source
     return module.Workload(module.Workload.Options(width=4, crop_padding=0, **options), source, source), batch
 
 

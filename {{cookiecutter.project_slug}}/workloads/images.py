@@ -100,7 +100,7 @@ class Workload(workloads.Workload):
 
     def _check_options(self, train: Source) -> None:
         o = self.options
-        if o.min_crop_scale < 1 and train.stored is not train:
+        if o.min_crop_scale < 1 and train.encoded:
             warn(
                 f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
                 "image already: the model sees parts of parts"
@@ -236,7 +236,7 @@ def check_images(train: Source, val: Source) -> None:
         ours = train.fields[name]
         theirs = val.fields[name]
         are_labels = name == "labels" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
-        if ours.shape != theirs.shape and name == "images" and train.decoding and val.decoding:
+        if ours.shape != theirs.shape and name == "images" and train.decoder and val.decoder:
             continue  # they are decoded to sizes of their own
         if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,20 +18,20 @@ from fastgpu.feed import prefetch
 from fastgpu.feed.prefetch import Capacity, Prefetcher
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import PoolPlan
+from fastgpu.rows.contract import PoolPlan, Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.file import OpenFile
-from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
-def store(write) -> Store:
+def store(write) -> HDF5Dataset:
     return open_store("data.train", write(120, chunk=5), FIELDS)
 
 
-def order_of(store: Store, pool_batches: int = 2) -> BlockSampler:
+def order_of(store: HDF5Dataset, pool_batches: int = 2) -> BlockSampler:
     return BlockSampler(store.block_rows, 8, pool_batches=pool_batches)
 
 
@@ -40,7 +41,7 @@ def rows_in_order(order: BlockSampler, epoch: int) -> list[int]:
 
 
 def make_prefetcher(
-    store: Store,
+    store: HDF5Dataset,
     read: Callable | None = None,
     *,
     n_readers: int = 2,
@@ -52,7 +53,7 @@ def make_prefetcher(
     source = copy(store)
     if read:
         source.read = read
-        source.are_in_memory = lambda _: False
+        source.jobs = partial(Source.jobs, source)
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
     return Prefetcher(source, n_readers, Capacity(16, {}), device, loader=loader)
 
@@ -181,14 +182,14 @@ def test_a_new_start_drops_the_pools_that_were_prepared(store):
 
 @pytest.mark.parametrize(
     "call",
-    ["preadv", "check_unchanged"],
+    ["read", "check_unchanged"],
 )
 def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkeypatch, capfd, call):
     is_back = threading.Event()
     real = getattr(OpenFile, call)
 
     def hang(*arguments):
-        if call == "check_unchanged" or arguments[2] >= offset:
+        if call == "check_unchanged" or arguments[1] >= offset:
             is_back.wait(TIMEOUT_S)
         return real(*arguments)
 

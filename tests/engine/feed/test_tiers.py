@@ -15,7 +15,7 @@ from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.rows.selection import Groups, Mixture, hold_out
-from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 TIERS = ("device", "host", "disk")
 IN_ORDER = {"seed": None, "drop_last": False, "pool_batches": 2}
@@ -23,7 +23,7 @@ IN_ORDER = {"seed": None, "drop_last": False, "pool_batches": 2}
 
 
 @pytest.fixture(params=[(1, 4, 2), (1, 96, 96)], ids=["small rows", "large rows"])
-def store(write, request) -> Store:
+def store(write, request) -> HDF5Dataset:
     return open_store("data.train", write(150, request.param, chunk=7), {"images": "images", "labels": "labels"})
 
 
@@ -111,7 +111,7 @@ def test_the_next_epoch_is_read_while_this_one_ends(store, monkeypatch):
 
 def test_an_epoch_of_the_device_tier_touches_no_file(store, monkeypatch):
     feed = feed_of(store, "device")
-    monkeypatch.setattr(Store, "read", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(HDF5Dataset, "read", lambda *_: pytest.fail("read"))
     assert len(rows_of(feed, 0)) == 144
 
 
@@ -147,7 +147,7 @@ def test_batches_are_views_of_a_pool_on_a_cpu(store):
 @pytest.fixture(
     params=[{}, {"chunks": (16,)}, {"chunks": (16,), "compression": "gzip"}], ids=["whole", "chunks", "gzip"]
 )
-def sparse(write_ragged, request) -> Store:
+def sparse(write_ragged, request) -> HDF5Dataset:
     return open_store("data.train", write_ragged(1800, **request.param), {"items": "items", "number": "number"})
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
 from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.images.decoded import CENTRE_SHARE, DecodedImages
+from fastgpu.images.decoded import CENTRE_SHARE, ImageDecoder
 from fastgpu.images.encoded import Box, EncodedImage, decode_centre, draw, random_box
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
@@ -82,19 +82,19 @@ def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
 
 def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):
     for epoch in (0, 1, 7):
-        rows = rows_of(feed_of(DecodedImages(store, SIZE, 0.2)), epoch)
+        rows = rows_of(feed_of(ImageDecoder(SIZE, 0.2).decoded(store)), epoch)
         assert len(rows) == 88
         assert rows == [(row, expected_pixels(row, epoch, 0.2)) for row, _ in rows]
 
 
 @pytest.mark.parametrize(("tier", "n_readers"), [("disk", 1), ("disk", 4), ("host", 2)])
 def test_pixels_are_the_same_for_every_tier_and_number_of_readers(store, tier, n_readers):
-    expected = rows_of(feed_of(DecodedImages(store, SIZE, 0.2)), 3)
-    assert rows_of(feed_of(DecodedImages(store, SIZE, 0.2), tier, n_readers), 3) == expected
+    expected = rows_of(feed_of(ImageDecoder(SIZE, 0.2).decoded(store)), 3)
+    assert rows_of(feed_of(ImageDecoder(SIZE, 0.2).decoded(store), tier, n_readers), 3) == expected
 
 
 def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
-    source = DecodedImages(store, SIZE, 0.2)
+    source = ImageDecoder(SIZE, 0.2).decoded(store)
     expected = rows_of(feed_of(source), 2)
     for world_size in (2, 4):
         parts = [rows_of(feed_of(source, shard=Shard(rank, world_size, 4)), 2) for rank in range(world_size)]
@@ -104,12 +104,12 @@ def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_without_random_parts_every_tier_gives_the_centres(store, tier):
-    rows = rows_of(feed_of(DecodedImages(store, SIZE), tier), 1)
+    rows = rows_of(feed_of(ImageDecoder(SIZE).decoded(store), tier), 1)
     assert rows == [(row, decode_centre(np.frombuffer(FILES[row], np.uint8), SIZE, 1.0).tobytes()) for row, _ in rows]
 
 
 def test_validation_takes_the_central_share_of_the_sides(store):
-    rows = read_rows(DecodedImages(store, SIZE, 0.2))
+    rows = read_rows(ImageDecoder(SIZE, 0.2).decoded(store))
     for row in (0, 1, 89):
         image = EncodedImage(np.frombuffer(FILES[row], np.uint8))
         side = round(CENTRE_SHARE * min(image.height, image.width))
@@ -118,21 +118,21 @@ def test_validation_takes_the_central_share_of_the_sides(store):
 
 
 def test_pixels_are_kept_on_no_tier_if_each_epoch_takes_other_parts(store):
-    fixed = DecodedImages(store, SIZE)
-    random = DecodedImages(store, SIZE, 0.2)
-    assert fixed.stored is fixed
-    assert random.stored is store
+    fixed = ImageDecoder(SIZE).decoded(store)
+    random = ImageDecoder(SIZE, 0.2).decoded(store)
+    assert fixed.encoded is None
+    assert random.encoded is store
 
 
 def test_a_field_may_have_any_name(store, tmp_path):
     for name in ("pixels", "file"):  # as scratch memory is called elsewhere
         renamed = open_store("x", str(tmp_path / "encoded.h5"), {name: "images"})
-        expected = read_rows(DecodedImages(store, SIZE))["images"]
-        np.testing.assert_array_equal(read_rows(DecodedImages(renamed, SIZE))[name], expected)
+        expected = read_rows(ImageDecoder(SIZE).decoded(store))["images"]
+        np.testing.assert_array_equal(read_rows(ImageDecoder(SIZE).decoded(renamed))[name], expected)
 
 
 def test_a_row_that_hangs_ends_the_run(store, monkeypatch):
-    source = DecodedImages(store, SIZE, 0.5)
+    source = ImageDecoder(SIZE, 0.5).decoded(store)
     released = threading.Event()
     monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", lambda *arguments: released.wait())
     order = BlockSampler(source.block_rows, 8, seed=5)
@@ -152,7 +152,7 @@ def test_want_of_memory_is_no_damage(store, monkeypatch, error):
 
     monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", fail)
     with pytest.raises(RankError, match=f"{error}; free some memory"):
-        read_rows(DecodedImages(store, SIZE))
+        read_rows(ImageDecoder(SIZE).decoded(store))
 
 
 def test_the_reason_is_one_line(store, monkeypatch):
@@ -161,14 +161,14 @@ def test_the_reason_is_one_line(store, monkeypatch):
 
     monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
-        read_rows(DecodedImages(store, SIZE))
+        read_rows(ImageDecoder(SIZE).decoded(store))
 
 
 @pytest.mark.parametrize("is_subset", [False, True])
 def test_a_damaged_image_is_named_by_its_row(tmp_path, is_subset):
     files = [*FILES[:20], FILES[21][: len(FILES[21]) // 2], *FILES[21:40]]
     store = open_store("data.train", str(write_encoded(tmp_path / "damaged.h5", files)), FIELDS)
-    source = DecodedImages(store, SIZE, 0.5)
+    source = ImageDecoder(SIZE, 0.5).decoded(store)
     with pytest.raises(RankError, match=r"(damaged\.h5|part): the image in row 20 cannot be decoded: \w"):
         rows_of(feed_of(source), 0)
 

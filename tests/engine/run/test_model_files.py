@@ -19,11 +19,11 @@ from fastgpu.run.model_files import (
     describe_model,
     write_model,
 )
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 
 
 def make_source(**attributes):
-    return Arrays("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
+    return ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
 
 
 def describe(source, card=CARD):
@@ -103,7 +103,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path, monkeypatch, capsys):
 def test_other_rows_are_refused_inside_an_epoch_only(tmp_path):
     folder = save(tmp_path, nn.Linear(2, 2), describe(make_source()))
     compare_with(folder, describe(make_source()), is_inside_epoch=True)
-    more = Arrays("more", {"x": np.zeros((4, 4), np.uint8), "y": np.zeros(4, np.int64)})
+    more = ArrayDataset("more", {"x": np.zeros((4, 4), np.uint8), "y": np.zeros(4, np.int64)})
     with pytest.raises(UserError, match=r"inside an epoch, and the rows of data.train are not those"):
         compare_with(folder, describe(more), is_inside_epoch=True)
     compare_with(folder, describe(more), is_inside_epoch=False)

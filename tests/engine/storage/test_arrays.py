@@ -3,12 +3,12 @@ import pytest
 from harness import PLAN, is_ragged, numbered, numbers_of, ragged, reads_of
 from scattered import read_scattered
 
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 
 
 def test_blocks_are_rows_that_lie_together():
     columns = {"images": numbered(1000), "labels": np.arange(1000)}
-    source = Arrays("x", columns, block_rows=np.array([600, 400], np.int32))
+    source = ArrayDataset("x", columns, block_rows=np.array([600, 400], np.int32))
     out = {"images": np.zeros((500, 1, 4, 2), np.uint8), "labels": np.zeros(500, int)}
     places = np.random.default_rng(0).permutation(500)
     source.read(PLAN, reads_of((550, places[:50]), (600, places[50:450]), (0, places[450:])), out)
@@ -18,11 +18,13 @@ def test_blocks_are_rows_that_lie_together():
 
 
 def test_blocks_have_about_two_mib():
-    assert Arrays("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
+    assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
 
 
 def test_columns_of_all_rows():
-    source = Arrays("x", {"number": np.arange(30, dtype=">i4"), "items": ragged(range(30))}, n_items={"items": 1000})
+    source = ArrayDataset(
+        "x", {"number": np.arange(30, dtype=">i4"), "items": ragged(range(30))}, n_items={"items": 1000}
+    )
     assert len(source) == 30
     assert source.fields["number"].dtype == np.dtype("=i4")
     assert source.fields["items"].n_items == 1000
@@ -36,7 +38,7 @@ def test_columns_of_all_rows():
 
 @pytest.mark.parametrize("block_rows", [None, np.full(10, 3, np.int32)])
 def test_ragged_rows_are_read(block_rows):
-    source = Arrays("x", {"items": ragged(range(30)), "number": np.arange(30)}, block_rows=block_rows)
+    source = ArrayDataset("x", {"items": ragged(range(30)), "number": np.arange(30)}, block_rows=block_rows)
     rows = read_scattered(source)
     assert is_ragged(rows["items"], range(30))
     assert rows["number"].tolist() == list(range(30))

@@ -14,7 +14,7 @@ from fastgpu.process.launch import RankError
 from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile, is_in_page_cache, not_found, split_group
-from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
@@ -156,7 +156,7 @@ def pages_in_cache(path: str) -> set[int]:
         return set(np.flatnonzero(flags & 1).tolist())
 
 
-def open_around_page_cache(monkeypatch, path: str) -> Store:
+def open_around_page_cache(monkeypatch, path: str) -> HDF5Dataset:
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
     return open_store("data.train", path, FIELDS)
 
@@ -274,8 +274,8 @@ def test_a_file_changed_while_in_use_is_an_error(write, options, change):
 def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, size):
     path = write(40, BIG)
     store = open_store("data.train", path, FIELDS)
-    assert store.are_in_memory(reads_of((16, np.arange(8))))
-    os.truncate(path, size)
     out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
+    (job,) = store.jobs(PLAN._replace(n_rows=8, reads=reads_of((16, np.arange(8)))), out, 8)
+    os.truncate(path, size)
     with pytest.raises(RankError, match="was changed while in use"):
-        store.gather(np.arange(16, 24), out)
+        job()

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from fastgpu.process.launch import UserError
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.meaning import check_meaning
 
 
 def source(name, **attributes):
-    return Arrays(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
+    return ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
 
 
 def test_items_have_the_same_numbers_in_all_sources(capsys):

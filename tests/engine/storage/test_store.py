@@ -6,12 +6,13 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, numbers_of, reads_of
+from harness import PLAN, numbered, numbers_of, reads_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage import store as store_module
-from fastgpu.storage.store import Store, expand, open_store
+from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage.store import _gather as gather
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
@@ -112,14 +113,14 @@ def test_a_pickled_store_works(write, compression):
     assert numbers_of(read_scattered(copy)["images"]) == list(range(20))
 
 
-def gathered(store: Store, row_ids: np.ndarray, cut: int) -> dict[str, np.ndarray]:
-    """Rows of a store that are found in memory, copied in two parts."""
+def gathered(store: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> dict[str, np.ndarray]:
+    """Rows of a store that are found in memory, copied in parts of `n_rows`."""
     places = np.arange(len(row_ids))
     reads = reads_of(*[(row, places[i : i + 1]) for i, row in enumerate(row_ids.tolist())])
-    assert store.are_in_memory(reads)
     out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in store.fields.items()}
-    for part in (slice(0, cut), slice(cut, None)):
-        store.gather(row_ids[part], {name: column[part] for name, column in out.items()})
+    for job in store.jobs(PLAN._replace(n_rows=len(row_ids), reads=reads), out, n_rows):
+        assert job.func is gather
+        job()
     return out
 
 
@@ -150,7 +151,9 @@ def test_gathering_a_row_copies_no_others_where_values_lie_at_odd_bytes(tmp_path
 
 def is_found(path: str | list[str], fields: dict[str, str] = FIELDS) -> bool:
     store = open_store("data.train", path, fields)
-    return store.are_in_memory(reads_of((0, np.arange(2))))
+    out = {name: np.zeros((2, *field.shape), field.dtype) for name, field in store.fields.items()}
+    (job,) = store.jobs(PLAN._replace(n_rows=2, reads=reads_of((0, np.arange(2)))), out, 2)
+    return job.func is gather
 
 
 @pytest.mark.usefixtures("all_cached")
@@ -175,7 +178,7 @@ def test_rows_that_are_not_in_the_page_cache_are_not_found_in_memory(write):
     assert not is_found(write(40, BIG))
 
 
-def read_in_child(store: Store) -> list[int]:
+def read_in_child(store: HDF5Dataset) -> list[int]:
     return numbers_of(read_scattered(store)["images"])
 
 

@@ -28,7 +28,7 @@ from PIL import Image
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 from workloads.images import Normalize, ResNet, Workload
 
 OFF = {
@@ -44,7 +44,7 @@ UINT8 = np.dtype("uint8")
 FIELDS = {"images": "images", "labels": "labels"}
 
 
-def make_workload(train: Store, val: Store | None = None, **options: Any) -> Workload:
+def make_workload(train: HDF5Dataset, val: HDF5Dataset | None = None, **options: Any) -> Workload:
     """A small network without augmentation, unless the options say otherwise."""
     return Workload(Workload.Options(**({"width": 4, "blocks": 1} | OFF | options)), train, val or train)
 
@@ -62,7 +62,7 @@ def labelled(n_rows: int = 8) -> Rows:
 
 
 @pytest.fixture
-def store(write) -> Store:
+def store(write) -> HDF5Dataset:
     return open_store("data.train", write(40, (3, 8, 8)), FIELDS)
 
 
@@ -229,7 +229,7 @@ def test_classes_come_from_the_names_if_there_are_any(write):
     assert workload.card()["class_names"] == list("abcdefg")
 
 
-def open_rows(folder, pixels, labels, name="x.h5") -> Store:
+def open_rows(folder, pixels, labels, name="x.h5") -> HDF5Dataset:
     with h5py.File(folder / name, "w") as file:
         file["images"] = pixels
         file["labels"] = labels
@@ -369,7 +369,7 @@ def test_an_augmentation_that_leaves_nothing_of_an_image_is_refused(tmp_path, na
 def test_random_parts_of_random_parts_are_told(store, monkeypatch, capsys):
     make_workload(store, min_crop_scale=0.5)
     assert not capsys.readouterr().out
-    monkeypatch.setattr(Store, "stored", None)  # as of a source that makes new rows in each epoch
+    monkeypatch.setattr(HDF5Dataset, "encoded", object())
     make_workload(store, min_crop_scale=0.5)
     assert "the model sees parts of parts" in capsys.readouterr().out
 

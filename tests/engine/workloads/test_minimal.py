@@ -10,18 +10,18 @@ import workloads
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from workloads.minimal import Workload
 
 
-def make_source(n_rows: int = 40, shape: tuple[int, ...] = (3, 2), n_outputs: int = 2) -> Arrays:
+def make_source(n_rows: int = 40, shape: tuple[int, ...] = (3, 2), n_outputs: int = 2) -> ArrayDataset:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((n_rows, *shape)).astype(np.float32)
     y = rng.standard_normal((n_rows, n_outputs)).astype(np.float32)
-    return Arrays("made up", {"x": x, "y": y})
+    return ArrayDataset("made up", {"x": x, "y": y})
 
 
-def make_batch(source: Arrays) -> Rows:
+def make_batch(source: ArrayDataset) -> Rows:
     return Rows({name: torch.from_numpy(np.asarray(source.column(name))) for name in source.fields})
 
 

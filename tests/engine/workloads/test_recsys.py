@@ -22,7 +22,7 @@ from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.storage.store import Store, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 from fastgpu.training.parallel import share_gradients
 from fastgpu.training.step import make_optimizer, mixed_precision
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll
@@ -239,15 +239,15 @@ def write_users(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def open_train(path: str) -> Store:
+def open_train(path: str) -> HDF5Dataset:
     return open_store("data.train", path, {"items": "items"})
 
 
-def open_val(path: str) -> Store:
+def open_val(path: str) -> HDF5Dataset:
     return open_store("data.val", path, {"items": "items", "held_out": "held_out"})
 
 
-def all_rows(store: Store) -> Rows:
+def all_rows(store: HDF5Dataset) -> Rows:
     order = BlockSampler(store.block_rows, len(store), seed=None, drop_last=False)
     feed = make_feed(store, order, Placement("device", CPU, 1))
     (pool,) = feed.pools(0)

@@ -6,7 +6,7 @@ from harness import read_rows
 
 from fastgpu.convert.recsys.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
 from fastgpu.process.launch import UserError
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 
 HELD = 15
@@ -19,7 +19,7 @@ def events(seed: int = 0, users: int = 80, items: int = 60) -> tuple[np.ndarray,
     return tuple(np.array(column, np.int32) for column in zip(*found, strict=True))
 
 
-def rows_of(part: Arrays, field: str) -> list[set[int]]:
+def rows_of(part: ArrayDataset, field: str) -> list[set[int]]:
     found = read_rows(part)[field]
     return [set(found.values[a:b].tolist()) for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
 

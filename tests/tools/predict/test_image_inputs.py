@@ -12,7 +12,7 @@ from harness import ALONE, ROOT, convert, read_rows
 from PIL import Image
 from torch import nn
 
-from fastgpu.images.decoded import DecodedImages
+from fastgpu.images.decoded import ImageDecoder
 from fastgpu.images.files import Preprocessing
 from fastgpu.predict.image_inputs import open_images
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
@@ -20,7 +20,7 @@ from fastgpu.predict.model import Trained, check_labelled, load_model
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.rows import Field, Rows
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 from workloads.images import Workload
 
@@ -55,7 +55,7 @@ def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(
         group.attrs["codec"] = "png"
         group["indptr"] = np.cumsum([0, *(path.stat().st_size for path in paths)])
         group["values"] = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
-    validated = DecodedImages(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}), (8, 8), 0.25)
+    validated = ImageDecoder((8, 8), 0.25).decoded(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}))
     expected = read_rows(validated)["images"]
     card = {"attributes": validated.attributes, "fields": {"images": {"dataset": "images"}}}
     for inputs in (list(map(str, paths)), [str(tmp_path / "encoded.h5")]):
@@ -139,7 +139,7 @@ def test_models_that_take_no_image_files_say_so(field):
 
 def make_workload(has_attributes=False, **attributes) -> Workload:
     labels = np.zeros((4, 3) if has_attributes else 4, np.int64)
-    source = Arrays("made up", {"images": np.zeros((4, 3, 8, 8), np.uint8), "labels": labels}, attributes)
+    source = ArrayDataset("made up", {"images": np.zeros((4, 3, 8, 8), np.uint8), "labels": labels}, attributes)
     return Workload(Workload.Options(width=4), source, source)
 
 
@@ -174,10 +174,10 @@ def test_labels_to_evaluate_are_checked_as_those_of_validation_rows():
     }
     trained = Trained(nn.Identity(), make_workload(n_classes=4), card)
     images = np.zeros((2, 3, 8, 8), np.uint8)
-    check_labelled(trained, Arrays("more bytes", {"images": images, "labels": np.array([0, 3])}))
-    check_labelled(trained, Arrays("fewer bytes", {"images": images, "labels": np.array([0, 3], np.uint8)}))
+    check_labelled(trained, ArrayDataset("more bytes", {"images": images, "labels": np.array([0, 3])}))
+    check_labelled(trained, ArrayDataset("fewer bytes", {"images": images, "labels": np.array([0, 3], np.uint8)}))
     with pytest.raises(UserError, match=r"made up: labels are \[9\] in 1 of 2 rows; allowed are 0 to 3"):
-        check_labelled(trained, Arrays("made up", {"images": images, "labels": np.array([0, 9])}))
+        check_labelled(trained, ArrayDataset("made up", {"images": images, "labels": np.array([0, 9])}))
 
 
 @pytest.mark.slow

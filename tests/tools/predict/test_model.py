@@ -14,7 +14,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
 from fastgpu.run import checkpoint
 from fastgpu.run.model_files import ModelToUse, describe_model
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from workloads import minimal
 
 FIELDS = {
@@ -86,7 +86,7 @@ def test_damaged_descriptions_are_one_line(tmp_path, name, content):
 
 def save(folder):
     """A checkpoint of a small model. Returns its folder."""
-    source = Arrays("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)})
+    source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)})
     to_use = ModelToUse(nn.Linear(2, 2), describe_model(CONFIG, (source, source), CARD, {"score": "higher"}))
     progress = checkpoint.Progress(step=7)
     assert checkpoint.save(folder, "last", progress, {"model": to_use.model}, order={}, to_use=to_use)

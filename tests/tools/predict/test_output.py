@@ -8,9 +8,9 @@ import torch
 from fastgpu.predict.inputs import Inputs
 from fastgpu.predict.output import PredictionWriter, open_output
 from fastgpu.process.launch import UserError
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 
-ROWS = Arrays("made up", {"x": np.zeros((9, 2), np.float32)})
+ROWS = ArrayDataset("made up", {"x": np.zeros((9, 2), np.float32)})
 
 
 def write(values, *, is_csv=True, inputs=None, ids=None, **attributes):

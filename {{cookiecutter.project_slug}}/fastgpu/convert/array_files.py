@@ -10,7 +10,7 @@ from fastgpu.convert.reading import draw_split, explain_errors
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import attributes_of
 
 KEEP_LIKES = "of ratings, keep those that count before they are converted, such as matrix = matrix > 3"
@@ -34,7 +34,7 @@ class LazyColumn:
         return self._read(rows)
 
 
-def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Arrays:
+def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
@@ -87,7 +87,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     if not any(lengths.values()):
         raise UserError(f"{source_name}: no rows")
     _warn_of_shuffled_files({source.rpartition("=")[2].partition("::")[0] for source in sources})
-    return Arrays(source_name, columns, n_items=n_items)
+    return ArrayDataset(source_name, columns, n_items=n_items)
 
 
 def _channels_first(column: Any) -> LazyColumn:
@@ -111,7 +111,7 @@ def _warn_of_shuffled_files(files: Set[str]) -> None:
             )
 
 
-def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str, Arrays]:
+def split_arrays(source: ArrayDataset, shares: Sequence[float], seed: int) -> dict[str, ArrayDataset]:
     """The rows of each split, drawn at random; from each class alike if there are `labels` (rows,) of integers."""
     columns = {
         name: source.ragged(name) if field.is_ragged else source.column(name) for name, field in source.fields.items()
@@ -120,7 +120,9 @@ def split_arrays(source: Arrays, shares: Sequence[float], seed: int) -> dict[str
     has_labels = "labels" in source.fields and not source.fields["labels"].is_ragged
     labels = source.column("labels") if has_labels else np.zeros(len(source))
     return {
-        part: Arrays(source.name, {name: _choose(column, rows) for name, column in columns.items()}, n_items=n_items)
+        part: ArrayDataset(
+            source.name, {name: _choose(column, rows) for name, column in columns.items()}, n_items=n_items
+        )
         for part, rows in draw_split(labels[:], shares, seed).items()
     }
 

@@ -23,6 +23,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import HDF5Dataset
 from fastgpu.training.parallel import reseed
 
 POOL_S = 0.1
@@ -135,7 +136,7 @@ class Bench:
             max_batch_size=len(source),
             echo=self.loop.echo,
             float_fields={name: each.dtype.itemsize for name, each in source.fields.items() if each.dtype.kind == "f"},
-            filters=source.filters,
+            filters=source.filters if isinstance(source, HDF5Dataset) else "",
             is_fp16=parts.precision.name == "fp16",
             lighter=tuple(
                 Setting(f"model.{key}", value) for key, value in lighter.items() if config.model[key] != value

@@ -27,7 +27,8 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import PoolPlan, Reads, Source
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
@@ -74,7 +75,7 @@ def open_feeds(
         n_joint_pools = max(1, ceil(placement.n_readers / n_asks_per_pool))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
     if placement.tier == "disk" and not only_real:
-        cached = source.through_page_cache()
+        cached = source.through_page_cache() if isinstance(source, HDF5Dataset) else source
         feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
     copies_rows = isinstance(feeds.real, StreamedFeed)
     if placement.device.type == "cuda" and copies_rows and not only_real:
@@ -103,13 +104,12 @@ def read_pool(source: Source, order: BlockSampler, n_readers: int) -> Rows:
     return pool
 
 
-class FilledOnce(Arrays):
+class FilledOnce(ArrayDataset):
     """The rows of one pool. Each slot of a feed gets them once; afterwards they lie in its staging memory already."""
 
     def __init__(self, pool: Rows, source: Source, n_slots: int):
         columns = {name: column.numpy() for name, column in pool.columns.items()}
-        n_items = {name: field.n_items for name, field in source.fields.items()}
-        super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), n_items=n_items)
+        super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), fields=source.fields)
         self._n_rows_left = n_slots * len(pool)
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -206,7 +205,7 @@ class Prefetcher:
                     slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
                 out = slot.host.numpy() | {name: [] for name in self._unknown}
                 self._write_offsets(plan, out)
-                jobs = [_Job(work) for work in self._portions(plan, out)]
+                jobs = [_Job(work) for work in self._source.jobs(plan, out, self._rows_per_job)]
                 for job in jobs:
                     self._todo.put(job)
                 filling.append((plan, slot, out, jobs))
@@ -220,17 +219,6 @@ class Prefetcher:
             row_ids = plan.row_ids
         for name, lengths in self._lengths.items():
             np.cumsum(lengths[row_ids], out=out[name].offsets[1 : plan.n_rows + 1])
-
-    def _portions(self, plan: PoolPlan, out: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """The work of a pool in portions that are worth waking a thread for: a block may be a single row."""
-        if self._source.are_in_memory(plan.reads):
-            row_ids = plan.row_ids
-            for start in range(0, plan.n_rows, self._rows_per_job):
-                part = slice(start, min(start + self._rows_per_job, plan.n_rows))
-                yield partial(self._source.gather, row_ids[part], {name: column[part] for name, column in out.items()})
-            return
-        for reads in plan.reads.portions(self._rows_per_job):
-            yield partial(self._source.read, plan, reads, out)
 
     def _run_jobs(self) -> None:
         """Read one job after the other, in a reader thread."""

@@ -72,11 +72,11 @@ def choose_sizes(
         pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
         uses_workers = isinstance(source, ItemDataset)
         room = Room(
-            need=sum(len(each) * each.stored.row_bytes for each in sources),
+            need=sum(len(each) * (each.encoded or each).row_bytes for each in sources),
             free_device=_free_device_bytes(world),
             free_host=free_host_bytes() // world.local_world_size,
         )
-        if data.tier == "device" and source.stored is not source:
+        if data.tier == "device" and source.encoded:
             raise UserError(
                 f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
                 f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
@@ -90,7 +90,7 @@ def choose_sizes(
         if uses_workers:
             n_readers = choose_workers(loader.num_workers, world.local_world_size)
         else:
-            max_readers = available_cpus() if source.decoding else MAX_READERS
+            max_readers = available_cpus() if source.decoder else MAX_READERS
             n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
         if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
             warn("loader.prefetch_pools has no effect on the device tier")
@@ -182,7 +182,7 @@ def _free_device_bytes(world: World) -> int:
 
 def may_stay(source: Source) -> bool:
     """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
-    if isinstance(source, ItemDataset) or source.stored is not source:
+    if isinstance(source, ItemDataset) or source.encoded:
         return False
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())
 

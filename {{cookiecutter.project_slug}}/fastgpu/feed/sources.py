@@ -17,7 +17,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Source
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import expand, open_store
+from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 
 def open_sources(data: Data, loader: Loader, seed: int, world: World) -> tuple[Source, Source]:
@@ -28,7 +28,7 @@ def open_sources(data: Data, loader: Loader, seed: int, world: World) -> tuple[S
     identities: dict[str, object] = {}
     with world.raise_on_every_rank():
         source, val_source = open_splits(data, loader, seed)
-        are_decoded = source.decoding and val_source.decoding
+        are_decoded = source.decoder and val_source.decoder
         check_meaning("data.val", source, val_source, preparation=not are_decoded)
         _warn_of_shared_files(data)
         if world.world_size > 1:
@@ -110,6 +110,7 @@ def _mixed(data: Data, source: Source, seed: int) -> Source:
     if isinstance(data.train, dict):
         if data.balance == "classes":
             raise UserError("data.balance is classes and data.train has weights; use one of the two")
+        assert isinstance(source, HDF5Dataset)
         groups = _mix_sources(data.train, source)
     elif data.balance == "classes":
         groups = _balance_classes(source)
@@ -148,14 +149,14 @@ def decoded(data: Data, source: Source) -> Source:
 
 
 def decode_images(source: Source, size: tuple[int, int], **options: float | bool | None) -> Source:
-    """The source, with pixels in place of its encoded images. options: see `decoded.DecodedImages`.
+    """The source, with pixels in place of its encoded images. options: see `decoded.ImageDecoder`.
 
     Raises UserError if the project has no module that decodes them.
     """
     room = find_spec("fastgpu.images")
     if not (room and room.origin):  # Python takes a folder without modules for a package, too, which has no origin
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module("fastgpu.images.decoded").DecodedImages(source, size, **options)
+    return import_module("fastgpu.images.decoded").ImageDecoder(size, **options).decoded(source)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> Source:
@@ -173,11 +174,11 @@ def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> S
     return open_store(key, paths, fields)
 
 
-def _mix_sources(weights: Mapping[str, float], source: Source) -> Groups:
+def _mix_sources(weights: Mapping[str, float], source: HDF5Dataset) -> Groups:
     """A group for each source of data.train. weights: {source: weight}."""
     n_files = [len(expand("data.train", path)) for path in weights]
     source_of_file = np.repeat(np.arange(len(weights), dtype=np.int16), n_files)
-    return Groups(tuple(weights), tuple(weights.values()), np.repeat(source_of_file, source.file_rows), by_block=True)
+    return Groups(tuple(weights), tuple(weights.values()), np.repeat(source_of_file, source.part_rows), by_block=True)
 
 
 def _balance_classes(source: Source) -> Groups:

@@ -17,7 +17,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool, PoolPlan, Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import MAX_VALUES, Rows
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 
 LOAD_BYTES = 64 << 20
 """Bytes of one step of filling the device or host tier."""
@@ -103,7 +103,7 @@ def make_feed(
     if tier == "disk":
         return StreamedFeed(source, order, placement, loader)
     whole = source.whole or source
-    stored = whole if tier == "device" else whole.stored
+    stored = (whole if tier == "device" else whole.encoded) or whole
     if stored not in kept:
         home = placement if tier == "device" else placement._replace(device=torch.device("cpu"))
         kept[stored] = _read_all(stored, home, loader)
@@ -111,10 +111,12 @@ def make_feed(
         capacity = pool_capacity(source, order)
         pool = Rows.empty(source.fields, capacity.n_rows, device, n_values=capacity.values)
         return ResidentFeed(kept[stored], order, pool)
-    n_items = {name: field.n_items for name, field in stored.fields.items()}
-    columns = kept[stored].numpy()
-    arrays = Arrays(stored.name, columns, stored.attributes, block_rows=stored.block_rows, n_items=n_items)
-    return StreamedFeed(source.over(arrays), order, placement._replace(n_readers=max(1, n_readers)), loader)
+    arrays = ArrayDataset(
+        stored.name, kept[stored].numpy(), stored.attributes, block_rows=stored.block_rows, fields=stored.fields
+    )
+    if source.encoded and source.decoder:
+        arrays = source.decoder.decoded(arrays)
+    return StreamedFeed(arrays, order, placement._replace(n_readers=max(1, n_readers)), loader)
 
 
 class ResidentFeed:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import ImageOps
 
 from fastgpu.images.files import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
 from fastgpu.storage.file import scratch
@@ -24,8 +25,8 @@ from fastgpu.storage.file import scratch
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 JPEG_COLORS = ("YCbCr", "Gray", "RGB")
 """Colors of JPEG files that simplejpeg decodes as Pillow does."""
-FLIPS: dict[int, tuple[int, ...]] = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}
-"""EXIF orientation -> the axes of (C, H, W) that are flipped, after rows and columns have been swapped from 5 on."""
+EXIF_MAX = 8
+"""The largest EXIF orientation that means anything."""
 N_TRIES = 10
 """Boxes that are tried until one lies inside of the image, as torchvision's RandomResizedCrop does it."""
 N_DRAWS = 2 * N_TRIES + 2
@@ -49,78 +50,60 @@ class EncodedImage:
     def __init__(self, data: np.ndarray):
         """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
         self._data = data
-        self._is_jpeg = False
-        orientation = 1
+        self.is_plain = False
+        """Whether it is an upright JPEG file that simplejpeg decodes. Pillow decodes all others."""
         if simplejpeg and data[:2].tobytes() == b"\xff\xd8":
-            try:
+            with suppress(ValueError):  # Pillow may know better, or say what is wrong
                 self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
-                self._is_jpeg = colors in JPEG_COLORS
-            except ValueError:
-                pass  # Pillow may know better, or say what is wrong
-        if self._is_jpeg:
+                self.is_plain = colors in JPEG_COLORS
+        if self.is_plain:
             check_size(self.height, self.width)
-        if not self._is_jpeg or _may_have_exif(data.data):
+        if not self.is_plain or _may_have_exif(data.data):
             with open_image(io.BytesIO(data.data)) as image:
                 orientation = image.getexif().get(EXIF_ORIENTATION, 1)
                 self.height, self.width = image.height, image.width
-        self._is_on_its_side = EXIF_ON_ITS_SIDE <= orientation <= max(FLIPS)
-        self._flips = FLIPS.get(orientation, ())
-        if self._is_on_its_side:
-            self.height, self.width = self.width, self.height
+            self.is_plain &= not 1 < orientation <= EXIF_MAX
+            if EXIF_ON_ITS_SIDE <= orientation <= EXIF_MAX:
+                self.height, self.width = self.width, self.height
 
     def decode_to(self, out_HWC: np.ndarray, box: Box) -> None:
         """Write a part of the upright image, resized to `out_HWC`, uint8 (H, W, 3). Raises as `decode` does."""
         size = out_HWC.shape[:2]
         is_whole = box == (0, 0, *size) and (self.height, self.width) == size
-        if is_whole and self._is_jpeg and not self._flips and out_HWC.flags.c_contiguous:
+        if is_whole and self.is_plain and out_HWC.flags.c_contiguous:
             with suppress(ValueError):  # it may be harmless: Pillow decides
                 simplejpeg.decode_jpeg(self._data, buffer=out_HWC)
                 return
         out_HWC[:] = self.decode(box, size).transpose(1, 2, 0)
 
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
-        """A part of the upright image, resized to (height, width): uint8 (3, H, W).
+        """A part of the upright image, resized to (height, width): uint8 (3, H, W), channels last in memory.
 
         It is valid until this thread decodes again. Raises an exception of any kind if the bytes are damaged.
         """
         top, left, height, width = box
-        if 1 in self._flips:
-            top = self.height - top - height
-        if 2 in self._flips:
-            left = self.width - left - width
-        whole_size = (self.height, self.width)
-        if self._is_on_its_side:
-            top, left, height, width = left, top, width, height
-            whole_size = (self.width, self.height)
-            size = (size[1], size[0])
         factor = _reduction((height, width), size)
-        pixels_HWC = self._decode_whole(whole_size, factor)
-        if pixels_HWC.shape[:2] == whole_size:
+        pixels_HWC = self._decode_whole(factor)
+        if pixels_HWC.shape[:2] == (self.height, self.width):
             factor = 1
         rows = slice(top // factor, -(-(top + height) // factor))
         columns = slice(left // factor, -(-(left + width) // factor))
         # NumPy makes the part contiguous: torch would wake its threads for it, from each of the reader threads.
         part_CHW = np.ascontiguousarray(pixels_HWC[rows, columns]).transpose(2, 0, 1)
-        if part_CHW.shape[1:] != size:
-            part_CHW = resize_pixels(torch.from_numpy(part_CHW), size).numpy()
-        if self._is_on_its_side:
-            part_CHW = part_CHW.transpose(0, 2, 1)
-        return np.flip(part_CHW, self._flips) if self._flips else part_CHW
+        if part_CHW.shape[1:] == size:
+            return part_CHW
+        return resize_pixels(torch.from_numpy(part_CHW), size).numpy()
 
-    def _decode_whole(self, size: tuple[int, int], factor: int) -> np.ndarray:
-        """All pixels as they are stored, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full.
-
-        size: (height, width) in full.
-        """
-        if self._is_jpeg:
-            height, width = (-(-length // factor) for length in size)
-            try:
+    def _decode_whole(self, factor: int) -> np.ndarray:
+        """All pixels, upright, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full."""
+        if self.is_plain:
+            height, width = -(-self.height // factor), -(-self.width // factor)
+            with suppress(ValueError):  # it may be harmless: Pillow decides
                 scale = {"min_height": height, "min_width": width, "min_factor": factor} if factor > 1 else {}
                 return simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
-            except ValueError:
-                pass  # it may be harmless: Pillow decides
         with open_image(io.BytesIO(self._data.data)) as image:
-            image.draft("RGB", (size[1] // factor, size[0] // factor))
+            image.draft("RGB", (image.width // factor, image.height // factor))
+            ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image).permute(1, 2, 0).numpy()
 
 

@@ -19,7 +19,7 @@ from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 from fastgpu.run.model_files import DESCRIPTION
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.file import not_found
 from fastgpu.storage.hdf5 import list_contents, open_file, open_group
 from fastgpu.storage.store import expand, open_store
@@ -115,7 +115,7 @@ def _find_datasets(path: str, datasets: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
+def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> ArrayDataset:
     if len(paths) > 1:
         raise UserError(
             f"INPUT is {len(paths)} array files; give one, or put them in a file by `python convert.py arrays`"
@@ -140,7 +140,7 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> Arrays:
     lengths = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise UserError(f"{paths[0]} has {lengths} rows; each field should have as many, and at least one")
-    return Arrays(paths[0], columns)
+    return ArrayDataset(paths[0], columns)
 
 
 def make_order(source: Source, batch_size: int) -> BlockSampler:

@@ -4,10 +4,11 @@ A source has rows in blocks, which are cheap to read as a whole. A `BlockSampler
 which blocks go to which places of a pool. The feed carries the plans out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -87,6 +88,13 @@ class Pool(NamedTuple):
     rows: Rows
 
 
+class Decoder(Protocol):
+    """How encoded rows become values. As text: in words."""
+
+    def decoded(self, rows: Any) -> Any:
+        """The same rows, decoded."""
+
+
 class Source:
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
@@ -99,20 +107,16 @@ class Source:
     """(blocks,) int32: number of rows in each block."""
     lengths: Mapping[str, np.ndarray] = MappingProxyType({})
     """{ragged field: (rows,) int32, number of values in each row}."""
-    filters: str = ""
-    """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
     selection: "Selection | None" = None
     """The rows of each epoch. None: each row once."""
     whole: "Source | None" = None
     """All rows, if only some of them are selected: what is kept in memory serves all parts of a split."""
-    file_rows: Sequence[int] = ()
-    """Number of rows of each file."""
-    by_h5py: bool = False
-    """Whether only the HDF5 library can read the rows, one thread at a time."""
-    around_page_cache: bool = False
-    """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
-    decoding: str = ""
-    """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
+    decoder: "Decoder | None" = None
+    """How encoded rows are decoded while they are read. None: they are not encoded."""
+    encoded: "Source | None" = None
+    """The rows that may be kept in memory, if each epoch decodes other parts of them."""
+    rows_per_job: int | None = None
+    """Number of rows that a thread reads at a time. None: as many as are worth waking it."""
 
     def __len__(self) -> int:
         """Number of rows that may be in an epoch."""
@@ -132,22 +136,15 @@ class Source:
         return sum(field.row_bytes for field in self.fields.values())
 
     @property
-    def identity(self) -> dict[str, object]:
-        """What tells these rows from others, as far as it is cheap to know. All ranks must have the same."""
-        return {"the number of rows": len(self)} | {f"field {name}": field for name, field in self.fields.items()}
+    def digest(self) -> str:
+        """A digest of the content, as far as it is cheap to know. Empty: nothing is known."""
+        return ""
 
     @property
-    def stored(self) -> "Source":
-        """The rows that may be kept in memory: other ones than these, if each epoch makes new rows of them."""
-        return self
-
-    def over(self, stored: "Source") -> "Source":
-        """These rows, read from a copy of `stored` in memory."""
-        return stored
-
-    def through_page_cache(self) -> "Source":
-        """The same rows, of which those that are read again come from memory: for measurements."""
-        return self
+    def identity(self) -> dict[str, object]:
+        """What tells these rows from others. All ranks must have the same."""
+        fields = {f"field {name}": field for name, field in self.fields.items()}
+        return {"the number of rows": len(self), **fields, "the digest of the rows": self.digest}
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, selected or not: (rows, *shape). Raises KeyError if it is not in memory."""
@@ -164,9 +161,6 @@ class Source:
             return None
         return values[self.selection.rows()] if self.selection else values
 
-    rows_per_job: int | None = None
-    """Number of rows that a thread reads at a time. None: as many as are worth waking it."""
-
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
 
@@ -177,44 +171,9 @@ class Source:
         """
         raise NotImplementedError
 
-    def are_in_memory(self, reads: Reads) -> bool:
-        """Whether `gather` can copy the rows of these reads. Otherwise `read` has to."""
-        return False
-
-    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-        """Copy rows that were found in memory to `out`, in the order of `row_ids`, (n,). Thread-safe.
-
-        out: {field: C-contiguous array (n, *shape)}. Raises RankError if the file was changed meanwhile.
-        """
-        raise AssertionError(f"{self.name} finds no rows in memory")
+    def jobs(self, plan: PoolPlan, out: Mapping[str, Any], n_rows: int) -> Iterator[Callable[[], None]]:
+        """The reading of a pool, in parts of about `n_rows` rows that any thread may do. out: see `read`."""
+        return (partial(self.read, plan, reads, out) for reads in plan.reads.portions(n_rows))
 
     def close(self) -> None:
         """End the processes that read, if there are any."""
-
-
-class DerivedSource(Source):
-    """Rows that are made of those of another source, in the same files."""
-
-    def __init__(self, name: str, source: Source):
-        self.name = name
-        self.attributes = source.attributes
-        self.file_rows = source.file_rows
-        self.filters = source.filters
-        self.by_h5py = source.by_h5py
-        self.around_page_cache = source.around_page_cache
-        self._source = source
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """That of the other source, with the number and the types of these rows."""
-        return self._source.identity | super().identity
-
-    def through_page_cache(self) -> Source:
-        """See `Source.through_page_cache`."""
-        return self._of(self._source.through_page_cache())
-
-    def _of(self, source: Source) -> Source:
-        """The same rows, made of those of an equal source."""
-        other = copy(self)
-        other._source = source
-        return other

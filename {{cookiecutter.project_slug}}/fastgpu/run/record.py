@@ -23,6 +23,7 @@ from fastgpu.process.launch import read_environment, warn
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.store import HDF5Dataset
 
 PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
 
@@ -113,11 +114,11 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
         f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
         f"{readers} on each rank: {sizes.n_readers}"
     )
-    if source.around_page_cache and sizes.tier == "disk":
+    if isinstance(source, HDF5Dataset) and source.around_page_cache and sizes.tier == "disk":
         text += "\nfiles: larger than the free memory, so they are read around the page cache (O_DIRECT)"
-    if source.decoding:
-        text += f"\nimages: {source.decoding}"
-        if source.stored is not source and sizes.tier == "disk":
+    if source.decoder:
+        text += f"\nimages: {source.decoder}"
+        if source.encoded and sizes.tier == "disk":
             text += "; pixels do not stay in memory, because epochs take other ones"
     if source.selection and (text_of_epoch := source.selection.describe()):
         text += f"\neach epoch: {text_of_epoch}"

@@ -5,79 +5,62 @@ from typing import Any
 
 import numpy as np
 
-from fastgpu.rows.contract import PoolPlan, Reads, Source
-from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage.columns import Column, ColumnDataset, InMemory, RaggedColumn
 from fastgpu.storage.layout import BLOCK_BYTES
 
 
-def is_channels_last(column: np.ndarray) -> bool:
-    """Whether images (N, C, H, W) lie in memory as (N, H, W, C)."""
-    if not isinstance(column, np.ndarray) or column.ndim != 4 or column.flags.c_contiguous:
-        return False
-    return column.transpose(0, 2, 3, 1).flags.c_contiguous
-
-
-class Arrays(Source):
-    """Columns of equal length as a source of blocks."""
+class ArrayDataset(ColumnDataset):
+    """ArrayDataset of equal length as rows in blocks."""
 
     def __init__(
         self,
         name: str,
-        columns: Mapping[str, np.ndarray | RaggedArray],
+        arrays: Mapping[str, np.ndarray | RaggedArray],
         attributes: Mapping[str, Any] | None = None,
         *,
         block_rows: np.ndarray | None = None,
+        fields: Mapping[str, Field] | None = None,
         n_items: Mapping[str, int | None] | None = None,
     ):
-        """columns: {field: array (rows, *shape), or RaggedArray of as many rows}.
+        """arrays: {field: array (rows, *shape), or RaggedArray of as many rows}.
 
         block_rows: (blocks,) number of rows in each block. None: blocks of about 2 MiB, because mapped files are not to
-        be read row by row. n_items: {ragged field: number of items, if its values are item numbers}.
+        be read row by row. fields: types of ragged fields, if they are known. n_items: {ragged field: number of items}.
         """
         self.name = name
+        self.arrays = arrays
         self.attributes = dict(attributes or {})
-        self.fields: dict[str, Field] = {}
-        self.lengths: dict[str, np.ndarray] = {}
-        self._columns = columns
-        for field, column in columns.items():
-            if isinstance(column, RaggedArray):
-                lengths = np.diff(column.offsets).astype(np.int32)
-                self.lengths[field] = lengths
-                self.fields[field] = Field(column.values.dtype, (), float(lengths.mean()), (n_items or {}).get(field))
+        self.lengths = {}
+        columns: dict[str, Column] = {}
+        for field_name, array in arrays.items():
+            if isinstance(array, RaggedArray):
+                self.lengths[field_name] = np.diff(array.offsets).astype(np.int32)
+                mean_values = float(self.lengths[field_name].mean())
+                field = Field(array.values.dtype, array.values.shape[1:], n_items=(n_items or {}).get(field_name))
+                field = (fields or {}).get(field_name, field)._replace(mean_values=mean_values)
+                columns[field_name] = RaggedColumn(field, InMemory(array.values), array.offsets)
             else:
-                dtype = column.dtype.newbyteorder("=")
-                self.fields[field] = Field(dtype, column.shape[1:], is_channels_last=is_channels_last(column))
+                columns[field_name] = InMemory(array)
+        self.fields = {field_name: column.field for field_name, column in columns.items()}
+        n_rows = len(next(iter(arrays.values())))
+        self.parts = [columns]
+        self.part_rows = [n_rows]
         if block_rows is None:
-            n_rows = len(next(iter(columns.values())))
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
         self.block_rows = block_rows
 
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, (rows, *shape). Raises KeyError if it is ragged."""
-        column = self._columns[name]
-        if isinstance(column, RaggedArray):
+        array = self.arrays[name]
+        if isinstance(array, RaggedArray):
             raise KeyError(name)
-        return column
+        return array
 
     def ragged(self, name: str) -> RaggedArray:
         """One ragged field of all rows. Raises KeyError if it is not ragged."""
-        column = self._columns[name]
-        if not isinstance(column, RaggedArray):
+        array = self.arrays[name]
+        if not isinstance(array, RaggedArray):
             raise KeyError(name)
-        return column
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
-        """Copy the rows of each read to their places (see `Source.read`). Thread-safe."""
-        for start, places in reads.ranges():
-            stop = start + len(places)
-            for name, column in self._columns.items():
-                if isinstance(column, RaggedArray) and self.fields[name].row_bytes >= LONG_ROW_BYTES:
-                    for row, target in out[name].runs(places):
-                        begin = int(column.offsets[start + row])
-                        out[name].values[target.start : target.stop] = column.values[begin : begin + len(target)]
-                elif isinstance(column, RaggedArray):
-                    values = column.values[column.offsets[start] : column.offsets[stop]]
-                    out[name].values[out[name].places(places)] = values
-                else:
-                    out[name][places] = column[start:stop]
+        return array

@@ -140,7 +140,9 @@ class OpenFile:
         if self._direct:
             return self._read_direct(self._direct, offset, count)
         memory = scratch(count)
-        self.preadv([memory.data], offset)
+        n_read = os.preadv(self._raw.fileno(), [memory.data], offset)
+        if n_read < count:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
+            self.preadv([memory[n_read:].data], offset + n_read)
         return memory
 
     def _read_direct(self, direct: FileIO, offset: int, count: int) -> np.ndarray:

@@ -23,8 +23,10 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import RankError, UserError
+from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import MAX_VALUES, Field
 from fastgpu.storage import codecs
+from fastgpu.storage.columns import Range, index_of
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.hdf5 import open_file
 
@@ -45,12 +47,18 @@ DIGESTS = "fastgpu_sha256"
 SAMPLED_ROWS = 16
 """Rows that stand for the content of a file without these."""
 
-Piece = tuple[int, int, np.ndarray | range]
-"""(chunk, first row in the chunk, places): neighbouring rows of one chunk, and where each of them goes."""
 
+class Piece(NamedTuple):
+    """Neighbouring rows of one chunk, where each of them goes, and the bytes that are read for them."""
 
-Range = tuple[int, np.ndarray | range]
-"""(first row, places): neighbouring rows of a dataset, and where each of them goes; a range if these are neighbours."""
+    chunk: int
+    row: int
+    """The first row, counted from the beginning of the chunk."""
+    places: np.ndarray | range
+    offset: int
+    n_bytes: int
+    data: np.ndarray | None
+    """The bytes, if they are in memory."""
 
 
 class ReadOptions(NamedTuple):
@@ -210,17 +218,35 @@ class Layout:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def read(self, ranges: Iterable[Range], out: np.ndarray) -> None:
+    def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
 
+        The kernel is told first about all bytes that are not in memory, so that few threads keep a disk busy. The
+        copies out of the mapping come last, in one go: each of them displaces code and data from the CPU's caches.
         Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
-        pieces = self._pieces(ranges)
-        if self._takes_whole_chunks:
-            self._read_from_whole_chunks(list(pieces), out)
-        else:
-            self._read_plain_rows(pieces, out)
+        missing: list[Piece] = []
+        cached: list[Piece] = []
+        for chunk, row, places in self._cut(ranges):
+            offset, n_bytes = self._bytes_of(chunk, row, len(places))
+            data = self._file.cached(offset, n_bytes) if n_bytes else None
+            if data is None:
+                self._file.will_need(offset, n_bytes)
+            (missing if data is None else cached).append(Piece(chunk, row, places, offset, n_bytes, data))
+        current = -1
+        for chunk, row, places, offset, n_bytes, data in (*missing, *cached):
+            if data is None and self._scatters:
+                self._scatter(offset, places, out)
+                continue
+            if self._takes_whole_chunks:
+                if chunk != current:  # once for all pieces of it that come one after the other
+                    whole = self._read_chunk(chunk, offset, n_bytes, data)
+                    current = chunk
+                rows = whole[row : row + len(places)]
+            else:
+                rows = self._as_rows(self._file.read(offset, n_bytes) if data is None else data)
+            out[index_of(places)] = self._checked(rows)
         self._file.check_unchanged()
 
     def is_in_memory(self, start: int, n_rows: int) -> bool:
@@ -263,8 +289,8 @@ class Layout:
             self.read([(start, np.arange(len(part)))], part)
         return out
 
-    def _pieces(self, ranges: Iterable[Range]) -> Iterator[Piece]:
-        """Cut ranges at the borders of chunks."""
+    def _cut(self, ranges: Iterable[Range]) -> Iterator[tuple[int, int, np.ndarray | range]]:
+        """Cut ranges at the borders of chunks: (chunk, first row in the chunk, places)."""
         for start, places in ranges:
             done = 0
             while done < len(places):
@@ -273,72 +299,37 @@ class Layout:
                 yield chunk, row, piece_places
                 done += len(piece_places)
 
-    def _read_plain_rows(self, pieces: Iterable[Piece], out: np.ndarray) -> None:
-        """Read rows that lie in the file as they are.
-
-        The kernel is told first about all bytes that are not in memory, so that few threads keep a disk busy. The
-        copies out of the mapping come last, in one go: each of them displaces code and data from the CPU's caches.
-        """
-        assert self._chunks is not None
-        offsets = self._chunks.offsets
+    def _bytes_of(self, chunk: int, row: int, n_rows: int) -> tuple[int, int]:
+        """(first byte, number of bytes) to read for rows of a chunk; (0, 0) if only the HDF5 library can tell."""
+        if self._chunks is None:
+            return 0, 0
+        if self._takes_whole_chunks:
+            return int(self._chunks.offsets[chunk]), int(self._chunks.sizes[chunk])
         row_bytes = self.field.row_bytes
-        missing = []
-        copies = []
-        for chunk, row, places in pieces:
-            offset = int(offsets[chunk]) + row * row_bytes
-            count = len(places) * row_bytes
-            data = self._file.cached(offset, count)
-            if data is None:
-                self._file.will_need(offset, count)
-                missing.append((offset, places))
-            else:
-                copies.append((self._as_rows(data), places))
-        for offset, places in missing:
-            self._read_from_disk(offset, places, out)
-        for rows, places in copies:
-            out[_index(places)] = self._checked(rows)
+        return int(self._chunks.offsets[chunk]) + row * row_bytes, n_rows * row_bytes
 
-    def _read_from_disk(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
-        """Read neighbouring rows by system calls."""
+    @cached_property
+    def _scatters(self) -> bool:
+        """Whether the kernel scatters rows that are not in memory to their places."""
+        is_plain = not self._takes_whole_chunks and self._dtype.isnative and self._n_items is None
+        return is_plain and self.field.row_bytes >= SCATTER_BYTES and not self._file.is_direct
+
+    def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
+        """Read neighbouring rows to their places by system calls."""
         row_bytes = self.field.row_bytes
-        if row_bytes < SCATTER_BYTES or not self._dtype.isnative or self._file.is_direct:
-            out[_index(places)] = self._checked(self._as_rows(self._file.read(offset, len(places) * row_bytes)))
-            return
         memory = out.reshape(-1).view(np.uint8).data
         targets = [memory[start : start + row_bytes] for start in (np.asarray(places) * row_bytes).tolist()]
         for i in range(0, len(targets), IOV_MAX):
             self._file.preadv(targets[i : i + IOV_MAX], offset + i * row_bytes)
 
-    def _read_from_whole_chunks(self, pieces: list[Piece], out: np.ndarray) -> None:
-        """Read rows that have to be decoded or checked a chunk at a time. As above, the kernel is told first.
-
-        A chunk is decoded once for all pieces of it that come one after the other.
-        """
-        if self._chunks is not None:
-            for chunk, _, _ in pieces:
-                offset = int(self._chunks.offsets[chunk])
-                size = int(self._chunks.sizes[chunk])
-                if self._file.cached(offset, size) is None:
-                    self._file.will_need(offset, size)
-        current = -1
-        for chunk, row, places in pieces:
-            if chunk != current:
-                rows = self._read_chunk(chunk)
-                current = chunk
-            out[_index(places)] = self._checked(rows[row : row + len(places)])
-
-    def _read_chunk(self, chunk: int) -> np.ndarray:
+    def _read_chunk(self, chunk: int, offset: int, n_bytes: int, data: np.ndarray | None) -> np.ndarray:
         """(rows, *shape): the rows of a chunk, decoded, and checked if `verify` is set. Valid until the next read."""
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         if self._chunks is None:
             rows = np.empty((n_rows, *self.field.shape), self._dtype)
             self._file.read_h5(self.dataset, chunk * self.chunk_rows, rows)
         else:
-            offset = int(self._chunks.offsets[chunk])
-            size = int(self._chunks.sizes[chunk])
-            data = self._file.cached(offset, size)
-            if data is None:
-                data = self._file.read(offset, size)
+            data = self._file.read(offset, n_bytes) if data is None else data
             if self._filters:
                 data = self._decode(chunk, data)[: n_rows * self.field.row_bytes]
             rows = self._as_rows(data)
@@ -375,7 +366,3 @@ class Layout:
             f"{self._name}: item number {wrong} is not in 0 to {self._n_items - 1}, as the attribute shape has it; "
             f"{RESTORE}"
         )
-
-
-def _index(places: np.ndarray | range) -> np.ndarray | slice:
-    return slice(places.start, places.stop) if isinstance(places, range) else places

@@ -8,24 +8,23 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 import glob
 import hashlib
 import re
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import PoolPlan, Reads, Source
-from fastgpu.rows.rows import LONG_ROW_BYTES, Field
-from fastgpu.storage.csr import FieldData, open_field, read_indptr, warn_of_unread_values
+from fastgpu.rows.contract import PoolPlan
+from fastgpu.rows.rows import Field
+from fastgpu.storage.columns import Column, ColumnDataset, InMemory, RaggedColumn
+from fastgpu.storage.csr import open_field, read_indptr, warn_of_unread_values
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import attributes_of, open_file, open_group
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, Range, ReadOptions
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, ReadOptions
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
@@ -33,7 +32,7 @@ AROUND_PAGE_CACHE = 1.5
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
 
 
-class Store(Source):
+class HDF5Dataset(ColumnDataset):
     """The rows of one or more HDF5 files, one file after the other.
 
     `attributes` are those of the first file or group, but `mean` and `std` are of all rows. Picklable, and safe to use
@@ -43,73 +42,74 @@ class Store(Source):
     def __init__(self, files: Sequence["_File"]):
         first = files[0]
         self._files = files
-        self.file_rows = [int(file.block_rows.sum()) for file in files]
-        self._first_row = [0, *accumulate(self.file_rows)]
+        self.parts = [file.columns for file in files]
+        self.part_rows = [int(file.block_rows.sum()) for file in files]
         self.name = first.name
         if len(files) > 1:
             self.name += f" and {len(files) - 1} more"
         self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
         self.filters = first.largest.filters
+        """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
         self.by_h5py = not first.largest.is_direct
+        """Whether only the HDF5 library can read the rows, one thread at a time."""
         self.around_page_cache = first.largest.is_around_page_cache
+        """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
-        self.fields: dict[str, Field] = dict(first.fields)
+        self.fields: dict[str, Field] = {name: column.field for name, column in first.columns.items()}
         self.lengths = {}
-        for name, field in first.fields.items():
+        for name, field in self.fields.items():
             if field.is_ragged:
-                lengths = np.concatenate([np.diff(file.indptr[name]).astype(np.int32) for file in files])
+                lengths = np.concatenate([file.lengths(name) for file in files])
                 self.lengths[name] = lengths
-                codecs = {codec for file in files for codec in file.fields[name].codec.split("+")}
+                codecs = {codec for file in files for codec in file.columns[name].field.codec.split("+")}
                 self.fields[name] = field._replace(  # over all files
                     mean_values=float(lengths.mean()), codec="+".join(sorted(codecs))
                 )
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Of all rows if the files have checksums, else of some. Raises UserError."""
         return hashlib.sha256(b"".join(file.fingerprint() for file in self._files)).hexdigest()[:12]
 
-    @property
-    def identity(self) -> dict[str, object]:
-        """Size and types, and a digest of all rows if the files have checksums, else of some. Raises UserError."""
-        return super().identity | {"the digest of the rows": self._digest}
-
-    def through_page_cache(self) -> "Store":
-        """See `Source.through_page_cache`."""
+    def through_page_cache(self) -> Self:
+        """The same rows, of which those that are read again come from memory: for measurements."""
         if not self.around_page_cache:
             return self
-        store = deepcopy(self)
-        store.around_page_cache = False
-        for file in store._files:
-            file.use_page_cache()
-        return store
+        other = deepcopy(self)
+        other.around_page_cache = False
+        for file in other._files:
+            for layout in file.layouts:
+                layout.use_page_cache()
+        return other
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
-        """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
-
-        Raises OSError or RankError if a file cannot give the bytes.
-        """
-        ranges: dict[int, list[Range]] = {}
-        for start, places in reads.ranges():
-            number = bisect_right(self._first_row, start) - 1
-            ranges.setdefault(number, []).append((start - self._first_row[number], places))
-        for number, ranges_of_file in ranges.items():
-            self._files[number].read(ranges_of_file, out)
-
-    def are_in_memory(self, reads: Reads) -> bool:
-        """See `Source.are_in_memory`. Rows of several files, and ragged rows, are left to `read`."""
-        if len(self._files) > 1 or self.lengths:
-            return False
-        return all(self._files[0].is_in_memory(start, len(places)) for start, places in reads.ranges())
-
-    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-        """Copy rows that were found in memory (see `Source.gather`). Thread-safe."""
-        self._files[0].gather(row_ids, out)
+    def jobs(self, plan: PoolPlan, out: Mapping[str, Any], n_rows: int) -> Iterator[Callable[[], None]]:
+        """See `Source.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
+        columns = self.parts[0]
+        is_found = all(
+            column.is_in_memory(start, len(places))
+            for start, places in plan.reads.ranges()
+            for column in columns.values()
+        )
+        if len(self.parts) > 1 or not is_found:
+            yield from super().jobs(plan, out, n_rows)
+            return
+        row_ids = plan.row_ids
+        for start in range(0, plan.n_rows, n_rows):
+            part = slice(start, min(start + n_rows, plan.n_rows))
+            yield partial(_gather, columns, row_ids[part], {name: out[name][part] for name in columns})
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
-        if self.fields[name].is_ragged:
+        columns = [part[name] for part in self.parts]
+        if not all(isinstance(column, InMemory) for column in columns):
             raise KeyError(name)
-        return np.concatenate([file.columns[name] for file in self._files])
+        return np.concatenate([column.rows for column in columns if isinstance(column, InMemory)])
+
+
+def _gather(columns: Mapping[str, Column], row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+    """Copy rows that are in memory to `out`, {field: (n, *shape)}, in the order of `row_ids`, (n,)."""
+    for name, column in columns.items():
+        column.gather(row_ids, out[name])
 
 
 def open_store(
@@ -118,7 +118,7 @@ def open_store(
     fields: Mapping[str, str],
     *,
     verify: bool = False,
-) -> Store:
+) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
@@ -139,13 +139,14 @@ def open_store(
         raise UserError(f"{key} is an empty list; name a file")
     check_meaning(key, *files)
     for file in files[1:]:
-        for name, field in file.fields.items():
-            expected = files[0].fields[name]
+        for name, column in file.columns.items():
+            field = column.field
+            expected = files[0].columns[name].field
             if field.signature != expected.signature:
                 raise UserError(
                     f"{key}: {file.name} holds {name} as {field}, {files[0].name} as {expected}; shards must agree"
                 )
-    return Store(files)
+    return HDF5Dataset(files)
 
 
 def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
@@ -208,95 +209,59 @@ class _File:
         self.name = path
         if group != "/":
             self.name = f"{path}::{group}"
-        self.fields: dict[str, Field] = {}
-        self.indptr: dict[str, np.ndarray] = {}
-        """{ragged field: (rows + 1,) int64}"""
-        self.columns: dict[str, np.ndarray] = {}
-        """{field: (rows, *shape), or (N,) for a ragged field}, for those that are kept in memory"""
-        self._layouts: dict[str, Layout] = {}
-        """{field: where its rows lie; for a ragged field: where its values lie}"""
+        where = f"{key}: {self.name}"
         with open_file(path, f"{key}: {path}") as file:
             root = open_group(file, group, f"{key}: {path}")
-            self.attributes = attributes_of(root, f"{key}: {self.name}")
-            _check_types(self.attributes, f"{key}: {self.name}")
+            self.attributes = attributes_of(root, where)
+            _check_types(self.attributes, where)
             data = {}
             for field_name, name in fields.items():
-                data[field_name] = open_field(root, name, f"{key}: {self.name}")
+                data[field_name] = open_field(root, name, where)
                 if data[field_name].n_items and f"{name}/data" not in fields.values():
-                    warn_of_unread_values(root, name, f"{key}: {self.name}")
-            n_rows = self._note_fields(data, fields, f"{key}: {self.name}", options)
-            largest = max(self.fields, key=lambda name: self.fields[name].row_bytes)
-            self.largest = self._layouts[largest]
-            for name, field in self.fields.items():  # in memory, so that a block costs one read: of the largest field
+                    warn_of_unread_values(root, name, where)
+            indptr = {
+                name: read_indptr(field_data, f"{where}: {fields[name]}", options)
+                for name, field_data in data.items()
+                if field_data.indptr is not None
+            }
+            lengths = {name: field_data.n_rows for name, field_data in data.items()}
+            if len(set(lengths.values())) != 1:
+                raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")
+            n_rows = next(iter(lengths.values()))
+            if not n_rows:
+                raise UserError(f"{where} has no rows")
+            layouts = {
+                name: Layout(f"{where}: {fields[name]}", field_data.values, options, field_data.n_items)
+                for name, field_data in data.items()
+            }
+            types = {name: field_data.field(layouts[name].field) for name, field_data in data.items()}
+            largest = max(types, key=lambda name: types[name].row_bytes)
+            self.layouts = [*layouts.values()]
+            """Where the values of each field lie."""
+            self.largest = layouts[largest]
+            self.columns: dict[str, Column] = {}
+            for name, field in types.items():  # small ones in memory, so that a block costs one read: of the largest
+                column: Column = layouts[name]
                 if name != largest and n_rows * field.row_bytes <= COLUMN_BYTES:
-                    self.columns[name] = self._layouts[name].read_all(field.dtype)
+                    column = InMemory(layouts[name].read_all(field.dtype))
+                self.columns[name] = RaggedColumn(field, column, indptr[name]) if name in indptr else column
         block_rows = self.largest.chunk_rows  # for ragged rows: about BLOCK_BYTES, in MIN_BLOCKS or more
-        if self.fields[largest].is_ragged:
-            block_rows = max(1, min(BLOCK_BYTES // self.fields[largest].row_bytes, n_rows // MIN_BLOCKS))
+        if types[largest].is_ragged:
+            block_rows = max(1, min(BLOCK_BYTES // types[largest].row_bytes, n_rows // MIN_BLOCKS))
         self.block_rows = np.diff(np.arange(0, n_rows, block_rows), append=n_rows).astype(np.int32)
         """(blocks,) int32: number of rows in each block."""
 
-    def _note_fields(
-        self, data: Mapping[str, FieldData], names: Mapping[str, str], where: str, options: ReadOptions
-    ) -> int:
-        """Note where the rows of all fields lie, and return their number."""
-        for field, field_data in data.items():
-            if field_data.indptr is not None:
-                self.indptr[field] = read_indptr(field_data, f"{where}: {names[field]}", options)
-        lengths = {field: field_data.n_rows for field, field_data in data.items()}
-        if len(set(lengths.values())) != 1:
-            raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")
-        n_rows = next(iter(lengths.values()))
-        if not n_rows:
-            raise UserError(f"{where} has no rows")
-        for field, field_data in data.items():
-            layout = Layout(f"{where}: {names[field]}", field_data.values, options, field_data.n_items)
-            self._layouts[field] = layout
-            self.fields[field] = field_data.field(layout.field)
-        return n_rows
+    def lengths(self, name: str) -> np.ndarray:
+        """(rows,) int32: number of values in each row of a ragged field."""
+        column = self.columns[name]
+        assert isinstance(column, RaggedColumn)
+        return np.diff(column.indptr).astype(np.int32)
 
     def fingerprint(self) -> bytes:
-        """Digests of the fields that are in memory, and those of `Layout.fingerprint`."""
-        in_memory = [hashlib.sha256(array.data).digest() for array in (*self.columns.values(), *self.indptr.values())]
-        return b"".join([*in_memory, *(layout.fingerprint() for layout in self._layouts.values())])
-
-    def use_page_cache(self) -> None:
-        """Read through the page cache from now on."""
-        for layout in self._layouts.values():
-            layout.use_page_cache()
-
-    def read(self, ranges: Sequence[Range], out: Mapping[str, Any]) -> None:
-        """Copy the rows of all fields to their places."""
-        for name, layout in self._layouts.items():
-            target = out[name]
-            field_ranges = ranges
-            if name in self.indptr:  # a range of rows is a range of values
-                indptr = self.indptr[name]
-                if self.fields[name].row_bytes >= LONG_ROW_BYTES:
-                    field_ranges = [
-                        (int(indptr[start + first]), values)
-                        for start, places in ranges
-                        for first, values in target.runs(places)
-                    ]
-                else:
-                    field_ranges = [(int(indptr[start]), target.places(places)) for start, places in ranges]
-                target = target.values
-            if name in self.columns:
-                column = self.columns[name]
-                for start, places in field_ranges:
-                    target[places] = column[start : start + len(places)]
-            else:
-                layout.read(field_ranges, target)
-
-    def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """Whether `gather` can copy the rows start, start + 1, ..."""
-        layouts = self._layouts.items()
-        return all(name in self.columns or layout.is_in_memory(start, n_rows) for name, layout in layouts)
-
-    def gather(self, row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-        """Copy rows that are in memory to `out`, in the order of `row_ids`."""
-        for name, layout in self._layouts.items():
-            if name in self.columns:
-                np.take(self.columns[name], row_ids, axis=0, out=out[name], mode="clip")
-            else:
-                layout.gather(row_ids, out[name])
+        """Digests of what is in memory, and those of `Layout.fingerprint`."""
+        columns = self.columns.values()
+        values = [column.values if isinstance(column, RaggedColumn) else column for column in columns]
+        arrays = [column.rows for column in values if isinstance(column, InMemory)]
+        arrays += [column.indptr for column in columns if isinstance(column, RaggedColumn)]
+        digests = [hashlib.sha256(array.data).digest() for array in arrays]
+        return b"".join([*digests, *(layout.fingerprint() for layout in self.layouts)])

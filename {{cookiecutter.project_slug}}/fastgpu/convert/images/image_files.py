@@ -24,6 +24,7 @@ from fastgpu.convert.reading import (
 )
 from fastgpu.images.encoded import Box, EncodedImage
 from fastgpu.images.files import (
+    EXIF_ORIENTATION,
     IGNORED_CLASS,
     SIXTEEN_BITS,
     Preprocessing,
@@ -33,6 +34,7 @@ from fastgpu.images.files import (
     format_size,
     is_image,
     open_file,
+    open_image,
 )
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS, Field
@@ -216,7 +218,8 @@ class Kept(NamedTuple):
 def keep(data: bytes, kept: Kept) -> bytes:
     """The bytes of an image file as they are, or of a smaller JPEG file.
 
-    Images in other formats than `CODECS` become PNG files. Raises an exception of any kind if the file is damaged.
+    Files that are not upright, or of other colors than RGB and grey, are written anew: JPEG files as such, others as
+    PNG. Raises an exception of any kind if the file is damaged.
     """
     image = EncodedImage(np.frombuffer(data, np.uint8))
     height, width = image.height, image.width
@@ -225,8 +228,12 @@ def keep(data: bytes, kept: Kept) -> bytes:
         scale = kept.side / min(height, width)
         smaller_CHW = image.decode(whole, (round(height * scale), round(width * scale)))
         return _save(smaller_CHW, "JPEG", quality=kept.quality)
-    if data[0] not in CODECS:
-        return _save(image.decode(whole, (height, width)), "PNG")
+    with open_image(io.BytesIO(data)) as opened:
+        is_jpeg = opened.format in ("JPEG", "MPO")
+        is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
+    if not is_upright_rgb or data[0] not in CODECS:
+        pixels_CHW = image.decode(whole, (height, width))
+        return _save(pixels_CHW, "JPEG", quality=kept.quality) if is_jpeg else _save(pixels_CHW, "PNG")
     image.decode(whole, (1, 1))  # in full, as far as damage goes
     return data
 

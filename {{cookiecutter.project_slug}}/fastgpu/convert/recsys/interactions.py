@@ -13,7 +13,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import Arrays
+from fastgpu.storage.arrays import ArrayDataset
 
 Columns = dict[str, np.ndarray | RaggedArray]
 """{field: rows}"""
@@ -27,7 +27,7 @@ MIN_ITEMS = 5
 class HeldOutSplit(NamedTuple):
     """Users for training, validation and test."""
 
-    parts: dict[str, Arrays]
+    parts: dict[str, ArrayDataset]
     """train: `items`. val, test: `items`, `held_out`. All: `user`, the number of the user in the source."""
     n_events: int
     """Number of events of all parts, before items without training users were dropped."""
@@ -117,7 +117,7 @@ def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:
     return RaggedArray((keys & 0xFFFFFFFF).astype(np.int32), offsets)
 
 
-def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> Arrays:
+def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> ArrayDataset:
     """A source of these columns. The ragged ones hold item numbers in range(n_items)."""
     ragged = {field: n_items for field, column in columns.items() if isinstance(column, RaggedArray)}
-    return Arrays(name, columns, attributes, n_items=ragged)
+    return ArrayDataset(name, columns, attributes, n_items=ragged)

@@ -1,0 +1,134 @@
+"""Rows as columns: one for each field, in memory or in a file.
+
+rows of one shape     `InMemory`, or a `Layout` (layout.py): where they lie in a file
+rows of any length    `RaggedColumn`: the values, which are one of these, and where those of each row begin
+encoded images        `ImageColumn` (images/decoded.py): a ragged column of bytes, and how they become pixels
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
+from fastgpu.storage.file import scratch
+
+Range = tuple[int, np.ndarray | range]
+"""(first row, places): neighbouring rows of a column, and where each of them goes; a range if these are neighbours."""
+
+
+class Column(Protocol):
+    """One field of the rows of a file, or of arrays."""
+
+    field: Field
+
+    def read(self, ranges: Sequence[Range], out: Any, plan: PoolPlan | None = None) -> None:
+        """Copy the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. Thread-safe.
+
+        plan: see `Source.read`.
+        """
+
+    def is_in_memory(self, start: int, n_rows: int) -> bool:
+        """Whether `gather` can copy the rows start, start + 1, ..."""
+
+    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows that are in memory to `out`, (n, *shape), in the order of `row_ids`. Thread-safe."""
+
+
+class InMemory:
+    """Rows in an array, or in a mapped .npy file."""
+
+    def __init__(self, rows: np.ndarray):
+        """rows: (rows, *shape)"""
+        is_interleaved = isinstance(rows, np.ndarray) and rows.ndim == 4 and not rows.flags.c_contiguous
+        is_channels_last = is_interleaved and rows.transpose(0, 2, 3, 1).flags.c_contiguous
+        self.field = Field(rows.dtype.newbyteorder("="), rows.shape[1:], is_channels_last=is_channels_last)
+        self.rows = rows
+
+    def read(self, ranges: Sequence[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
+        """See `Column.read`."""
+        rows = self.rows
+        if self.field.is_channels_last:  # copied as it lies in memory
+            rows = rows.transpose(0, 2, 3, 1)
+            out = out.transpose(0, 2, 3, 1)
+        for start, places in ranges:
+            out[index_of(places)] = rows[start : start + len(places)]
+
+    def is_in_memory(self, start: int, n_rows: int) -> bool:
+        """They are."""
+        return True
+
+    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
+        """See `Column.gather`."""
+        np.take(self.rows, row_ids, axis=0, out=out, mode="clip")
+
+
+class RaggedColumn:
+    """Rows with any number of values each."""
+
+    def __init__(self, field: Field, values: Column, indptr: np.ndarray):
+        """values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where those of each row begin."""
+        self.field = field
+        self.values = values
+        self.indptr = indptr
+
+    def read(self, ranges: Sequence[Range], out: RaggedArray, plan: PoolPlan | None = None) -> None:
+        """See `Column.read`. A range of rows is a range of values."""
+        if self.field.row_bytes >= LONG_ROW_BYTES:
+            of_values: list[Range] = [
+                (int(self.indptr[start + first]), values)
+                for start, places in ranges
+                for first, values in out.runs(np.asarray(places))
+            ]
+        else:
+            of_values = [(int(self.indptr[start]), out.places(np.asarray(places))) for start, places in ranges]
+        self.values.read(of_values, out.values)
+
+    def read_rows(self, start: int, n_rows: int) -> RaggedArray:
+        """The rows start, start + 1, ... in scratch memory of this thread, or where they lie in memory."""
+        lo, hi = int(self.indptr[start]), int(self.indptr[start + n_rows])
+        offsets = self.indptr[start : start + n_rows + 1] - lo
+        if isinstance(self.values, InMemory):
+            return RaggedArray(self.values.rows[lo:hi], offsets)
+        values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
+        self.values.read([(lo, range(hi - lo))], values)
+        return RaggedArray(values, offsets)
+
+    def is_in_memory(self, start: int, n_rows: int) -> bool:
+        """Ragged rows are read."""
+        return False
+
+    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
+        """Never asked for."""
+        raise NotImplementedError
+
+
+class ColumnDataset(Source):
+    """Rows whose fields are columns, in parts one after the other, such as files."""
+
+    parts: Sequence[Mapping[str, Column]]
+    """{field: its column} of each part."""
+    part_rows: Sequence[int]
+    """Number of rows of each part."""
+
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+        """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
+
+        Raises OSError or RankError if a file cannot give the bytes.
+        """
+        first_rows = [0, *accumulate(self.part_rows)]
+        ranges: dict[int, list[Range]] = {}
+        for start, places in reads.ranges():
+            number = bisect_right(first_rows, start) - 1
+            ranges.setdefault(number, []).append((start - first_rows[number], places))
+        for number, ranges_of_part in ranges.items():
+            for name, column in self.parts[number].items():
+                column.read(ranges_of_part, out[name], plan)
+
+
+def index_of(places: np.ndarray | range) -> np.ndarray | slice:
+    """The places as an index of an array."""
+    return slice(places.start, places.stop) if isinstance(places, range) else places
