@@ -134,7 +134,7 @@ def test_a_field_may_have_any_name(store, tmp_path):
 def test_a_row_that_hangs_ends_the_run(store, monkeypatch):
     source = ImageDecoder(SIZE, 0.5).decoded(store)
     released = threading.Event()
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", lambda *arguments: released.wait())
+    monkeypatch.setattr("fastgpu.images.decoded.ImageDecoder.decode", lambda *arguments: released.wait())
     order = BlockSampler(source.block_rows, 8, seed=5)
     feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
     with pytest.raises(HangError, match=r"no rows have come from \S+encoded\.h5: it hangs"):
@@ -150,7 +150,7 @@ def test_want_of_memory_is_no_damage(store, monkeypatch, error):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", fail)
+    monkeypatch.setattr("fastgpu.images.decoded.ImageDecoder.decode", fail)
     with pytest.raises(RankError, match=f"{error}; free some memory"):
         read_rows(ImageDecoder(SIZE).decoded(store))
 
@@ -159,7 +159,7 @@ def test_the_reason_is_one_line(store, monkeypatch):
     def complain(*arguments: object) -> None:
         raise ValueError("two\n  lines")
 
-    monkeypatch.setattr("fastgpu.images.decoded.EncodedImage.decode_to", complain)
+    monkeypatch.setattr("fastgpu.images.decoded.ImageDecoder.decode", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
         read_rows(ImageDecoder(SIZE).decoded(store))
 

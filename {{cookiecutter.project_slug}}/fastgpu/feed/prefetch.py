@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -56,12 +55,27 @@ class _Slot(NamedTuple):
     used: torch.cuda.Event | None
 
 
-class _Job(Future[None]):
-    """Work for a reader thread, and whether it is done."""
+class _Filling:
+    """A pool whose rows are being read: by jobs, which any reader thread takes."""
 
-    def __init__(self, work: Callable[[], None]):
-        super().__init__()
-        self.work = work
+    def __init__(self, plan: PoolPlan, slot: _Slot, out: dict[str, Any], jobs: Sequence[Callable[[], None]]):
+        self.plan = plan
+        self.slot = slot
+        self.out = out
+        self.jobs = jobs
+        self.done = threading.Event()
+        """Whether all jobs have ended, or one has failed."""
+        self.error: BaseException | None = None
+        self._n_left = len(jobs)
+        self._lock = threading.Lock()
+
+    def end(self, error: BaseException | None) -> None:
+        """Note that a job has ended."""
+        with self._lock:
+            self._n_left -= 1
+            self.error = self.error or error
+            if self.error or not self._n_left:
+                self.done.set()
 
 
 class Prefetcher:
@@ -113,7 +127,8 @@ class Prefetcher:
         if self._threads:  # they may yet write to the slots
             raise self._hang_error()
         self._closing = threading.Event()
-        self._todo: SimpleQueue[_Job | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[Callable[[], None], _Filling] | None] = SimpleQueue()
+        self._last_read = time.monotonic()
         self._free: SimpleQueue[_Slot | None] = SimpleQueue()
         self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
         for slot in self._slots:
@@ -179,7 +194,7 @@ class Prefetcher:
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand over the filled ones in order."""
-        filling: deque[tuple[PoolPlan, _Slot, dict[str, Any], list[_Job]]] = deque()
+        filling: deque[_Filling] = deque()
         end: BaseException | None = None
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
@@ -195,7 +210,7 @@ class Prefetcher:
                 if self._closing.is_set():
                     break
                 if slot is None:
-                    self._hand_over(*filling.popleft())
+                    self._hand_over(filling.popleft())
                     continue
                 plan = next(plans, None)
                 if plan is None:
@@ -205,10 +220,10 @@ class Prefetcher:
                     slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
                 out = slot.host.numpy() | {name: [] for name in self._unknown}
                 self._write_offsets(plan, out)
-                jobs = [_Job(work) for work in self._source.jobs(plan, out, self._rows_per_job)]
-                for job in jobs:
-                    self._todo.put(job)
-                filling.append((plan, slot, out, jobs))
+                pool = _Filling(plan, slot, out, [*self._source.jobs(plan, out, self._rows_per_job)])
+                filling.append(pool)
+                for job in pool.jobs:
+                    self._todo.put((job, pool))
         except BaseException as error:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
@@ -223,30 +238,28 @@ class Prefetcher:
     def _run_jobs(self) -> None:
         """Read one job after the other, in a reader thread."""
         _lower_priority()
-        while job := self._todo.get():
+        while item := self._todo.get():
+            job, pool = item
+            error = None
             try:
                 if not self._closing.is_set():
-                    job.work()
-            except BaseException as error:
-                job.set_exception(error)
-            else:
-                job.set_result(None)
+                    job()
+            except BaseException as raised:
+                error = raised
+            self._last_read = time.monotonic()
+            pool.end(error)
 
-    def _wait_for(self, job: _Job) -> None:
-        """Wait until a job is done, while no earlier one is under way: a reader has it, or is about to take it."""
-        try:
-            job.result(self._timeout_s)
-        except TimeoutError:
-            if job.done():  # it is an error of the reader
-                raise
-            faulthandler.dump_traceback(all_threads=True)  # where the readers hang
-            raise self._hang_error() from None
-
-    def _hand_over(self, plan: PoolPlan, slot: _Slot, out: Mapping[str, Any], jobs: list[_Job]) -> None:
-        for job in jobs:
-            self._wait_for(job)
+    def _hand_over(self, pool: _Filling) -> None:
+        """Wait until a pool has been read, copy it to the device and give it to the loop."""
+        while not pool.done.wait(self._timeout_s):
+            if time.monotonic() - self._last_read >= self._timeout_s:
+                faulthandler.dump_traceback(all_threads=True)  # where the readers hang
+                raise self._hang_error()
+        if pool.error:
+            raise pool.error
+        plan, slot = pool.plan, pool.slot
         for name in self._unknown:
-            _join(plan, slot, name, out[name])
+            _join(plan, slot, name, pool.out[name])
         if self._closing.is_set():  # the readers may have left out rows
             return
         if self._stream and slot.copied and slot.used:

@@ -6,7 +6,7 @@ from copy import copy
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from fastgpu.images.encoded import EncodedImage, centre_box, draw, random_box, simplejpeg
+from fastgpu.images.encoded import EncodedImage, centre_box, decode_plain, draw, random_box, simplejpeg
 from fastgpu.images.files import Preprocessing
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import PoolPlan
@@ -68,14 +68,16 @@ class ImageDecoder:
             first_row += n_rows
         return other
 
-    def decode(self, data: np.ndarray, out_CHW: np.ndarray, draws: Sequence[float]) -> None:
+    def decode(self, data: np.ndarray, out_HWC: np.ndarray, draws: Sequence[float]) -> None:
         """Decode an image file. draws: (N_DRAWS,) numbers that choose the part; empty: the centre."""
+        if not draws and self.centre_share == 1 and decode_plain(data, out_HWC):
+            return
         image = EncodedImage(data)
         if draws:
             box = random_box(draws, image.height, image.width, self.min_scale)
         else:
             box = centre_box(image.height, image.width, self.size, self.centre_share)
-        image.decode_to(out_CHW.transpose(1, 2, 0), box)
+        out_HWC[:] = image.decode(box, self.size).transpose(1, 2, 0)
 
 
 class ImageColumn:
@@ -91,6 +93,7 @@ class ImageColumn:
 
     def read(self, ranges: Sequence[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Decode images to their places in `out` (see `Column.read`). Raises RankError if one is damaged."""
+        out_NHWC = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
             values, offsets = self._files.read_rows(start, len(places))
             first_row = self._first_row + start
@@ -100,7 +103,7 @@ class ImageColumn:
             bounds = offsets.tolist()
             for number, place in enumerate(places):
                 try:
-                    self._decoder.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])
+                    self._decoder.decode(values[bounds[number] : bounds[number + 1]], out_NHWC[place], draws[number])
                 except Exception as error:  # a decoder may raise anything for damaged bytes
                     raise self._damage(first_row + number, error) from None
 
@@ -111,6 +114,9 @@ class ImageColumn:
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             return RankError(f"{text}; free some memory, or use a smaller loader.num_readers")
         return RankError(f"{text}; {RESTORE}, or convert the image files again with --on-error skip")
+
+    def view(self, start: int, n_rows: int) -> None:
+        """Pixels are made when they are read."""
 
     def is_in_memory(self, start: int, n_rows: int) -> bool:
         """Pixels are made when they are read."""

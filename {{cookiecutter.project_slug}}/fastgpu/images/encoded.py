@@ -66,16 +66,6 @@ class EncodedImage:
             if EXIF_ON_ITS_SIDE <= orientation <= EXIF_MAX:
                 self.height, self.width = self.width, self.height
 
-    def decode_to(self, out_HWC: np.ndarray, box: Box) -> None:
-        """Write a part of the upright image, resized to `out_HWC`, uint8 (H, W, 3). Raises as `decode` does."""
-        size = out_HWC.shape[:2]
-        is_whole = box == (0, 0, *size) and (self.height, self.width) == size
-        if is_whole and self.is_plain and out_HWC.flags.c_contiguous:
-            with suppress(ValueError):  # it may be harmless: Pillow decides
-                simplejpeg.decode_jpeg(self._data, buffer=out_HWC)
-                return
-        out_HWC[:] = self.decode(box, size).transpose(1, 2, 0)
-
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
         """A part of the upright image, resized to (height, width): uint8 (3, H, W), channels last in memory.
 
@@ -107,21 +97,29 @@ class EncodedImage:
             return to_rgb(image).permute(1, 2, 0).numpy()
 
 
+def decode_plain(data: np.ndarray, out_HWC: np.ndarray) -> bool:
+    """Decode an upright JPEG file of the size of `out_HWC`, uint8 (H, W, 3), right there. False: it is another one."""
+    if not simplejpeg or data[0] != 0xFF or data[1] != 0xD8 or _may_have_exif(data.data):
+        return False
+    try:
+        return simplejpeg.decode_jpeg(data, buffer=out_HWC).shape == out_HWC.shape
+    except ValueError:  # it is larger, or of other colors, or damaged: the way for all files says it
+        return False
+
+
 def _reduction(part: tuple[int, int], size: tuple[int, int]) -> int:
     """1, 2, 4 or 8: the most by which a part, (height, width), may be decoded smaller and still fill `size`."""
     return max(n for n in (1, 2, 4, 8) if n == 1 or (part[0] >= n * size[0] and part[1] >= n * size[1]))
 
 
 def _may_have_exif(data: memoryview) -> bool:
-    """Whether a segment of a JPEG file before the pixels is EXIF data, or the segments are unusual."""
+    """Whether one of the first segments of a JPEG file is EXIF data, which stands before all tables."""
     at = 2
-    while at + 8 < len(data) and data[at] == 0xFF:
-        if data[at + 1] == 0xDA:  # the pixels begin
-            return False
+    while at + 8 < len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
         if data[at + 1] == 0xE1 and data[at + 4 : at + 8] == b"Exif":
             return True
         at += 2 + int.from_bytes(data[at + 2 : at + 4])
-    return True
+    return data[at : at + 1] != b"\xff"  # something unusual
 
 
 # ---------------------------------------------------------------------------------------------- boxes

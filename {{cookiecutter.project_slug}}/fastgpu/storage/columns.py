@@ -31,6 +31,9 @@ class Column(Protocol):
         plan: see `Source.read`.
         """
 
+    def view(self, start: int, n_rows: int) -> np.ndarray | None:
+        """The rows start, start + 1, ... where they lie in memory. None: `read` has to copy them."""
+
     def is_in_memory(self, start: int, n_rows: int) -> bool:
         """Whether `gather` can copy the rows start, start + 1, ..."""
 
@@ -56,6 +59,10 @@ class InMemory:
             out = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
+
+    def view(self, start: int, n_rows: int) -> np.ndarray:
+        """See `Column.view`."""
+        return self.rows[start : start + n_rows]
 
     def is_in_memory(self, start: int, n_rows: int) -> bool:
         """They are."""
@@ -91,11 +98,14 @@ class RaggedColumn:
         """The rows start, start + 1, ... in scratch memory of this thread, or where they lie in memory."""
         lo, hi = int(self.indptr[start]), int(self.indptr[start + n_rows])
         offsets = self.indptr[start : start + n_rows + 1] - lo
-        if isinstance(self.values, InMemory):
-            return RaggedArray(self.values.rows[lo:hi], offsets)
-        values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
-        self.values.read([(lo, range(hi - lo))], values)
+        values = self.values.view(lo, hi - lo)
+        if values is None:
+            values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
+            self.values.read([(lo, range(hi - lo))], values)
         return RaggedArray(values, offsets)
+
+    def view(self, start: int, n_rows: int) -> None:
+        """Ragged rows are read."""
 
     def is_in_memory(self, start: int, n_rows: int) -> bool:
         """Ragged rows are read."""

@@ -249,6 +249,16 @@ class Layout:
             out[index_of(places)] = self._checked(rows)
         self._file.check_unchanged()
 
+    def view(self, start: int, n_rows: int) -> np.ndarray | None:
+        """The rows start, start + 1, ... as they lie in the page cache. None: they are not there as they are, or not in
+        one chunk."""
+        chunk, row = divmod(start, self.chunk_rows)
+        if self._takes_whole_chunks or self._n_items is not None or row + n_rows > self.chunk_rows:
+            return None
+        self._file.check_unchanged()
+        data = self._file.cached(*self._bytes_of(chunk, row, n_rows))
+        return None if data is None else self._as_rows(data)
+
     def is_in_memory(self, start: int, n_rows: int) -> bool:
         """Whether `gather` can copy the rows start, start + 1, ...: they are in the page cache, and all rows lie in one
         piece."""
