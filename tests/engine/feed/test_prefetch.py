@@ -15,7 +15,7 @@ import torch
 from harness import CPU, ROOT, TIMEOUT_S, needs_gpu, numbers_of
 
 from fastgpu.feed import prefetch
-from fastgpu.feed.prefetch import Capacity, Prefetcher
+from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import PoolPlan, Source
@@ -48,14 +48,14 @@ def make_prefetcher(
     n_slots: int = 2,
     device: torch.device = CPU,
     timeout_s: float = TIMEOUT_S,
-) -> Prefetcher:
+) -> PrefetchLoader:
     """A prefetcher for pools of 16 rows. read: instead of the store's."""
     source = copy(store)
     if read:
         source.read = read
         source.jobs = partial(Source.jobs, source)
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
-    return Prefetcher(source, n_readers, Capacity(16, {}), device, loader=loader)
+    return PrefetchLoader(source, order_of(store), device, n_readers, loader=loader)
 
 
 def prefetch_threads() -> set[str]:

@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import sizes
 from fastgpu.feed.sizes import (
-    Room,
     Sizes,
     choose_canonical_ranks,
     choose_pool_batches,
@@ -135,23 +134,23 @@ def test_workers_are_the_cpus_of_a_rank(memory):
     [("auto", 4, "device"), ("auto", 6, "host"), ("auto", 17, "disk"), ("disk", 1, "disk"), ("host", 17, "host")],
 )
 def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, tier_chosen):
-    room = Room(need_gib * GIB, free_device=10 * GIB, free_host=32 * GIB)
-    assert choose_tier(tier, room, "x.h5") == tier_chosen
+    free = {"device": 10 * GIB, "host": 32 * GIB}
+    assert choose_tier(tier, need_gib * GIB, free, "x.h5") == tier_chosen
 
 
 def test_rows_that_may_change_stay_on_the_disk_tier_unless_it_is_chosen():
-    room = Room(GIB, free_device=10 * GIB, free_host=32 * GIB)
-    assert choose_tier("auto", room, "x.h5", can_stay=False) == "disk"
-    assert choose_tier("host", room, "x.h5", can_stay=False) == "host"
+    free = {"device": 10 * GIB, "host": 32 * GIB}
+    assert choose_tier("auto", GIB, free, "x.h5", can_stay=False) == "disk"
+    assert choose_tier("host", GIB, free, "x.h5", can_stay=False) == "host"
 
 
 def test_a_tier_without_room_is_refused():
-    room = Room(11 * GIB, free_device=10 * GIB, free_host=9 * GIB)
+    free = {"device": 10 * GIB, "host": 9 * GIB}
     message = "data.tier is device, but x.h5 needs 11.0 GiB a rank and 10.0 GiB are free; use data.tier=disk"
     with pytest.raises(UserError, match=message):
-        choose_tier("device", room, "x.h5")
+        choose_tier("device", 11 * GIB, free, "x.h5")
     with pytest.raises(UserError, match="data.tier is host, but .* 9.0 GiB are free"):
-        choose_tier("host", room, "x.h5")
+        choose_tier("host", 11 * GIB, free, "x.h5")
 
 
 # ---------------------------------------------------------------------------------------------- all of them
@@ -168,7 +167,8 @@ def test_all_sizes_together(memory):
         tier="device",
         n_readers=8,
         uses_workers=False,
-        room=Room(need=2 * GIB, free_device=10 * GIB, free_host=32 * GIB),
+        need=2 * GIB,
+        free={"device": 10 * GIB, "host": 32 * GIB},
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from harness import ALONE, CPU, is_ragged, needs_gpu, no_host_sync, numbers_of
 
-from fastgpu.feed import tiers
-from fastgpu.feed.sizes import Room, Sizes
+from fastgpu.feed import prefetch, tiers
+from fastgpu.feed.sizes import Sizes
 from fastgpu.feed.tiers import Feed, Placement, make_feed, make_order
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
@@ -220,6 +220,7 @@ def test_the_bound_is_tight_if_long_rows_lie_together():
 
 def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypatch):
     monkeypatch.setattr(tiers, "MAX_VALUES", 100)
+    monkeypatch.setattr(prefetch, "MAX_VALUES", 100)
     message = "has 3,600 values, and at most 100 fit the device or host tier; use data.tier=disk"
     with pytest.raises(UserError, match=message):
         feed_of(sparse, "device")
@@ -247,7 +248,7 @@ def mixed(sparse, request) -> Source:
 
 def test_a_mixture_gives_the_same_batches_on_every_tier_and_when_it_is_resumed(mixed):
     numbers = mixed.column("number")
-    sizes = Sizes(8, 2, 30, "disk", 2, False, Room(0, 0, 0))
+    sizes = Sizes(8, 2, 30, "disk", 2, False, 0, {})
     order = make_order(mixed, sizes, ALONE, seed=1)
     for tier in TIERS:
         feed = make_feed(mixed, order, Placement(tier, CPU, 2), Loader())

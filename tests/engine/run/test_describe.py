@@ -1,13 +1,13 @@
 import numpy as np
 from harness import ALONE
 
-from fastgpu.feed.sizes import Room, Sizes
+from fastgpu.feed.sizes import Sizes
 from fastgpu.feed.tiers import make_order
 from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run.record import describe_feed
 from fastgpu.storage.arrays import ArrayDataset
 
-SIZES = Sizes(4, 1, 10, "device", 2, False, Room(100, 1 << 30, 1 << 30))
+SIZES = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 << 30})
 
 
 def describe(source: ArrayDataset) -> str:

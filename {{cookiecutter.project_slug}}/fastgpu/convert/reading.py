@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import not_found
 
@@ -88,11 +88,13 @@ class DecodedRows(Source):
             return {}
         return {field: column[row] for field, column in self._columns.items()} | dict(decoded)
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, np.ndarray]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Decode rows to their places (see `read_row`)."""
         for row, (place,) in reads.ranges():
             for field, value in self.read_row(row).items():
-                out[field][place] = value
+                column = out[field]
+                assert isinstance(column, np.ndarray)
+                column[place] = value
 
 
 def list_first(items: Sequence[str], separator: str = ", ") -> str:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastgpu.dataset.items import NO_ARRAY, Columns, Items, to_array
 from fastgpu.process.launch import HangError, RankError, UserError
-from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 
@@ -163,7 +163,7 @@ class ItemDataset(Source):
         first, second = (self.items.read_rows(rows, seed=0, epoch=epoch) for epoch in (0, 1))
         return any(not np.array_equal(_values(first[name]), _values(second[name])) for name in self.fields)
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy rows to their places; to the list `out[name]` if the field is ragged. One thread may call this.
 
         The plans and reads come in the order of the sampler, and others begin anew. Raises RankError if a worker died,
@@ -184,10 +184,13 @@ class ItemDataset(Source):
                 raise RankError(answer)
             columns = _to_columns(answer)
         for name, column in columns.items():
+            target = out[name]
             if isinstance(column, RaggedArray):
-                out[name].append((reads.places, column))
+                assert isinstance(target, list)
+                target.append((reads.places, column))
             else:
-                out[name][reads.places] = column
+                assert isinstance(target, np.ndarray)
+                target[reads.places] = column
 
     def _start_workers(self, plan: PoolPlan) -> None:
         """Begin with the first rows of a pool."""

@@ -126,7 +126,7 @@ class Bench:
         lighter = parts.workload.lighter
         uses_workers = self.sizes.uses_workers
         can_stay = may_stay(source) and may_stay(parts.val_source)
-        nearest_tier = choose_tier("auto", self.sizes.room, source.name, can_stay)
+        nearest_tier = choose_tier("auto", self.sizes.need, self.sizes.free, source.name, can_stay=can_stay)
         faster = [setting for setting in FASTER if config.flat()[setting.key] in (False, "fp32")]
         repack = f"python convert.py repack --dataset {config.data.dataset} {config.data.train} train.h5"
         return Facts(

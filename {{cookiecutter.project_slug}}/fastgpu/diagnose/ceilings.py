@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -20,11 +20,12 @@ import torch
 from fastgpu.dataset.source import ASKS_AHEAD, ItemDataset, rows_per_ask
 from fastgpu.diagnose.verdict import Measured, Rounds
 from fastgpu.feed.echo import echo
-from fastgpu.feed.tiers import Feed, Placement, StreamedFeed, make_feed
+from fastgpu.feed.prefetch import PrefetchLoader
+from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
@@ -77,7 +78,7 @@ def open_feeds(
     if placement.tier == "disk" and not only_real:
         cached = source.through_page_cache() if isinstance(source, HDF5Dataset) else source
         feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
-    copies_rows = isinstance(feeds.real, StreamedFeed)
+    copies_rows = isinstance(feeds.real, PrefetchLoader)
     if placement.device.type == "cuda" and copies_rows and not only_real:
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
         staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)
@@ -112,7 +113,7 @@ class FilledOnce(ArrayDataset):
         super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), fields=source.fields)
         self._n_rows_left = n_slots * len(pool)
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         if self._n_rows_left <= 0:
             return
         self._n_rows_left -= len(reads.places)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -26,9 +27,10 @@ import numpy as np
 import torch
 
 from fastgpu.process.config import Loader
-from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import PoolPlan, Source
-from fastgpu.rows.rows import RaggedArray, Rows
+from fastgpu.process.launch import HangError, UserError
+from fastgpu.rows.contract import Out, Pool, PoolPlan, Source
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import MAX_VALUES, RaggedArray, Rows
 
 JOB_BYTES = 1 << 20
 """A reader thread is given at least this much at a time, ..."""
@@ -36,16 +38,10 @@ JOBS_PER_READER = 8
 """... or this fraction of its part of a pool, whichever is more."""
 READERS_NICE = 5
 """How much lower the priority of the readers is than that of the loop, in steps of nice(1)."""
+UNKNOWN_ROOM = 1.25
+"""Room in a pool for values of a Dataset, in means of the first items. It grows where they do not fit."""
 CLOSE_S = 3.0
 """How long `close` waits for threads. Those that hang are left behind: they are daemons."""
-
-
-class Capacity(NamedTuple):
-    """Size of the largest pool."""
-
-    n_rows: int
-    values: Mapping[str, int]
-    """{ragged field: number of values}"""
 
 
 class _Slot(NamedTuple):
@@ -78,48 +74,53 @@ class _Filling:
                 self.done.set()
 
 
-class Prefetcher:
-    """Pools on the device in the order of the plans; `loader.prefetch_pools` are prepared ahead of the one in use.
+class PrefetchLoader:
+    """The pools of one epoch after the other, read ahead: `loader.prefetch_pools` before the one in use.
 
-    `start` may be called again at any time; `close` ends every thread. If a thread reads nothing for
-    `loader.timeout_s`, HangError says what it reads.
+    The first pools of the next epoch are read while this one ends. `close` ends every thread. If no rows come for
+    `loader.timeout_s`, it is a HangError, and the stacks of all threads are printed.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        n_threads: int,
-        capacity: Capacity,
-        device: torch.device,
-        *,
-        loader: Loader,
-    ):
-        """loader: prefetch_pools and timeout_s are used."""
+    def __init__(self, source: Source, order: BlockSampler, device: torch.device, n_threads: int, *, loader: Loader):
+        """loader: prefetch_pools and timeout_s are used. Raises UserError if a pool is too large."""
+        self.order = order
         self._source = source
-        self._name = source.name
         self._timeout_s = loader.timeout_s
         self._n_threads = n_threads
         self._device = device
-        self._lengths = source.lengths
         ragged = {name for name, field in source.fields.items() if field.is_ragged}
-        self._unknown = ragged - self._lengths.keys()  # a Dataset's: how long its rows are is known once they are read
+        self._unknown = ragged - source.lengths.keys()  # a Dataset's: how long its rows are is known once they are read
         job_rows = JOB_BYTES // max(1, source.row_bytes)
-        worth_waking = max(1, job_rows, capacity.n_rows // (JOBS_PER_READER * n_threads))
+        worth_waking = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * n_threads))
         self._rows_per_job = source.rows_per_job or worth_waking
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        n_slots = loader.prefetch_pools + 1
-        self._slots = [self._make_slot(source, capacity) for _ in range(n_slots)]
+        self._slots = [self._make_slot() for _ in range(loader.prefetch_pools + 1)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._threads: list[threading.Thread] = []
+        self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
+        self._pools: Iterator[Pool] = iter(())
 
-    def _make_slot(self, source: Source, capacity: Capacity) -> _Slot:
-        pinned = self._stream is not None
-        host = Rows.empty(source.fields, capacity.n_rows, torch.device("cpu"), pinned=pinned, n_values=capacity.values)
+    def _make_slot(self) -> _Slot:
+        host = empty_pool(self._source, self.order, torch.device("cpu"), pinned=self._stream is not None)
         if self._stream is None:
             return _Slot(host, host, None, None)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
         return _Slot(host, host.empty_like(self._device), copied, torch.cuda.Event())
+
+    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
+        """The pools of an epoch, beginning with that number. Rows are valid until the next pool is asked for."""
+        if first_pool == self.order.pools_per_epoch:
+            return
+        if self._next != (epoch, first_pool):
+            self.start(self.order.plans(epoch, first_pool))
+            self._pools = iter(self)
+        self._next = None  # until all pools of this epoch have been taken
+        for pool in self._pools:
+            yield pool
+            if pool.plan.is_last:
+                self._next = (epoch + 1, 0)
+                return
 
     def start(self, plans: Iterator[PoolPlan]) -> None:
         """Begin to read. Pools that an earlier start has prepared are dropped."""
@@ -140,11 +141,8 @@ class Prefetcher:
         for thread in self._threads:
             thread.start()
 
-    def __iter__(self) -> Iterator[tuple[PoolPlan, Rows]]:
-        """(plan, its rows on the device). The rows are valid until the next pool is asked for.
-
-        Raises the error of a reader.
-        """
+    def __iter__(self) -> Iterator[Pool]:
+        """The pools that `start` has begun. Raises the error of a reader."""
         while True:
             item = self._ready.get()
             if not isinstance(item, tuple):
@@ -156,12 +154,13 @@ class Prefetcher:
             plan, slot = item
             if slot.copied:
                 torch.cuda.current_stream(self._device).wait_event(slot.copied)
-            yield plan, slot.device.slice(0, plan.n_rows)
+            yield Pool(plan, slot.device.slice(0, plan.n_rows))
             self._release(slot)
 
     def close(self) -> None:
         """End the threads. It is safe to call this twice, and while a pool is in use."""
         self._end_threads(CLOSE_S)
+        self._source.close()
 
     def _end_threads(self, timeout_s: float) -> None:
         """End the threads, and keep in `_threads` those that have not ended in that time."""
@@ -186,8 +185,8 @@ class Prefetcher:
 
     def _hang_error(self) -> HangError:
         return HangError(
-            f"no rows have come from {self._name}: it hangs, or is slower than loader.timeout_s ({self._timeout_s}) "
-            "allows"
+            f"no rows have come from {self._source.name}: it hangs, or is slower than loader.timeout_s "
+            f"({self._timeout_s}) allows"
         )
 
     # ------------------------------------------------------------------------------------------ in the thread
@@ -228,12 +227,14 @@ class Prefetcher:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
 
-    def _write_offsets(self, plan: PoolPlan, out: Mapping[str, Any]) -> None:
+    def _write_offsets(self, plan: PoolPlan, out: Mapping[str, Out]) -> None:
         """Write the offsets of ragged rows, which say where the values of each row go."""
-        if self._lengths:
+        if self._source.lengths:
             row_ids = plan.row_ids
-        for name, lengths in self._lengths.items():
-            np.cumsum(lengths[row_ids], out=out[name].offsets[1 : plan.n_rows + 1])
+        for name, lengths in self._source.lengths.items():
+            column = out[name]
+            assert isinstance(column, RaggedArray)
+            np.cumsum(lengths[row_ids], out=column.offsets[1 : plan.n_rows + 1])
 
     def _run_jobs(self) -> None:
         """Read one job after the other, in a reader thread."""
@@ -268,6 +269,21 @@ class Prefetcher:
                 slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
                 slot.copied.record(self._stream)
         self._ready.put((plan, slot))
+
+
+def empty_pool(source: Source, order: BlockSampler, device: torch.device, *, pinned: bool = False) -> Rows:
+    """Memory for the largest pool of this rank. Raises UserError if its values exceed 32-bit offsets."""
+    n_values = {name: order.max_values(lengths) for name, lengths in source.lengths.items()}
+    for name, field in source.fields.items():
+        if field.mean_values is not None and name not in n_values:  # items of a Dataset: an estimate, which may grow
+            n_values[name] = ceil(UNKNOWN_ROOM * field.mean_values * order.max_pool_rows)
+    most = max(n_values.values(), default=0)
+    if most > MAX_VALUES:
+        raise UserError(
+            f"data.pool_batches is {order.pool_batches}: a pool of {source.name} may have {most:,} values and at most "
+            f"{MAX_VALUES:,} fit; use fewer"
+        )
+    return Rows.empty(source.fields, order.max_pool_rows, device, pinned=pinned, n_values=n_values)
 
 
 def _join(plan: PoolPlan, slot: _Slot, name: str, parts: Sequence[tuple[np.ndarray, RaggedArray]]) -> None:

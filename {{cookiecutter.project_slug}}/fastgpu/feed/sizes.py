@@ -3,6 +3,7 @@
 Every function raises UserError with the key, the value, what is allowed and the cure.
 """
 
+from collections.abc import Mapping
 from math import lcm
 from typing import NamedTuple
 
@@ -26,14 +27,6 @@ RESIDENT_SHARE = 0.5
 """Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
 
 
-class Room(NamedTuple):
-    """What the rows need and what is free for each rank, in bytes."""
-
-    need: int
-    free_device: int
-    free_host: int
-
-
 class Sizes(NamedTuple):
     """Every number that says how rows move; no `auto` is left."""
 
@@ -47,7 +40,10 @@ class Sizes(NamedTuple):
     """Reader threads of a rank, or worker processes if the rows come from a Dataset."""
     uses_workers: bool
     """Whether the readers are worker processes."""
-    room: Room
+    need: int
+    """Bytes of the rows that may be kept, of training and validation."""
+    free: Mapping[str, int]
+    """{"device": bytes, "host": bytes} that are free for each rank."""
 
     def data_values(self) -> dict[str, object]:
         """The values of section `data` that were chosen."""
@@ -71,17 +67,14 @@ def choose_sizes(
         canonical_ranks = choose_canonical_ranks(data.batch_size, world.world_size, source)
         pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
         uses_workers = isinstance(source, ItemDataset)
-        room = Room(
-            need=sum(len(each) * (each.encoded or each).row_bytes for each in sources),
-            free_device=_free_device_bytes(world),
-            free_host=free_host_bytes() // world.local_world_size,
-        )
+        need = sum(len(each) * (each.encoded or each).row_bytes for each in sources)
+        free = {"device": _free_device_bytes(world), "host": free_host_bytes() // world.local_world_size}
         if data.tier == "device" and source.encoded:
             raise UserError(
                 f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
                 f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
             )
-        tier = choose_tier(data.tier, room, source.name, can_stay=all(may_stay(each) for each in sources))
+        tier = choose_tier(data.tier, need, free, source.name, can_stay=all(may_stay(each) for each in sources))
         if isinstance(source, ItemDataset) and tier != "disk" and source.draws_at_random():
             warn(
                 f"data.tier is {tier}: the items of {source.name} are read once, so what they draw at random is the "
@@ -96,7 +89,7 @@ def choose_sizes(
             warn("loader.prefetch_pools has no effect on the device tier")
         if text := class_order_warning(source, pool_batches * data.batch_size):
             warn(text)
-        return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, room)
+        return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
 
 
 def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Source) -> int:
@@ -151,24 +144,24 @@ def choose_workers(num_workers: int | Auto, local_world_size: int) -> int:
     return max(1, available_cpus() // local_world_size)
 
 
-def choose_tier(tier: Tier | Auto, room: Room, name: str, can_stay: bool = True) -> Tier:
+def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str, *, can_stay: bool = True) -> Tier:
     """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
 
-    can_stay: False if `auto` must not keep the rows in memory, because they may change from epoch to epoch (a Dataset
-    with augmentation, random parts of encoded images), or because they have more values than 32-bit offsets can count.
+    need: bytes of the rows. free: {"device": bytes, "host": bytes} for each rank. can_stay: False if `auto` must not
+    keep the rows in memory, because they may change from epoch to epoch (a Dataset with augmentation, random parts of
+    encoded images), or because they have more values than 32-bit offsets can count.
     """
     if tier == "disk":
         return tier
     if tier == "auto":
-        if can_stay and room.need <= RESIDENT_SHARE * room.free_device:
+        if can_stay and need <= RESIDENT_SHARE * free["device"]:
             return "device"
-        if can_stay and room.need <= RESIDENT_SHARE * room.free_host:
+        if can_stay and need <= RESIDENT_SHARE * free["host"]:
             return "host"
         return "disk"
-    free = room.free_device if tier == "device" else room.free_host
-    if room.need > free:
+    if need > free[tier]:
         raise UserError(
-            f"data.tier is {tier}, but {name} needs {format_bytes(room.need)} a rank and {format_bytes(free)} are "
+            f"data.tier is {tier}, but {name} needs {format_bytes(need)} a rank and {format_bytes(free[tier])} are "
             "free; use data.tier=disk"
         )
     return tier

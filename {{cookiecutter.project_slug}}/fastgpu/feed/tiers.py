@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from math import ceil
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed.prefetch import Capacity, Prefetcher
+from fastgpu.feed.prefetch import PrefetchLoader, empty_pool
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool, PoolPlan, Source
+from fastgpu.rows.contract import Pool, Source
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import MAX_VALUES, Rows
 from fastgpu.storage.arrays import ArrayDataset
@@ -23,9 +22,6 @@ LOAD_BYTES = 64 << 20
 """Bytes of one step of filling the device or host tier."""
 LOAD_BATCHES = 16
 """A step is so many batches: the worker processes of a Dataset make a batch each."""
-
-UNKNOWN_ROOM = 1.25
-"""Room in a pool for values of a Dataset, in means of the first items. It grows where they do not fit."""
 
 
 class Placement(NamedTuple):
@@ -101,25 +97,32 @@ def make_feed(
     kept = {} if kept is None else kept
     tier, device, n_readers = placement
     if tier == "disk":
-        return StreamedFeed(source, order, placement, loader)
+        return _prefetch(source, order, placement, loader)
     whole = source.whole or source
     stored = (whole if tier == "device" else whole.encoded) or whole
     if stored not in kept:
         home = placement if tier == "device" else placement._replace(device=torch.device("cpu"))
         kept[stored] = _read_all(stored, home, loader)
     if tier == "device":
-        capacity = pool_capacity(source, order)
-        pool = Rows.empty(source.fields, capacity.n_rows, device, n_values=capacity.values)
-        return ResidentFeed(kept[stored], order, pool)
-    arrays = ArrayDataset(
+        return ResidentLoader(kept[stored], order, empty_pool(source, order, device))
+    rows: Source = ArrayDataset(
         stored.name, kept[stored].numpy(), stored.attributes, block_rows=stored.block_rows, fields=stored.fields
     )
     if source.encoded and source.decoder:
-        arrays = source.decoder.decoded(arrays)
-    return StreamedFeed(arrays, order, placement._replace(n_readers=max(1, n_readers)), loader)
+        rows = source.decoder.decoded(rows)
+    return _prefetch(rows, order, placement._replace(n_readers=max(1, n_readers)), loader)
 
 
-class ResidentFeed:
+def _prefetch(source: Source, order: BlockSampler, placement: Placement, loader: Loader) -> PrefetchLoader:
+    """Rows that are read ahead: by threads, or by the worker processes of a Dataset."""
+    n_threads = placement.n_readers
+    if isinstance(source, ItemDataset):
+        source = source.with_workers(placement.n_readers, order)
+        n_threads = 1
+    return PrefetchLoader(source, order, placement.device, n_threads, loader=loader)
+
+
+class ResidentLoader:
     """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
 
     def __init__(self, rows: Rows, order: BlockSampler, pool: Rows):
@@ -134,53 +137,6 @@ class ResidentFeed:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-class StreamedFeed:
-    """Pools are read ahead of the loop. The first pools of the next epoch are read while this epoch ends."""
-
-    def __init__(self, source: Source, order: BlockSampler, placement: Placement, loader: Loader):
-        self.order = order
-        n_threads = placement.n_readers
-        if isinstance(source, ItemDataset):
-            source = source.with_workers(placement.n_readers, order)
-            n_threads = 1
-        self._source = source
-        self._prefetcher = Prefetcher(source, n_threads, pool_capacity(source, order), placement.device, loader=loader)
-        self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
-        self._pools: Iterator[tuple[PoolPlan, Rows]] = iter(())
-
-    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        if first_pool == self.order.pools_per_epoch:
-            return
-        if self._next != (epoch, first_pool):
-            self._prefetcher.start(self.order.plans(epoch, first_pool))
-            self._pools = iter(self._prefetcher)
-        self._next = None  # until all pools of this epoch have been taken
-        for plan, rows in self._pools:
-            yield Pool(plan, rows)
-            if plan.is_last:
-                self._next = (epoch + 1, 0)
-                return
-
-    def close(self) -> None:
-        self._prefetcher.close()
-        self._source.close()
-
-
-def pool_capacity(source: Source, order: BlockSampler) -> Capacity:
-    """The size of the largest pool of this rank. Raises UserError if its values exceed 32-bit offsets."""
-    values = {name: order.max_values(lengths) for name, lengths in source.lengths.items()}
-    for name, field in source.fields.items():
-        if field.mean_values is not None and name not in values:  # items of a Dataset: an estimate, which may grow
-            values[name] = ceil(UNKNOWN_ROOM * field.mean_values * order.max_pool_rows)
-    most = max(values.values(), default=0)
-    if most > MAX_VALUES:
-        raise UserError(
-            f"data.pool_batches is {order.pool_batches}: a pool of {source.name} may have {most:,} values and at most "
-            f"{MAX_VALUES:,} fit; use fewer"
-        )
-    return Capacity(order.max_pool_rows, values)
 
 
 def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
@@ -208,7 +164,7 @@ def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
     start = 0
-    with closing(StreamedFeed(source, order, placement, loader.model_copy(update={"prefetch_pools": 1}))) as feed:
+    with closing(_prefetch(source, order, placement, loader.model_copy(update={"prefetch_pools": 1}))) as feed:
         for plan, part in feed.pools(0):
             rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
             start += plan.n_real_rows

@@ -19,7 +19,7 @@ from fastgpu.images.files import (
     open_file,
 )
 from fastgpu.process.launch import RankError, UserError, warn
-from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
 from fastgpu.rows.rows import Field
 
 REASONS: dict[type[Exception], str] = {
@@ -84,12 +84,14 @@ class ImageFiles(Source):
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, np.ndarray]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
         ((name, field),) = self.fields.items()
+        images = out[name]
+        assert isinstance(images, np.ndarray)
         for row, (place,) in reads.ranges():
             try:
-                out[name][place] = self._decode(self.files[row], field.shape)
+                images[place] = self._decode(self.files[row], field.shape)
             except Exception as error:  # a decoder may raise anything for damaged bytes
                 reason = REASONS.get(type(error), f"cannot be used: {error}")
                 if self._on_error == "stop":

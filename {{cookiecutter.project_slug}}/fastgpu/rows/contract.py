@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from fastgpu.rows.rows import Field, Rows
+from fastgpu.rows.rows import Field, RaggedArray, Rows
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler
@@ -81,6 +81,11 @@ def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
+Out = np.ndarray | RaggedArray | list[tuple[np.ndarray, RaggedArray]]
+"""Where the rows of a field go: (rows, *shape), C-contiguous or channels-last; a RaggedArray, whose offsets say where
+the values of each place go; or, where nobody knows these before, a list that takes (places, rows)."""
+
+
 class Pool(NamedTuple):
     """Rows of one rank on the device, in training order. They are valid until the next pool is asked for."""
 
@@ -91,7 +96,7 @@ class Pool(NamedTuple):
 class Decoder(Protocol):
     """How encoded rows become values. As text: in words."""
 
-    def decoded(self, rows: Any) -> Any:
+    def decoded(self, rows: "Source") -> "Source":
         """The same rows, decoded."""
 
 
@@ -161,17 +166,15 @@ class Source:
             return None
         return values[self.selection.rows()] if self.selection else values
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
 
         plan: of the pool that the reads belong to; what is drawn at random follows from its seed and epoch. out:
-        {field: C-contiguous array (rows, *shape)}. For a ragged field it is a RaggedArray, whose offsets say where the
-        values of each place go; or, if `lengths` does not have it, a list that takes (places, RaggedArray). Raises
-        OSError or RankError if the bytes cannot be had.
+        {field: where its rows go, see `Out`}. Raises OSError or RankError if the bytes cannot be had.
         """
         raise NotImplementedError
 
-    def jobs(self, plan: PoolPlan, out: Mapping[str, Any], n_rows: int) -> Iterator[Callable[[], None]]:
+    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
         """The reading of a pool, in parts of about `n_rows` rows that any thread may do. out: see `read`."""
         return (partial(self.read, plan, reads, out) for reads in plan.reads.portions(n_rows))
 

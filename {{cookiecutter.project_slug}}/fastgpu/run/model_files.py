@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
 from fastgpu.rows.rows import Field
 from fastgpu.storage.meaning import check_meaning
 
@@ -161,6 +161,6 @@ class DescribedSource(Source):
         self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
         self.block_rows = np.empty(0, np.int32)
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """There is nothing to read."""
         return

@@ -103,12 +103,11 @@ def identify_job(config: Mapping[str, object]) -> dict[str, object]:
 
 def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
-    room = sizes.room
-    free_device = format_bytes(room.free_device)
-    free_host = format_bytes(room.free_host)
+    free_device = format_bytes(sizes.free["device"])
+    free_host = format_bytes(sizes.free["host"])
     readers = "worker processes" if sizes.uses_workers else "reader threads"
     text = (
-        f"rows: {source.name}, {format_bytes(room.need)} with the validation rows, kept on the {sizes.tier} tier "
+        f"rows: {source.name}, {format_bytes(sizes.need)} with the validation rows, kept on the {sizes.tier} tier "
         f"(each rank has {free_device} free on its device and {free_host} in RAM)\n"
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; "
         f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "

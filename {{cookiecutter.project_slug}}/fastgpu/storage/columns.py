@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastgpu.rows.contract import PoolPlan, Reads, Source
+from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import scratch
 
@@ -124,7 +124,7 @@ class ColumnDataset(Source):
     part_rows: Sequence[int]
     """Number of rows of each part."""
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
 
         Raises OSError or RankError if a file cannot give the bytes.

@@ -18,7 +18,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import PoolPlan
+from fastgpu.rows.contract import Out, PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.columns import Column, ColumnDataset, InMemory, RaggedColumn
 from fastgpu.storage.csr import open_field, read_indptr, warn_of_unread_values
@@ -82,7 +82,7 @@ class HDF5Dataset(ColumnDataset):
                 layout.use_page_cache()
         return other
 
-    def jobs(self, plan: PoolPlan, out: Mapping[str, Any], n_rows: int) -> Iterator[Callable[[], None]]:
+    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
         """See `Source.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
         columns = self.parts[0]
         is_found = all(
@@ -96,7 +96,8 @@ class HDF5Dataset(ColumnDataset):
         row_ids = plan.row_ids
         for start in range(0, plan.n_rows, n_rows):
             part = slice(start, min(start + n_rows, plan.n_rows))
-            yield partial(_gather, columns, row_ids[part], {name: out[name][part] for name in columns})
+            targets = {name: column[part] for name, column in out.items() if isinstance(column, np.ndarray)}
+            yield partial(_gather, columns, row_ids[part], targets)
 
     def column(self, name: str) -> np.ndarray:
         """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
