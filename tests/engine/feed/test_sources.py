@@ -5,6 +5,7 @@ import h5py
 import numpy as np
 import pytest
 from harness import ALONE, numbered
+from torch.utils.data import Dataset
 
 from fastgpu.feed.sources import open_sources
 from fastgpu.process.config import Data, Loader
@@ -175,3 +176,21 @@ def test_what_convert_should_read_first_is_refused():
         "data.train: photos is a folder; name the files in it, .*, or convert it once: python convert.py --help",
         "photos",
     )
+
+
+class Ten(Dataset):
+    def __init__(self, path):
+        pass
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, row: int):
+        return row, row
+
+
+@pytest.mark.parametrize(("train", "val", "is_told"), [("a", "a", True), ("a", "b", False), ("a", "20%", False)])
+def test_a_dataset_that_is_validated_on_the_rows_it_is_trained_on_is_told(train, val, is_told, capsys):
+    open_both(train, val, dataset="test_sources:Ten")
+    told = "data.val is data.train, a: the validation metrics are of rows that are trained on"
+    assert (told in capsys.readouterr().out) == is_told

@@ -115,14 +115,3 @@ class ImageColumn:
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             return RankError(f"{text}; free some memory, or use a smaller loader.num_readers")
         return RankError(f"{text}; {RESTORE}, or convert the image files again with --on-error skip")
-
-    def view(self, start: int, n_rows: int) -> None:
-        """Pixels are made when they are read."""
-
-    def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """Pixels are made when they are read."""
-        return False
-
-    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
-        """Never asked for."""
-        raise NotImplementedError

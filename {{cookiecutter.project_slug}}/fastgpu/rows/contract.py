@@ -16,7 +16,7 @@ from fastgpu.rows.rows import Field, RaggedArray, Rows
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler
-    from fastgpu.rows.selection import Selection
+    from fastgpu.rows.selection import Mixture, Share
 
 
 class Reads(NamedTuple):
@@ -112,7 +112,7 @@ class Source:
     """(blocks,) int32: number of rows in each block."""
     lengths: Mapping[str, np.ndarray] = MappingProxyType({})
     """{ragged field: (rows,) int32, number of values in each row}."""
-    selection: "Selection | None" = None
+    selection: "Share | Mixture | None" = None
     """The rows of each epoch. None: each row once."""
     whole: "Source | None" = None
     """All rows, if only some of them are selected: what is kept in memory serves all parts of a split."""
@@ -127,7 +127,7 @@ class Source:
         """Number of rows that may be in an epoch."""
         return len(self.selection) if self.selection else int(self.block_rows.sum())
 
-    def select(self, selection: "Selection", name: str) -> Self:
+    def select(self, selection: "Share | Mixture", name: str) -> Self:
         """The same rows, of which an epoch has those of `selection`. Row numbers stay as they are."""
         part = copy(self)
         part.selection = selection

@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import PoolPlan, Reads, runs
-from fastgpu.rows.selection import AllRows, Extents, Mixture, Selection
+from fastgpu.rows.selection import AllRows, Extents, Mixture, Share
 
 
 def echo_passes(factor: float, number: int) -> int:
@@ -52,7 +52,7 @@ class BlockSampler(DistributedSampler):
 
     def __init__(
         self,
-        rows: np.ndarray | Selection,
+        rows: np.ndarray | Share | Mixture,
         batch_size: int,
         *,
         shard: Shard = Shard(),  # noqa: B008 (an immutable tuple)

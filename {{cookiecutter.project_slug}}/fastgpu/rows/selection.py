@@ -15,7 +15,7 @@ So the rows of a group are used equally often, up to one turn, over any number o
 """
 
 import zlib
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,26 +49,6 @@ class Extents(NamedTuple):
         return Extents(self.starts[index], self.counts[index], self.units)
 
 
-class Selection(Protocol):
-    """The rows of an epoch."""
-
-    epoch_rows: int
-    """Number of rows in each epoch."""
-    checksum: int
-
-    def __len__(self) -> int:
-        """Number of rows that may be in an epoch."""
-
-    def rows(self) -> np.ndarray:
-        """(n,) int64: the rows that may be in an epoch, in the order of the file."""
-
-    def extents(self, epoch: int) -> Extents:
-        """The rows of an epoch in the order of the file, pass by pass."""
-
-    def describe(self) -> str:
-        """What each epoch has, for people. Empty: each of its rows once."""
-
-
 class AllRows:
     """Each row once."""
 
@@ -78,22 +58,11 @@ class AllRows:
         self.epoch_rows = int(self._block_rows.sum(dtype=np.int64))
         self.checksum = zlib.crc32(self._block_rows.tobytes())
 
-    def __len__(self) -> int:
-        return self.epoch_rows
-
-    def rows(self) -> np.ndarray:
-        """(n,) int64: all rows."""
-        return np.arange(self.epoch_rows)
-
     def extents(self, epoch: int) -> Extents:
         """The blocks of the file."""
         starts = np.cumsum(self._block_rows, dtype=np.int64)
         starts -= self._block_rows
         return Extents(starts, self._block_rows, np.arange(len(starts), dtype=np.int32))
-
-    def describe(self) -> str:
-        """Nothing: an epoch has each of its rows once."""
-        return ""
 
 
 class Share:
@@ -111,16 +80,12 @@ class Share:
         return self.epoch_rows
 
     def rows(self) -> np.ndarray:
-        """(n,) int64: the rows of each epoch, in the order of the file."""
+        """(n,) int64: these rows, in the order of the file."""
         return np.flatnonzero(np.unpackbits(self._is_member))
 
     def extents(self, epoch: int) -> Extents:
         """The rows of any epoch in the order of the file."""
         return self._extents
-
-    def describe(self) -> str:
-        """Nothing: an epoch has each of its rows once."""
-        return ""
 
 
 class Groups(NamedTuple):

@@ -23,6 +23,7 @@ from fastgpu.process.launch import read_environment, warn
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Source
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.selection import Mixture
 from fastgpu.storage.store import HDF5Dataset
 
 PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
@@ -119,8 +120,8 @@ def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
         text += f"\nimages: {source.decoder}"
         if source.encoded and sizes.tier == "disk":
             text += "; pixels do not stay in memory, because epochs take other ones"
-    if source.selection and (text_of_epoch := source.selection.describe()):
-        text += f"\neach epoch: {text_of_epoch}"
+    if isinstance(source.selection, Mixture):
+        text += f"\neach epoch: {source.selection.describe()}"
     elif order.total_size < len(source):
         text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest does not fill a batch"
     return text

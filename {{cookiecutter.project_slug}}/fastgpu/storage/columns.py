@@ -31,6 +31,10 @@ class Column(Protocol):
         plan: see `Source.read`.
         """
 
+
+class PlainColumn(Column, Protocol):
+    """A column whose rows have one shape, and may be where they can be seen."""
+
     def view(self, start: int, n_rows: int) -> np.ndarray | None:
         """The rows start, start + 1, ... where they lie in memory. None: `read` has to copy them."""
 
@@ -76,7 +80,7 @@ class InMemory:
 class RaggedColumn:
     """Rows with any number of values each."""
 
-    def __init__(self, field: Field, values: Column, indptr: np.ndarray):
+    def __init__(self, field: Field, values: PlainColumn, indptr: np.ndarray):
         """values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where those of each row begin."""
         self.field = field
         self.values = values
@@ -103,17 +107,6 @@ class RaggedColumn:
             values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
             self.values.read([(lo, range(hi - lo))], values)
         return RaggedArray(values, offsets)
-
-    def view(self, start: int, n_rows: int) -> None:
-        """Ragged rows are read."""
-
-    def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """Ragged rows are read."""
-        return False
-
-    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
-        """Never asked for."""
-        raise NotImplementedError
 
 
 class ColumnDataset(Source):

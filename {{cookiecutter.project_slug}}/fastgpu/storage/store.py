@@ -84,13 +84,13 @@ class HDF5Dataset(ColumnDataset):
 
     def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
         """See `Source.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
-        columns = self.parts[0]
-        is_found = all(
+        columns = {name: each for name, each in self.parts[0].items() if isinstance(each, InMemory | Layout)}
+        may_be_found = len(self.parts) == 1 and len(columns) == len(self.fields)
+        if not may_be_found or not all(
             column.is_in_memory(start, len(places))
             for start, places in plan.reads.ranges()
             for column in columns.values()
-        )
-        if len(self.parts) > 1 or not is_found:
+        ):
             yield from super().jobs(plan, out, n_rows)
             return
         row_ids = plan.row_ids
@@ -107,7 +107,7 @@ class HDF5Dataset(ColumnDataset):
         return np.concatenate([column.rows for column in columns if isinstance(column, InMemory)])
 
 
-def _gather(columns: Mapping[str, Column], row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+def _gather(columns: Mapping[str, InMemory | Layout], row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
     """Copy rows that are in memory to `out`, {field: (n, *shape)}, in the order of `row_ids`, (n,)."""
     for name, column in columns.items():
         column.gather(row_ids, out[name])
@@ -242,7 +242,7 @@ class _File:
             self.largest = layouts[largest]
             self.columns: dict[str, Column] = {}
             for name, field in types.items():  # small ones in memory, so that a block costs one read: of the largest
-                column: Column = layouts[name]
+                column: InMemory | Layout = layouts[name]
                 if name != largest and n_rows * field.row_bytes <= COLUMN_BYTES:
                     column = InMemory(layouts[name].read_all(field.dtype))
                 self.columns[name] = RaggedColumn(field, column, indptr[name]) if name in indptr else column
