@@ -9,12 +9,12 @@ import project  # noqa: F401
 
 from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data, Loader
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 
 IMAGES = {"images": "images", "labels": "labels"}
 
 
-def open_rows(path: Path, fields: Mapping[str, str] = IMAGES) -> Source:
+def open_rows(path: Path, fields: Mapping[str, str] = IMAGES) -> Dataset:
     """The rows of one HDF5 file."""
     data = Data(train=str(path), val=str(path), fields=dict(fields))
     return open_splits(data, Loader(), 0)[0]

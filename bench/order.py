@@ -23,7 +23,7 @@ import publish
 from torch.utils.data import DistributedSampler
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Field
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -41,7 +41,7 @@ SCALE_POOL = 32
 SCALE_RUNS = 3
 
 
-class Data(Source):
+class Data(Dataset):
     """A data set without bytes: all that the order needs to know."""
 
     def __init__(self, name: str, n_rows: int, row_bytes: int, n_classes: int):

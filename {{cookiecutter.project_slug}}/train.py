@@ -34,7 +34,7 @@ from fastgpu.feed.sources import open_sources
 from fastgpu.feed.tiers import Feed, make_order, open_feeds
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
-from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.run.checkpoint import Stateful
@@ -60,8 +60,8 @@ class Parts(NamedTuple):
     """What the loop is made of. diagnose.py measures these very objects."""
 
     config: Config  # `auto` is replaced by what was chosen: precision, tier, sizes, readers
-    source: Source
-    val_source: Source
+    source: Dataset
+    val_source: Dataset
     sizes: Sizes
     feed: Feed
     val_feed: Feed

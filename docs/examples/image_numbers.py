@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction, images
@@ -27,7 +27,7 @@ class Workload(images.Workload):
 
     top = 0
 
-    def __init__(self, options: images.Workload.Options, train: Source, val: Source):
+    def __init__(self, options: images.Workload.Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with numbers, or if validation rows are of another kind."""
         images.check_images(train, val)
         labels = train.fields["labels"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.process.config import Count, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
@@ -31,7 +31,7 @@ class Workload(workloads.Workload):
 
     inputs = ("text",)
 
-    def __init__(self, options: Options, train: Source, val: Source):
+    def __init__(self, options: Options, train: Dataset, val: Dataset):
         for source in (train, val):
             text = source.fields.get("text")
             if text is None or text.dtype != "uint8" or len(text.shape) != 1:

@@ -18,7 +18,7 @@ from fastgpu.images import augment
 from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction, images
@@ -45,7 +45,7 @@ class Workload(workloads.Workload):
 
     inputs = ("images",)
 
-    def __init__(self, options: Options, train: Source, val: Source):
+    def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with masks, or if validation rows are of another kind."""
         if not {"images", "masks"} <= train.fields.keys() & val.fields.keys():
             raise UserError(f"data.fields has {', '.join(train.fields)}; this workload needs images and masks")

@@ -23,7 +23,7 @@ import yaml
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch
 from fastgpu.process.world import World, join
-from fastgpu.rows.contract import Reads, Source
+from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
 from fastgpu.run.checkpoint import digest_of
@@ -94,7 +94,7 @@ def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
     return np.array_equal(np.asarray(rows.values)[: offsets[-1]], expected.values)
 
 
-def read_rows(source: Source) -> dict[str, Any]:
+def read_rows(source: Dataset) -> dict[str, Any]:
     """All rows of a source in its order: {field: array or RaggedArray}."""
     out: dict[str, Any] = {}
     for name, field in source.fields.items():

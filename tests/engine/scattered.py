@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 from harness import PLAN, reads_of
 
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import RaggedArray
 
 N_SPARE = 5
 SPARE_VALUE = 7
 
 
-def read_scattered(source: Source, seed: int = 0) -> dict[str, Any]:
+def read_scattered(source: Dataset, seed: int = 0) -> dict[str, Any]:
     """{field: array or RaggedArray}: all rows, brought back to the order of the source."""
     rng = np.random.default_rng(seed)
     n_rows = int(source.block_rows.sum())

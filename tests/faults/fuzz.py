@@ -59,7 +59,7 @@ from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import Launch, exit_with_message
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.run import checkpoint
 from fastgpu.run.model_files import ModelToUse, describe_model
@@ -176,7 +176,7 @@ def new_state() -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- readers
 
 
-def digest(source: Source) -> str:
+def digest(source: Dataset) -> str:
     """SHA-256 of all rows, read in the order of the source as pools on a device."""
     hashes = {name: hashlib.sha256(str((field.dtype, field.shape)).encode()) for name, field in source.fields.items()}
     with open_pools(source, make_order(source, 16), ALONE.device) as pools:

@@ -46,7 +46,7 @@ from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.images.decoded import ImageDecoder
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.contract import Reads, Source
+from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
@@ -177,7 +177,7 @@ def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
 # ---------------------------------------------------------------------------------------------- their own processes
 
 
-def epochs(path: str) -> tuple[Source, Any]:
+def epochs(path: str) -> tuple[Dataset, Any]:
     """The rows of a file and their feed."""
     store = open_store("FILE", path, {"images": "images", "labels": "labels"})
     source = ImageDecoder(SIZE, 0.08).decoded(store)

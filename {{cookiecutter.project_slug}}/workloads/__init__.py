@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # importing this package must not import torch: `train.py --h
     from torch import Generator, Tensor, nn
 
     from fastgpu.process.world import World
-    from fastgpu.rows.contract import Source
+    from fastgpu.rows.contract import Dataset
     from fastgpu.rows.rows import Rows
     from fastgpu.training.evaluate import Sum
 
@@ -54,7 +54,7 @@ class Workload(Protocol):
         return ""
 
     @abstractmethod
-    def __init__(self, options: Any, train: "Source", val: "Source"):
+    def __init__(self, options: Any, train: "Dataset", val: "Dataset"):
         """Check that the rows are of the expected kind, and raise UserError if they are not. options: `Options`.
 
         predict.py passes sources that have the fields and attributes of the training rows (and what `card` returned,
@@ -116,7 +116,7 @@ def load(name: str) -> type[Workload]:
     return workload
 
 
-def make(name: str, options: Section, sources: "tuple[Source, Source]", world: "World") -> Workload:
+def make(name: str, options: Section, sources: "tuple[Dataset, Dataset]", world: "World") -> Workload:
     """The workload for training and validation rows. Raises UserError on every rank if one rank finds unfit rows."""
     train, val = sources
     with world.raise_on_every_rank():

@@ -19,7 +19,7 @@ from fastgpu.images import augment
 from fastgpu.images.files import is_one_hot, looks_like_nhwc
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
@@ -75,7 +75,7 @@ class Workload(workloads.Workload):
         }
     )
 
-    def __init__(self, options: Options, train: Source, val: Source):
+    def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
         check_images(train, val)
         images = train.fields["images"]
@@ -98,7 +98,7 @@ class Workload(workloads.Workload):
         self._check_options(train)
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
-    def _check_options(self, train: Source) -> None:
+    def _check_options(self, train: Dataset) -> None:
         o = self.options
         if o.min_crop_scale < 1 and train.encoded:
             warn(
@@ -216,7 +216,7 @@ class Workload(workloads.Workload):
 # ---------------------------------------------------------------------------------------------- checks of the rows
 
 
-def check_images(train: Source, val: Source) -> None:
+def check_images(train: Dataset, val: Dataset) -> None:
     """Raise UserError if a source lacks labels, or images of a known type and layout, or if the sources differ."""
     for source in (train, val):
         if not {"images", "labels"} <= source.fields.keys():
@@ -242,7 +242,7 @@ def check_images(train: Source, val: Source) -> None:
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
 
-def count_classes(source: Source) -> int:
+def count_classes(source: Dataset) -> int:
     """The number of classes: by the attribute class_names or n_classes, otherwise the highest label + 1."""
     n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
     if n_classes:
@@ -268,7 +268,7 @@ def describe_classes(labels: np.ndarray | None, n_classes: int) -> str:
     return f"{n_classes} classes, {n_empty} of them without training rows (without gaps, they are 0, 1, 2...)"
 
 
-def check_range(source: Source, highest: int) -> None:
+def check_range(source: Dataset, highest: int) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`."""
     labels = source.in_memory("labels")
     if labels is None or (labels.min() >= 0 and labels.max() <= highest):

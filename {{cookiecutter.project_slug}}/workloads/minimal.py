@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import Sum
 from workloads import Direction
@@ -30,7 +30,7 @@ class Workload(workloads.Workload):
 
     inputs = ("x",)
 
-    def __init__(self, options: Options, train: Source, val: Source):
+    def __init__(self, options: Options, train: Dataset, val: Dataset):
         for source in (train, val):
             if not {"x", "y"} <= source.fields.keys():
                 raise UserError(

@@ -21,7 +21,7 @@ import workloads
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.training.evaluate import Sum
@@ -56,7 +56,7 @@ class Workload(workloads.Workload):
     inputs = ("items",)
     top = 10
 
-    def __init__(self, options: Options, train: Source, val: Source):
+    def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not items of users, or if training and validation have other items."""
         self.options = options
         self.n_items = _count_items(train, "items", "data.fields")
@@ -119,7 +119,7 @@ class Workload(workloads.Workload):
         return {"n_items": self.n_items}
 
 
-def _count_items(source: Source, name: str, key: str) -> int:
+def _count_items(source: Dataset, name: str, key: str) -> int:
     """The number of items that the values of a field are drawn from."""
     field = source.fields.get(name)
     if field is None:
@@ -134,7 +134,7 @@ def _count_items(source: Source, name: str, key: str) -> int:
     return field.n_items
 
 
-def _warn_of_known_items(val: Source) -> None:
+def _warn_of_known_items(val: Dataset) -> None:
     """Say how many of the first users have held-out items twice, or among their `items`: these can never be found."""
     order = BlockSampler(val.block_rows, min(LOOK_AT_USERS, len(val)), seed=None, drop_last=False)
     with closing(make_feed(val, order, Placement("disk", torch.device("cpu"), 1))) as feed:

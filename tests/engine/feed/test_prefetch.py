@@ -18,7 +18,7 @@ from fastgpu.feed import prefetch
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import PoolPlan, Source
+from fastgpu.rows.contract import Dataset, PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -53,7 +53,7 @@ def make_prefetcher(
     source = copy(store)
     if read:
         source.read = read
-        source.jobs = partial(Source.jobs, source)
+        source.jobs = partial(Dataset.jobs, source)
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
     return PrefetchLoader(source, order_of(store), device, n_readers, loader=loader)
 

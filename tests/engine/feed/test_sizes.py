@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness import ALONE, CPU, numbered
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import sizes
@@ -25,11 +25,11 @@ from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 
 
-class Shape(Source):
+class Shape(Dataset):
     """A source of which only the sizes are asked."""
 
     def __init__(self, n_rows: int, row_bytes: int = 1, n_blocks: int = 50):
@@ -53,7 +53,7 @@ class RankOfAJob(World):
         yield
 
 
-class Images(Dataset):
+class Images(TorchDataset):
     def __len__(self) -> int:
         return 400
 

@@ -5,12 +5,12 @@ import h5py
 import numpy as np
 import pytest
 from harness import ALONE, numbered
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed.sources import open_sources
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Share
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -27,7 +27,7 @@ def open_both(
     val: str | list[str] = "a.h5",
     fields: dict[str, str] | None = None,
     **options,
-) -> tuple[Source, Source]:
+) -> tuple[Dataset, Dataset]:
     return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), 0, ALONE)
 
 
@@ -59,7 +59,7 @@ def test_a_share_that_cannot_be_is_refused(write):
 # ---------------------------------------------------------------------------------------------- weights and balance
 
 
-def groups_of(source: Source) -> Groups:
+def groups_of(source: Dataset) -> Groups:
     """The groups of a mixture."""
     assert isinstance(source.selection, Mixture)
     return source.selection.groups
@@ -178,7 +178,7 @@ def test_what_convert_should_read_first_is_refused():
     )
 
 
-class Ten(Dataset):
+class Ten(TorchDataset):
     def __init__(self, path):
         pass
 

@@ -11,7 +11,7 @@ from fastgpu.feed.sizes import Sizes
 from fastgpu.feed.tiers import Feed, Placement, make_feed, make_order
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.rows.selection import Groups, Mixture, hold_out
@@ -27,12 +27,12 @@ def store(write, request) -> HDF5Dataset:
     return open_store("data.train", write(150, request.param, chunk=7), {"images": "images", "labels": "labels"})
 
 
-def order_of(source: Source, **options: Any) -> BlockSampler:
+def order_of(source: Dataset, **options: Any) -> BlockSampler:
     """Batches of 8 rows; 3 batches in a pool unless the options say otherwise."""
     return BlockSampler(source.block_rows, 8, **({"pool_batches": 3, "seed": 1} | options))
 
 
-def feed_of(source: Source, tier: Tier = "disk", n_readers: int = 2, prefetch_pools: int = 2, **options: Any) -> Feed:
+def feed_of(source: Dataset, tier: Tier = "disk", n_readers: int = 2, prefetch_pools: int = 2, **options: Any) -> Feed:
     placement = Placement(tier, CPU, n_readers)
     return make_feed(source, order_of(source, **options), placement, Loader(prefetch_pools=prefetch_pools))
 
@@ -234,7 +234,7 @@ def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypat
 
 
 @pytest.fixture(params=["sources", "classes"])
-def mixed(sparse, request) -> Source:
+def mixed(sparse, request) -> Dataset:
     """Nine tenths of the ragged rows, in two groups; an epoch has three rows of the one for one of the other."""
     by_block = request.param == "sources"
     groups = np.arange(len(sparse)) % 5 // 4

@@ -17,7 +17,7 @@ from fastgpu.images.encoded import Box, EncodedImage, decode_centre, draw, rando
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.store import open_store
 
@@ -54,11 +54,11 @@ def write_encoded(path: Path, files: list[bytes], codec: str = "jpeg+png") -> Pa
 
 
 @pytest.fixture
-def store(tmp_path) -> Source:
+def store(tmp_path) -> Dataset:
     return open_store("data.train", str(write_encoded(tmp_path / "encoded.h5", FILES)), FIELDS)
 
 
-def feed_of(source: Source, tier: str = "disk", n_readers: int = 2, shard: Shard = ONE_RANK) -> Feed:
+def feed_of(source: Dataset, tier: str = "disk", n_readers: int = 2, shard: Shard = ONE_RANK) -> Feed:
     batch_size = 8 // shard.world_size
     order = BlockSampler(source.block_rows, batch_size, shard=shard, pool_batches=3, seed=5)
     return make_feed(source, order, Placement(tier, CPU, n_readers), Loader())

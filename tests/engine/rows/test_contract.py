@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 
 
-class Squares(Source):
+class Squares(Dataset):
     """The least that a source has to define: row n holds n * n, in blocks of 4 rows."""
 
     def __init__(self):

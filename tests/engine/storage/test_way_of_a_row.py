@@ -12,14 +12,14 @@ from harness import PLAN, reads_of
 from PIL import Image
 
 from fastgpu.images.decoded import ImageDecoder
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.storage import file as file_room
 from fastgpu.storage.store import open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
 
 
-def frames_of(source: Source, monkeypatch) -> list[str]:
+def frames_of(source: Dataset, monkeypatch) -> list[str]:
     """The functions on the stack from `read` of the dataset to the system call, outermost first."""
     stacks: list[list[str]] = []
     real = file_room.os.preadv

@@ -15,7 +15,7 @@ from fastgpu.diagnose.verdict import Cause, Facts, Measured, Setting
 from fastgpu.feed.tiers import Feed, Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
@@ -66,10 +66,10 @@ class SimulatedDevice(Device):
         return list(dict.fromkeys(self._waited_at))
 
 
-class SlowSource(Source):
+class SlowSource(Dataset):
     """A source on a slow disk with a page cache, or one that is slow to decode."""
 
-    def __init__(self, source: Source, *, disk_s: float = 0.0, decode_s: float = 0.0, cache_blocks: int = 24):
+    def __init__(self, source: Dataset, *, disk_s: float = 0.0, decode_s: float = 0.0, cache_blocks: int = 24):
         """disk_s, decode_s: for each block."""
         self._source = source
         self._disk_s = disk_s

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fastgpu.process.machine import available_cpus
 
 if TYPE_CHECKING:
-    from fastgpu.rows.contract import Source
+    from fastgpu.rows.contract import Dataset
 
 Run = Callable[[Namespace], int | None]
 """A command. It returns the exit code of the process; None means 0."""
@@ -74,7 +74,7 @@ def _add_target_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
 
 
-def write(parts: Mapping[str, "Source"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+def write(parts: Mapping[str, "Dataset"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
     """Write each part to a file, as the flags of `_add_target_flags` say (see `write_files`)."""
     from fastgpu.convert.writer import WriteOptions
     from fastgpu.convert.writing import write_files

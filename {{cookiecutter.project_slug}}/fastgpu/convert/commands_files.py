@@ -16,7 +16,7 @@ from fastgpu.convert.command_line import CommandLine, add_split_flag, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
-    from fastgpu.rows.contract import Source
+    from fastgpu.rows.contract import Dataset
 
 DATASET_FIELDS = {"images": "images", "labels": "labels"}
 """Fields of a Dataset, if --fields does not name them."""
@@ -56,7 +56,7 @@ def repack(args: Namespace) -> None:
         if "=" not in pair:
             raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
     fields = dict(pair.split("=", 1) for pair in args.fields)
-    source: Source
+    source: Dataset
     if args.dataset:
         path = args.source if len(args.source) > 1 else args.source[0]
         source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset)
@@ -78,7 +78,7 @@ def _refuse_own_output(args: Namespace) -> None:
         raise UserError(f"{problem}, so its old rows would be in it again; choose another name")
 
 
-def _open_files(paths: Sequence[str], fields: dict[str, str]) -> "Source":
+def _open_files(paths: Sequence[str], fields: dict[str, str]) -> "Dataset":
     """Checksums are verified if all fields have them. fields: empty for all datasets of the group."""
     from fastgpu.convert.summary import columns_of, fields_of
     from fastgpu.storage.store import expand, open_store

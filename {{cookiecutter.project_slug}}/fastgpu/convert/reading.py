@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import not_found
 
@@ -38,7 +38,7 @@ class BrokenRowError(UserError):
     """One row cannot be decoded. The others may be whole."""
 
 
-class DecodedRows(Source):
+class DecodedRows(Dataset):
     """Rows that are decoded one at a time, each a block of its own, and that may turn out to be broken.
 
     Broken rows are collected in `failed`. on_error: `stop` means that nothing is written if there is one; `skip`, that

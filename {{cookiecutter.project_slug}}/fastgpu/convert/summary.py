@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import RankError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.storage import codecs
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import open_file, open_group
@@ -178,7 +178,7 @@ MAX_VALUES = 1000
 """Different labels that are taken for classes if there are no class names."""
 
 
-def describe_rows(parts: Mapping[str, Source], order: str = "") -> Iterator[str]:
+def describe_rows(parts: Mapping[str, Dataset], order: str = "") -> Iterator[str]:
     """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
 
     order: what is known about the order of the rows.
@@ -215,13 +215,13 @@ def _format_size(size: list[int]) -> str:
     return "x".join(str(length) for length in size)
 
 
-def _labels_of(source: Source) -> np.ndarray:
+def _labels_of(source: Dataset) -> np.ndarray:
     """The labels, or an empty array if there are none in memory."""
     labels = source.in_memory("labels")
     return np.empty(0) if labels is None or len(labels.shape) > 2 else np.asarray(labels[:])
 
 
-def _describe_labels(labels: Mapping[str, np.ndarray], source: Source) -> Iterator[str]:
+def _describe_labels(labels: Mapping[str, np.ndarray], source: Dataset) -> Iterator[str]:
     """First the kind of the labels, then a table: how many rows of each split have each of them."""
     values = np.concatenate(list(labels.values()))
     names = [str(name) for name in source.attributes.get("class_names", [])]

@@ -24,7 +24,7 @@ from fastgpu.process.config import Loader
 from fastgpu.process.files import flush
 from fastgpu.process.launch import warn
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -59,7 +59,7 @@ SINGLE_ROW_POOL_BYTES = 64 << 20
 
 
 def write_files(
-    parts: Mapping[str, Source],
+    parts: Mapping[str, Dataset],
     target: Path,
     options: WriteOptions,
     *,
@@ -113,7 +113,7 @@ def _path_of(target: Path, split: str) -> Path:
     return target.with_name(f"{target.stem}-{split}{target.suffix}") if split else target
 
 
-def _warn_of_old_splits(parts: Mapping[str, Source], target: Path) -> None:
+def _warn_of_old_splits(parts: Mapping[str, Dataset], target: Path) -> None:
     """Say which files of an earlier conversion, into other splits, still lie beside the new ones."""
     old: list[str] = []
     for split in {"", *SPLITS} - set(parts):
@@ -133,7 +133,7 @@ def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:
     return [f"broken {kind} that were skipped: {len(lines):,}, listed in {path}"]
 
 
-def _check_broken(parts: Mapping[str, Source]) -> None:
+def _check_broken(parts: Mapping[str, Dataset]) -> None:
     """Raise UserError with all broken rows if rows must not be left out."""
     sources = [source for source in parts.values() if isinstance(source, DecodedRows) and source.on_error == "stop"]
     if reasons := [reason for source in sources for reason in source.reasons]:
@@ -150,7 +150,7 @@ def progress_bar(total: int, unit: str, name: str = "") -> tqdm:
     return tqdm(total=total, unit=unit, unit_scale=True, dynamic_ncols=True, disable=is_hidden, desc=name)
 
 
-def _choose_order(source: Source, seed: int | None) -> BlockSampler:
+def _choose_order(source: Dataset, seed: int | None) -> BlockSampler:
     block_rows = int(source.block_rows.max())
     pool_bytes = SINGLE_ROW_POOL_BYTES
     if block_rows > 1:
@@ -162,7 +162,7 @@ def _choose_order(source: Source, seed: int | None) -> BlockSampler:
     return BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
 
 
-def _describe_order(source: Source, order: BlockSampler) -> str:
+def _describe_order(source: Dataset, order: BlockSampler) -> str:
     if not order.shuffle:
         return str(source.attributes.get("row_order", "as in the source"))
     text = f"random, seed {order.seed}"
@@ -172,7 +172,7 @@ def _describe_order(source: Source, order: BlockSampler) -> str:
     return text
 
 
-def _copy_rows(source: Source, order: BlockSampler, writer: Writer, *, name: str) -> None:
+def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: str) -> None:
     """Write all rows but those that are broken, which is known when they have been read."""
     if isinstance(source, DecodedRows) and any(field.is_ragged for field in source.fields.values()):
         _copy_ragged_rows(source, order, writer, name=name)

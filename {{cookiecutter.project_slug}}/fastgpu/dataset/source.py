@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.items import NO_ARRAY, Columns, Items, to_array
 from fastgpu.process.launch import HangError, RankError, UserError
-from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 
@@ -53,7 +54,7 @@ class Ask(NamedTuple):
     epoch: int
 
 
-class _Answers(Dataset):
+class _Answers(TorchDataset):
     """What a worker process runs: a Dataset of answers to asks."""
 
     def __init__(self, items: Items, timeout_s: float):
@@ -99,7 +100,7 @@ def _describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}{place} {notes}".split())
 
 
-class ItemDataset(Source):
+class ItemDataset(Dataset):
     """The rows of a map-style Dataset, as blocks of one row.
 
     Its items are mappings, or sequences in the order of `names`, of arrays, tensors or numbers. A field whose items
@@ -107,7 +108,7 @@ class ItemDataset(Source):
     Dataset has it, and so are arrays with the name of a field (or `targets`) if they have the values of the items.
     """
 
-    def __init__(self, name: str, dataset: Dataset, names: Mapping[str, str], *, timeout_s: float = 300):
+    def __init__(self, name: str, dataset: TorchDataset, names: Mapping[str, str], *, timeout_s: float = 300):
         """names: {field: its key in the items}. timeout_s: for an answer of the workers."""
         self.name = name
         try:
@@ -265,7 +266,7 @@ class ItemDataset(Source):
         multiprocessing.process._children.difference_update(workers)  # type: ignore[attr-defined]  # or exit joins them
 
 
-def rows_per_ask(source: Source, order: BlockSampler) -> int:
+def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
     """Rows that a worker is asked for at a time. What is drawn depends on it: the number of workers must not count."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
@@ -325,7 +326,7 @@ def open_dataset(
     finally:
         sys.path.pop(0)
     dataset = make(path)
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, TorchDataset):
         raise UserError(
             f"data.dataset is {factory}, which is not a map-style Dataset; rows need numbers to be shuffled"
         )

@@ -20,7 +20,7 @@ from fastgpu.process.config import Config, Tier, nested
 from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import HDF5Dataset
@@ -187,7 +187,7 @@ class Bench:
             order = self._next_order(source, self._pool_batches)
             return open_feeds(source, order, placement, config.loader, only_real=only_real)
 
-    def _next_order(self, source: Source, pool_batches: int) -> BlockSampler:
+    def _next_order(self, source: Dataset, pool_batches: int) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
         return make_order(source, self.sizes._replace(pool_batches=pool_batches), self.world, self._seed)

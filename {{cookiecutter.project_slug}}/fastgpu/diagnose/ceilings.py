@@ -25,7 +25,7 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
@@ -63,7 +63,7 @@ class Feeds(NamedTuple):
 
 
 def open_feeds(
-    source: Source, order: BlockSampler, placement: Placement, loader: Loader, *, only_real: bool = False
+    source: Dataset, order: BlockSampler, placement: Placement, loader: Loader, *, only_real: bool = False
 ) -> Feeds:
     """The feed of a run and, if its rows are streamed, those that leave a part of the work out."""
     feeds = Feeds(make_feed(source, order, placement, loader))
@@ -86,7 +86,7 @@ def open_feeds(
     return feeds
 
 
-def first_blocks(source: Source, order: BlockSampler) -> BlockSampler:
+def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
     """The same kind of order over the fewest blocks with two pools for all ranks, and one for each canonical rank."""
     n_rows = 2 * order.pool_batches * order.global_batch_size
     n_blocks = int(np.searchsorted(np.cumsum(source.block_rows), n_rows)) + 1
@@ -95,7 +95,7 @@ def first_blocks(source: Source, order: BlockSampler) -> BlockSampler:
     return BlockSampler(block_rows, order.batch_size, shard=order.shard, pool_batches=pool_batches, seed=order.seed)
 
 
-def read_pool(source: Source, order: BlockSampler, n_readers: int) -> Rows:
+def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
     """The first pool of epoch 0 on the host, in memory of its own, without gaps between ragged values."""
     placement = Placement("disk", torch.device("cpu"), n_readers)
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
@@ -108,7 +108,7 @@ def read_pool(source: Source, order: BlockSampler, n_readers: int) -> Rows:
 class FilledOnce(ArrayDataset):
     """The rows of one pool. Each slot of a feed gets them once; afterwards they lie in its staging memory already."""
 
-    def __init__(self, pool: Rows, source: Source, n_slots: int):
+    def __init__(self, pool: Rows, source: Dataset, n_slots: int):
         columns = {name: column.numpy() for name, column in pool.columns.items()}
         super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), fields=source.fields)
         self._n_rows_left = n_slots * len(pool)

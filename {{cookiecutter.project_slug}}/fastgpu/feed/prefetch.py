@@ -28,7 +28,7 @@ import torch
 
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError, UserError
-from fastgpu.rows.contract import Out, Pool, PoolPlan, Source
+from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import MAX_VALUES, RaggedArray, Rows
 
@@ -81,7 +81,7 @@ class PrefetchLoader:
     `loader.timeout_s`, it is a HangError, and the stacks of all threads are printed.
     """
 
-    def __init__(self, source: Source, order: BlockSampler, device: torch.device, n_threads: int, *, loader: Loader):
+    def __init__(self, source: Dataset, order: BlockSampler, device: torch.device, n_threads: int, *, loader: Loader):
         """loader: prefetch_pools and timeout_s are used. Raises UserError if a pool is too large."""
         self.order = order
         self._source = source
@@ -271,7 +271,7 @@ class PrefetchLoader:
         self._ready.put((plan, slot))
 
 
-def empty_pool(source: Source, order: BlockSampler, device: torch.device, *, pinned: bool = False) -> Rows:
+def empty_pool(source: Dataset, order: BlockSampler, device: torch.device, *, pinned: bool = False) -> Rows:
     """Memory for the largest pool of this rank. Raises UserError if its values exceed 32-bit offsets."""
     n_values = {name: order.max_values(lengths) for name, lengths in source.lengths.items()}
     for name, field in source.fields.items():

@@ -15,7 +15,7 @@ from fastgpu.process.config import Auto, Data, Loader, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import MAX_VALUES
 
 POOL_BYTES = 256 << 20
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 def choose_sizes(
-    data: Data, loader: Loader, sources: tuple[Source, Source], world: World, *, accumulation: int
+    data: Data, loader: Loader, sources: tuple[Dataset, Dataset], world: World, *, accumulation: int
 ) -> Sizes:
     """What the config asks for on this machine. sources: training and validation rows.
 
@@ -92,7 +92,7 @@ def choose_sizes(
         return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
 
 
-def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Source) -> int:
+def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Dataset) -> int:
     """Rows of one optimizer step on one rank."""
     if batch_size % (world_size * accumulation):
         raise UserError(
@@ -106,7 +106,7 @@ def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, sourc
     return batch_size // world_size
 
 
-def choose_canonical_ranks(batch_size: int, world_size: int, source: Source) -> int:
+def choose_canonical_ranks(batch_size: int, world_size: int, source: Dataset) -> int:
     """A multiple of 8 if it divides the global batch, so that 1, 2, 4 and 8 ranks see the same batches."""
     n_blocks = len(source.block_rows)
     if n_blocks < world_size:
@@ -118,14 +118,14 @@ def choose_canonical_ranks(batch_size: int, world_size: int, source: Source) -> 
     return wide if batch_size % wide == 0 and wide <= n_blocks else world_size
 
 
-def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Source) -> int:
+def choose_pool_batches(pool_batches: int | Auto, batch_size: int, source: Dataset) -> int:
     """auto: see `auto_pool_rows`, over all ranks, so that the order does not depend on their number."""
     if pool_batches != "auto":
         return pool_batches
     return max(1, auto_pool_rows(source) // batch_size)
 
 
-def auto_pool_rows(source: Source) -> int:
+def auto_pool_rows(source: Dataset) -> int:
     """The rows of 256 MiB, but at most 8 million (2^23), and at most all."""
     return min(len(source), POOL_BYTES // source.row_bytes, MAX_POOL_ROWS)
 
@@ -173,14 +173,14 @@ def _free_device_bytes(world: World) -> int:
     return free_host_bytes() // world.local_world_size
 
 
-def may_stay(source: Source) -> bool:
+def may_stay(source: Dataset) -> bool:
     """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
     if isinstance(source, ItemDataset) or source.encoded:
         return False
     return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())
 
 
-def class_order_warning(source: Source, pool_rows: int) -> str:
+def class_order_warning(source: Dataset, pool_rows: int) -> str:
     """A warning if the file is sorted by class and pools of `pool_rows` rows cannot mix it; otherwise empty.
 
     The file counts as sorted if neighbouring rows share their label far more often than by chance. The labels of a

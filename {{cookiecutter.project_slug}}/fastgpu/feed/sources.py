@@ -14,13 +14,13 @@ from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 
-def open_sources(data: Data, loader: Loader, seed: int, world: World) -> tuple[Source, Source]:
+def open_sources(data: Data, loader: Loader, seed: int, world: World) -> tuple[Dataset, Dataset]:
     """The training rows and the validation rows. Raises UserError on every rank if one cannot open them, or has others.
 
     Each node may have its own copy of the files, under another name. seed: of the order of rows in a mixture.
@@ -79,7 +79,7 @@ def _list_files(key: str, named: str | list[str] | dict[str, float]) -> list[tup
     return [(Path(file).resolve(), f"/{group.strip('/')}") for path in paths for file, group in expand(key, path)]
 
 
-def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Source, Source]:
+def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
     """The rows of data.train and those of data.val. Raises UserError if they cannot be opened.
 
     A share of data.train is the same rows, of which each part has a selection.
@@ -104,7 +104,7 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Source, Source]:
     return _mixed(data, train.select(train_share, name), seed), val
 
 
-def _mixed(data: Data, source: Source, seed: int) -> Source:
+def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
     """The training rows, mixed as the weights of data.train or data.balance say."""
     groups = None
     if isinstance(data.train, dict):
@@ -127,7 +127,7 @@ def _mixed(data: Data, source: Source, seed: int) -> Source:
     return source.select(Mixture(groups, source.block_rows, data.batch_size, seed), source.name)
 
 
-def decoded(data: Data, source: Source) -> Source:
+def decoded(data: Data, source: Dataset) -> Dataset:
     """The source, with pixels in place of its encoded images, if there are any."""
     if any(field.codec for field in source.fields.values()):
         if not data.image_size:
@@ -148,7 +148,7 @@ def decoded(data: Data, source: Source) -> Source:
     return source
 
 
-def decode_images(source: Source, size: tuple[int, int], **options: float | bool | None) -> Source:
+def decode_images(source: Dataset, size: tuple[int, int], **options: float | bool | None) -> Dataset:
     """The source, with pixels in place of its encoded images. options: see `decoded.ImageDecoder`.
 
     Raises UserError if the project has no module that decodes them.
@@ -159,7 +159,7 @@ def decode_images(source: Source, size: tuple[int, int], **options: float | bool
     return import_module("fastgpu.images.decoded").ImageDecoder(size, **options).decoded(source)
 
 
-def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> Source:
+def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> Dataset:
     """All rows that data.train or data.val names, mixed at the weights of data.train."""
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
@@ -181,7 +181,7 @@ def _mix_sources(weights: Mapping[str, float], source: HDF5Dataset) -> Groups:
     return Groups(tuple(weights), tuple(weights.values()), np.repeat(source_of_file, source.part_rows), by_block=True)
 
 
-def _balance_classes(source: Source) -> Groups:
+def _balance_classes(source: Dataset) -> Groups:
     """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
     labels = None
     with suppress(KeyError):

@@ -13,7 +13,7 @@ from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import MAX_VALUES, Rows
 from fastgpu.storage.arrays import ArrayDataset
@@ -46,7 +46,7 @@ class Feed(Protocol):
 
 
 def make_order(
-    source: Source, sizes: Sizes, world: World, seed: int | None, *, n_epochs: int | None = None
+    source: Dataset, sizes: Sizes, world: World, seed: int | None, *, n_epochs: int | None = None
 ) -> BlockSampler:
     """The order of the rows of this rank. seed: None keeps the order of the file and leaves out no row (validation).
 
@@ -68,11 +68,11 @@ def make_order(
 
 
 def open_feeds(
-    sources: Sequence[Source], orders: Sequence[BlockSampler], sizes: Sizes, world: World, *, loader: Loader
+    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, world: World, *, loader: Loader
 ) -> list[Feed]:
     """The feeds of a training run. Raises UserError on every rank if the rows cannot be read or kept on one of them."""
     placement = Placement(sizes.tier, world.device, sizes.n_readers)
-    kept: dict[Source, Rows] = {}
+    kept: dict[Dataset, Rows] = {}
     with world.raise_on_every_rank():
         return [
             make_feed(source, order, placement, loader, kept=kept)
@@ -81,12 +81,12 @@ def open_feeds(
 
 
 def make_feed(
-    source: Source,
+    source: Dataset,
     order: BlockSampler,
     placement: Placement,
     loader: Loader | None = None,
     *,
-    kept: dict[Source, Rows] | None = None,
+    kept: dict[Dataset, Rows] | None = None,
 ) -> Feed:
     """The rows of `source` in the given order, kept on a tier, as pools on a device.
 
@@ -105,7 +105,7 @@ def make_feed(
         kept[stored] = _read_all(stored, home, loader)
     if tier == "device":
         return ResidentLoader(kept[stored], order, empty_pool(source, order, device))
-    rows: Source = ArrayDataset(
+    rows: Dataset = ArrayDataset(
         stored.name, kept[stored].numpy(), stored.attributes, block_rows=stored.block_rows, fields=stored.fields
     )
     if source.encoded and source.decoder:
@@ -113,7 +113,7 @@ def make_feed(
     return _prefetch(rows, order, placement._replace(n_readers=max(1, n_readers)), loader)
 
 
-def _prefetch(source: Source, order: BlockSampler, placement: Placement, loader: Loader) -> PrefetchLoader:
+def _prefetch(source: Dataset, order: BlockSampler, placement: Placement, loader: Loader) -> PrefetchLoader:
     """Rows that are read ahead: by threads, or by the worker processes of a Dataset."""
     n_threads = placement.n_readers
     if isinstance(source, ItemDataset):
@@ -139,7 +139,7 @@ class ResidentLoader:
         """Nothing to end."""
 
 
-def _read_all(source: Source, placement: Placement, loader: Loader) -> Rows:
+def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
     """Every row in the order of the file, through the same readers and copy stream.
 
     Besides the rows it takes 128 MiB of host memory, and for a Dataset the batches of its workers, of 4 MiB each.

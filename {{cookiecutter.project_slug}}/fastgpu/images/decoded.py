@@ -9,7 +9,7 @@ from PIL import UnidentifiedImageError
 from fastgpu.images.encoded import EncodedImage, centre_box, decode_plain, draw, random_box, simplejpeg
 from fastgpu.images.files import Preprocessing
 from fastgpu.process.launch import RankError, warn
-from fastgpu.rows.contract import PoolPlan, Source
+from fastgpu.rows.contract import Dataset, PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.columns import Column, ColumnDataset, RaggedColumn, Range
 from fastgpu.storage.file import RESTORE
@@ -46,7 +46,7 @@ class ImageDecoder:
         library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
         return f"decoded by {library} in the reader threads to {self.size[0]} x {self.size[1]} pixels: {part}"
 
-    def decoded(self, rows: Source) -> Source:
+    def decoded(self, rows: Dataset) -> Dataset:
         """The same rows, with pixels in place of encoded images."""
         assert isinstance(rows, ColumnDataset)
         other = copy(rows)

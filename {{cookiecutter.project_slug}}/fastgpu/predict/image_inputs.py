@@ -19,7 +19,7 @@ from fastgpu.images.files import (
     open_file,
 )
 from fastgpu.process.launch import RankError, UserError, warn
-from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field
 
 REASONS: dict[type[Exception], str] = {
@@ -60,7 +60,7 @@ def _list_files(paths: Sequence[str]) -> Iterator[str]:
             yield from (str(image) for image in sorted(Path(each).rglob("*")) if is_image(image.name))
 
 
-class ImageFiles(Source):
+class ImageFiles(Dataset):
     """Rows of one field, uint8 (C, H, W) or (H, W). Each file is a block.
 
     With on_error=skip, `read` adds a broken image to `failed` and leaves its place undefined.

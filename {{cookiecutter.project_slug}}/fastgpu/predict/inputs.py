@@ -15,7 +15,7 @@ from fastgpu.feed.sizes import choose_readers
 from fastgpu.feed.sources import decode_images
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Pool, Source
+from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 from fastgpu.run.model_files import DESCRIPTION
@@ -37,7 +37,7 @@ MODEL_FILES = ("run.json", DESCRIPTION)
 class Inputs(NamedTuple):
     """Rows to predict."""
 
-    source: Source
+    source: Dataset
     files: Sequence[str] = ()
     """The image file of each row; empty if the rows have numbers only."""
     failed: dict[int, str] | None = None
@@ -68,7 +68,7 @@ def open_inputs(
             raise UserError(f"--id is {id_field}, but INPUT are image files, which have no fields; leave it out")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
         return Inputs(images, images.files, images.failed if on_error == "skip" else None)
-    source: Source
+    source: Dataset
     ids = {id_field: id_field} if id_field and id_field not in fields else {}
     if kinds == {"HDF5 files"}:
         datasets = {name: card["fields"][name]["dataset"] for name in fields} | ids
@@ -143,7 +143,7 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> ArrayDataset:
     return ArrayDataset(paths[0], columns)
 
 
-def make_order(source: Source, batch_size: int) -> BlockSampler:
+def make_order(source: Dataset, batch_size: int) -> BlockSampler:
     """All rows, in their order."""
     return BlockSampler(
         source.block_rows,
@@ -155,7 +155,7 @@ def make_order(source: Source, batch_size: int) -> BlockSampler:
 
 
 @contextmanager
-def open_pools(source: Source, order: BlockSampler, device: torch.device) -> Iterator[Iterator[Pool]]:
+def open_pools(source: Dataset, order: BlockSampler, device: torch.device) -> Iterator[Iterator[Pool]]:
     """All rows once, read ahead by threads, as pools on the device."""
     order.n_epochs = 1
     with closing(make_feed(source, order, Placement("disk", device, choose_readers("auto", 1)))) as feed:

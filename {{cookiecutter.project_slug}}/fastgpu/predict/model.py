@@ -24,7 +24,7 @@ import workloads
 from fastgpu.process.config import Section
 from fastgpu.process.files import atomic_replace
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import newest_first
 from fastgpu.run.model_files import DESCRIPTION, FORMAT, WEIGHTS, DescribedSource, sha256_of
@@ -126,7 +126,7 @@ def load_model(folder: str | Path) -> Trained:
     return Trained(model.eval(), workload, card)
 
 
-def check_labelled(trained: Trained, source: Source) -> None:
+def check_labelled(trained: Trained, source: Dataset) -> None:
     """Let the workload check rows with labels as it checks validation rows. Raises UserError if it refuses them."""
     workloads.load(trained.card["workload"])(_read_options(trained.card), DescribedSource(trained.card), source)
 

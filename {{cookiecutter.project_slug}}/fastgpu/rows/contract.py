@@ -96,11 +96,11 @@ class Pool(NamedTuple):
 class Decoder(Protocol):
     """How encoded rows become values. As text: in words."""
 
-    def decoded(self, rows: "Source") -> "Source":
+    def decoded(self, rows: "Dataset") -> "Dataset":
         """The same rows, decoded."""
 
 
-class Source:
+class Dataset:
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
     name: str
@@ -114,11 +114,11 @@ class Source:
     """{ragged field: (rows,) int32, number of values in each row}."""
     selection: "Share | Mixture | None" = None
     """The rows of each epoch. None: each row once."""
-    whole: "Source | None" = None
+    whole: "Dataset | None" = None
     """All rows, if only some of them are selected: what is kept in memory serves all parts of a split."""
     decoder: "Decoder | None" = None
     """How encoded rows are decoded while they are read. None: they are not encoded."""
-    encoded: "Source | None" = None
+    encoded: "Dataset | None" = None
     """The rows that may be kept in memory, if each epoch decodes other parts of them."""
     rows_per_job: int | None = None
     """Number of rows that a thread reads at a time. None: as many as are worth waking it."""

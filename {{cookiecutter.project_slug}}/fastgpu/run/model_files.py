@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field
 from fastgpu.storage.meaning import check_meaning
 
@@ -38,7 +38,7 @@ FORMAT = 1
 
 
 def describe_model(
-    config: Mapping[str, Any], sources: tuple[Source, Source], card: Mapping[str, Any], directions: Mapping[str, str]
+    config: Mapping[str, Any], sources: tuple[Dataset, Dataset], card: Mapping[str, Any], directions: Mapping[str, str]
 ) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
@@ -100,7 +100,7 @@ def _to_python(value: Any) -> Any:
     raise TypeError(f"it has a {type(value).__name__}")
 
 
-def _digest_of_rows(source: Source) -> str:
+def _digest_of_rows(source: Dataset) -> str:
     return hashlib.sha256(str(source.identity).encode()).hexdigest()[:12]
 
 
@@ -148,7 +148,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class DescribedSource(Source):
+class DescribedSource(Dataset):
     """The rows that a model was trained on, by their fields and attributes: there are no rows."""
 
     def __init__(self, description: Mapping[str, Any], name: str = DESCRIPTION):

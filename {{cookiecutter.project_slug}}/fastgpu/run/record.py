@@ -21,7 +21,7 @@ from fastgpu.process.config import nested
 from fastgpu.process.files import write_own
 from fastgpu.process.launch import read_environment, warn
 from fastgpu.process.machine import format_bytes
-from fastgpu.rows.contract import Source
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
 from fastgpu.storage.store import HDF5Dataset
@@ -102,7 +102,7 @@ def identify_job(config: Mapping[str, object]) -> dict[str, object]:
     return versions | settings
 
 
-def describe_feed(source: Source, sizes: Sizes, order: BlockSampler) -> str:
+def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
     free_device = format_bytes(sizes.free["device"])
     free_host = format_bytes(sizes.free["host"])

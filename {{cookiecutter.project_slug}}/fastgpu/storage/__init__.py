@@ -1,4 +1,4 @@
-"""Rows on a disk or in memory, read as blocks: each source here keeps the contract `Source` of rows/contract.py.
+"""Rows on a disk or in memory, read as blocks: each source here keeps the contract `Dataset` of rows/contract.py.
 
 meaning.py      what numbers mean: names, ranges, order; and whether sources agree on it
 store.py        HDF5 files as one source

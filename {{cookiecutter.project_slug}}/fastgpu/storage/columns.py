@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastgpu.rows.contract import Out, PoolPlan, Reads, Source
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import scratch
 
@@ -28,7 +28,7 @@ class Column(Protocol):
     def read(self, ranges: Sequence[Range], out: Any, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. Thread-safe.
 
-        plan: see `Source.read`.
+        plan: see `Dataset.read`.
         """
 
 
@@ -109,7 +109,7 @@ class RaggedColumn:
         return RaggedArray(values, offsets)
 
 
-class ColumnDataset(Source):
+class ColumnDataset(Dataset):
     """Rows whose fields are columns, in parts one after the other, such as files."""
 
     parts: Sequence[Mapping[str, Column]]
@@ -118,7 +118,7 @@ class ColumnDataset(Source):
     """Number of rows of each part."""
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Copy the rows of each read to their places (see `Source.read`). Thread-safe.
+        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
 
         Raises OSError or RankError if a file cannot give the bytes.
         """

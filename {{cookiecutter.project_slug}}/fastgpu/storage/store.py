@@ -83,7 +83,7 @@ class HDF5Dataset(ColumnDataset):
         return other
 
     def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
-        """See `Source.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
+        """See `Dataset.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
         columns = {name: each for name, each in self.parts[0].items() if isinstance(each, InMemory | Layout)}
         may_be_found = len(self.parts) == 1 and len(columns) == len(self.fields)
         if not may_be_found or not all(
