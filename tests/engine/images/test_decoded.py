@@ -195,7 +195,7 @@ def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tm
     fixed = sizes_of(path, image_size=16)
     random = sizes_of(path, image_size=16, min_crop_scale=0.3)
     assert (fixed.tier, random.tier) == ("device", "disk")
-    assert fixed.room.need == N_ROWS * (3 * 16 * 16 + 8)
+    assert fixed.need == N_ROWS * (3 * 16 * 16 + 8)
     assert random.n_readers == available_cpus()
     with pytest.raises(
         UserError, match=r"data\.tier is device, but each epoch decodes other parts .* use disk, or host"

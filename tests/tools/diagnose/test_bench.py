@@ -55,8 +55,8 @@ def test_facts(bench, config):
 
 
 def test_the_nearer_tier_is_the_one_that_auto_would_choose(bench):
-    room = bench.sizes.room
-    bench.sizes = bench.sizes._replace(room=room._replace(free_device=2 * room.need - 1))
+    sizes = bench.sizes
+    bench.sizes = sizes._replace(free={**sizes.free, "device": 2 * sizes.need - 1})
     bench.parts = bench.parts._replace(sizes=bench.sizes)
     assert bench.facts().nearer_tier == "host"
     bench.sizes = bench.sizes._replace(tier="host")
