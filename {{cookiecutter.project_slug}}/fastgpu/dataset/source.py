@@ -180,6 +180,7 @@ class ItemDataset(Dataset):
                 self.close()  # the reader has left the order, as at the beginning of another epoch
                 self._start_workers(plan)
                 ask, answer = self._next_answer()
+                assert np.array_equal(ask.rows, reads.starts), "a reader begins with the first rows of a pool"
             if isinstance(answer, str):
                 self.close()
                 raise RankError(answer)
