@@ -7,6 +7,7 @@ encoded images        `ImageColumn` (images/decoded.py): a ragged column of byte
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -117,12 +118,16 @@ class ColumnDataset(Dataset):
     part_rows: Sequence[int]
     """Number of rows of each part."""
 
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        return [0, *accumulate(self.part_rows)]
+
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
 
         Raises OSError or RankError if a file cannot give the bytes.
         """
-        first_rows = [0, *accumulate(self.part_rows)]
+        first_rows = self._first_rows
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():
             number = bisect_right(first_rows, start) - 1
