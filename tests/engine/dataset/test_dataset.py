@@ -461,9 +461,9 @@ def test_a_dataset_that_cannot_be_sent_to_a_process_is_one_line():
 @pytest.mark.parametrize("kind", ["hang", "stop"])
 @pytest.mark.usefixtures("short_waits")
 def test_a_worker_that_hangs_or_is_stopped_is_one_clear_error_and_is_killed(kind, capfd):
-    source = ItemDataset("Numbered", Numbered(kind), FIELDS, timeout_s=2)
-    feed = feed_of(source, order_of(source), 2, timeout_s=2)
-    message = r"no rows have come from Numbered: it hangs, or is slower than loader.timeout_s \(2\) allows"
+    source = ItemDataset("Numbered", Numbered(kind), FIELDS, timeout_s=8)
+    feed = feed_of(source, order_of(source), 2, timeout_s=8)
+    message = r"no rows have come from Numbered: it hangs, or is slower than loader.timeout_s \(8\) allows"
     with closing(feed):
         pools = feed.pools(0)
         next(pools)
