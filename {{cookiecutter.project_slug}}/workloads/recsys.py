@@ -137,6 +137,7 @@ def _count_items(source: Dataset, name: str, key: str) -> int:
 def _warn_of_known_items(val: Dataset) -> None:
     """Say how many of the first users have held-out items twice, or among their `items`: these can never be found."""
     order = BlockSampler(val.block_rows, min(LOOK_AT_USERS, len(val)), seed=None, drop_last=False)
+    order.n_epochs = 1
     with closing(make_feed(val, order, Placement("disk", torch.device("cpu"), 1))) as feed:
         rows = next(feed.pools(0)).rows
         items, held_out = (rows[name].rows.long() << 32 | rows[name].values for name in ("items", "held_out"))

@@ -1,6 +1,7 @@
 """Datasets whose items have different lengths: the boxes of an image, the words of a text."""
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,18 @@ def test_no_row_is_read_that_no_epoch_needs():
     assert sorted(dataset.read) == sorted([*range(N_ROWS)] * 2)
 
 
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_rows_that_are_kept_are_read_once(tier):
+    dataset = Counting()
+    source = ItemDataset("mine", dataset, {"images": "images"})
+    dataset.read.clear()
+    feed, _ = feed_of(source, 0, tier)
+    with closing(feed):
+        for epoch in range(2):
+            list(feed.pools(epoch))
+    assert sorted(dataset.read) == list(range(N_ROWS))
+
+
 def test_a_worker_is_asked_for_four_mib_but_all_workers_have_to_do():
     small = ItemDataset("small", Boxes(), {"images": "images"})
     order = BlockSampler(np.ones(100_000, np.int32), 256, pool_batches=390)
@@ -193,7 +206,7 @@ def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, is_told,
 
 
 def test_items_are_pickled_with_their_types():
-    items = Items("mine", Boxes(), NAMES)
+    items = pickle.loads(pickle.dumps(Items("mine", Boxes(), NAMES)))
     columns = items.read_rows(np.array([3, 4]), seed=0, epoch=0)
     np.testing.assert_array_equal(columns["boxes"].values, np.concatenate([boxes_of(3), boxes_of(4)]))
     assert columns["boxes"].offsets.tolist() == [0, 3, 7]

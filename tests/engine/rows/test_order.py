@@ -131,7 +131,7 @@ def test_the_order_of_a_seed_never_changes():
 
 
 def test_the_names_in_checkpoints_never_change():
-    """Frozen: checkpoints of older versions hold these names."""
+    """Frozen: a checkpoint inside an epoch is compared by these names."""
     sampler = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, pool_batches=2, seed=7)
     expected = {"rows": 14, "selection": 3668737837, "global_rows": 4, "pool_batches": 2, "lanes": 1, "seed": 7}
     assert sampler.identity == expected

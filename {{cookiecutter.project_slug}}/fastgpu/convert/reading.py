@@ -56,9 +56,6 @@ class DecodedRows(Dataset):
         self.fields = {field: Field(column.dtype, column.shape[1:]) for field, column in columns.items()}
         self._columns = columns
 
-    def __len__(self) -> int:
-        return len(self.block_rows)
-
     @property
     def reasons(self) -> list[str]:
         """Why rows are broken, in the order of the rows."""

@@ -159,7 +159,9 @@ def _choose_order(source: Dataset, seed: int | None) -> BlockSampler:
     pool_rows = max(1, min(len(source), pool_bytes // source.row_bytes))
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
-    return BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
+    order.n_epochs = 1
+    return order
 
 
 def _describe_order(source: Dataset, order: BlockSampler) -> str:

@@ -21,7 +21,7 @@ from fastgpu.storage.arrays import ArrayDataset
 LOAD_BYTES = 64 << 20
 """Bytes of one step of filling the device or host tier."""
 LOAD_BATCHES = 16
-"""A step is so many batches: the worker processes of a Dataset make a batch each."""
+"""A step is so many batches: a worker process of a Dataset is asked for one at a time."""
 
 
 class Placement(NamedTuple):
@@ -142,7 +142,7 @@ class ResidentLoader:
 def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
     """Every row in the order of the file, through the same readers and copy stream.
 
-    Besides the rows it takes 128 MiB of host memory, and for a Dataset the batches of its workers, of 4 MiB each.
+    Besides the rows it takes 128 MiB of host memory, and for a Dataset the answers of its workers, of 4 MiB each.
     """
     for name, field in source.fields.items():
         if field.is_ragged and name not in source.lengths:
@@ -159,6 +159,7 @@ def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
         )
     batch_size = min(len(source), max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
+    order.n_epochs = 1
     rows = Rows.empty(source.fields, len(source), placement.device, n_values=n_values)
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])

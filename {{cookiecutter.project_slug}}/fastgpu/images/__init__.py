@@ -2,6 +2,6 @@
 
 files.py         opens and prepares image files
 encoded.py       rows that are image files: what part of one is decoded, and to which size
-decoded.py       a source whose rows are pixels, made of another source's encoded images
+decoded.py       a column of pixels, made of a column of encoded images
 augment.py       what is drawn anew for each batch of images on the device
 """

@@ -81,9 +81,6 @@ class ImageFiles(Dataset):
         self._lock = Lock()
         self._has_16_bits = False
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
         ((name, field),) = self.fields.items()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 from fastgpu.storage.meaning import check_meaning
 
@@ -160,7 +160,3 @@ class DescribedSource(Dataset):
             self.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
         self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
         self.block_rows = np.empty(0, np.int32)
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """There is nothing to read."""
-        return
