@@ -169,8 +169,8 @@ class CaseBench:
             except UserError as error:  # such rows cannot be kept there
                 self.results[name] = Measured([], str(error))
                 continue
-            parts.val_feed.close()
-            self.feeds[name] = parts.feed
+            parts.val_loader.close()
+            self.feeds[name] = parts.loader
             if name == "disk tier":
                 self.parts = parts
         self.batch_size = self.parts.sizes.batch_size

@@ -59,7 +59,7 @@ from fastgpu.process.world import World, join
 def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, object]:
     """Measure, print the verdict, and return all numbers as JSON values."""
     # ------------------------------------------------------------ look, measure, judge
-    with world.raise_on_every_rank():
+    with world.together():
         findings = result.look(cfg.data, world)
     world.print_once("\n".join(map(str, findings)))
     bench = Bench(cfg, world, args.seconds)

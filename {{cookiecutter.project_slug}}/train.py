@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from fastgpu.feed.echo import remaining_batches
 from fastgpu.feed.sizes import Sizes, choose_sizes
-from fastgpu.feed.sources import open_sources
-from fastgpu.feed.tiers import Feed, make_order, open_feeds
+from fastgpu.feed.sources import open_splits
+from fastgpu.feed.tiers import Feed, open_loaders
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, join
 from fastgpu.rows.contract import Dataset, Pool
-from fastgpu.rows.order import echo_passes
+from fastgpu.rows.order import BlockSampler, Shard, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.run.checkpoint import Stateful
 from fastgpu.run.model_files import describe_model
@@ -60,11 +60,11 @@ class Parts(NamedTuple):
     """What the loop is made of. diagnose.py measures these very objects."""
 
     config: Config  # `auto` is replaced by what was chosen: precision, tier, sizes, readers
-    source: Dataset
-    val_source: Dataset
     sizes: Sizes
-    feed: Feed
-    val_feed: Feed
+    train_rows: Dataset
+    val_rows: Dataset
+    loader: Feed  # PrefetchLoader: pools are read ahead. ResidentLoader: all rows stay on the device
+    val_loader: Feed
     workload: Workload
     model: nn.Module
     ddp: nn.Module  # the same model; it averages the gradients over the ranks
@@ -85,32 +85,42 @@ class Parts(NamedTuple):
 
 
 def build(cfg: Config, world: World) -> Parts:
-    world.check_same(identify_job(cfg.flat()))  # ranks that differ would wait for each other for ever
-
-    # ------------------------------------------------------------ rows: files, or your Dataset, as blocks
-    options = read_options(cfg, workloads.load(cfg.workload).Options)
-    sources = open_sources(cfg.data, cfg.loader, cfg.run.seed, world)
-    workload = workloads.make(cfg.workload, options, sources, world)
-
-    # ------------------------------------------------------------ feed: blocks -> pools of shuffled rows on the device
-    accumulation_steps = cfg.optim.accumulation_steps
-    sizes = choose_sizes(cfg.data, cfg.loader, sources, world, accumulation=accumulation_steps)
-    source, val_source = sources
-    order = make_order(source, sizes, world, cfg.run.seed, n_epochs=cfg.train.epochs)
-    val_order = make_order(val_source, sizes, world, None, n_epochs=cfg.train.epochs)
+    with world.together():  # a UserError of one rank, such as a missing file, ends every rank with its message
+        train_rows, val_rows = open_splits(cfg.data, cfg.loader, cfg.run.seed)  # HDF5Dataset, or your own torch Dataset
+        kind = workloads.load(cfg.workload)
+        options = read_options(cfg, kind.Options)
+        workload = kind(options, train_rows, val_rows)
+        sizes = choose_sizes(cfg, train_rows, val_rows, world)
+        shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)  # a DistributedSampler, but of blocks
+        sampler = BlockSampler(
+            train_rows, sizes.batch_size, shard=shard, pool_batches=sizes.pool_batches, seed=cfg.run.seed
+        )
+        val_sampler = BlockSampler(  # in the order of the file, to the last row
+            val_rows,
+            sizes.batch_size,
+            shard=Shard(world.rank, world.world_size),
+            pool_batches=sizes.pool_batches,
+            seed=None,
+            drop_last=False,
+        )
+        sampler.n_epochs = val_sampler.n_epochs = cfg.train.epochs  # no rows are read ahead for an epoch after the last
+        samplers = sampler, val_sampler
+        loader, val_loader = open_loaders((train_rows, val_rows), samplers, sizes, world.device, loader=cfg.loader)
     precision = mixed_precision(cfg.train.precision, world.device)
-    world.check_same({"the order of rows": order.identity, "train.precision": precision.name})
-    feed, val_feed = open_feeds(sources, (order, val_order), sizes, world, loader=cfg.loader)
+    for key, rows in (("data.train", train_rows), ("data.val", val_rows)):
+        world.check_same({f"{key}: {name}": value for name, value in rows.identity.items()})
+    world.check_same(
+        identify_job(cfg.flat()) | {"the order of rows": sampler.identity, "train.precision": precision.name}
+    )
 
-    # ------------------------------------------------------------ model and optimizer
     torch.manual_seed(cfg.run.seed)
     model = to_device(workload.model(), world.device)
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
-    with world.raise_on_every_rank():  # one of them may lack the package
+    with world.together():  # one rank may lack a package
         optimizer = make_optimizer(model, cfg.optim, workload.parameter_groups(model))
     prepare_to_skip(optimizer, precision)
-    has_ragged = any(field.is_ragged for field in source.fields.values())
-    ddp = share_gradients(model, cfg.dist, world, static_graph=accumulation_steps == 1, has_ragged=has_ragged)
+    has_ragged = any(field.is_ragged for field in train_rows.fields.values())
+    ddp = share_gradients(model, cfg.dist, world, static_graph=cfg.optim.accumulation_steps == 1, has_ragged=has_ragged)
     if cfg.train.compile:
         ddp.compile()
     resolved = cfg.resolved(
@@ -119,7 +129,20 @@ def build(cfg: Config, world: World) -> Parts:
         model=options.model_dump(),
         train={"precision": precision.name},
     )
-    return Parts(resolved, source, val_source, sizes, feed, val_feed, workload, model, ddp, optimizer, precision, ema)
+    return Parts(
+        resolved,
+        sizes,
+        train_rows,
+        val_rows,
+        loader,
+        val_loader,
+        workload,
+        model,
+        ddp,
+        optimizer,
+        precision,
+        ema,
+    )
 
 
 def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
@@ -178,39 +201,39 @@ def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, flo
 def check(cfg: Config, world: World) -> int:
     """Build all that training needs, and stop. Returns the exit code."""
     parts = build(cfg, world)
-    with closing(parts.feed), closing(parts.val_feed):
-        world.print_once(f"checked on {world}: {describe_feed(parts.source, parts.sizes, parts.feed.order)}")
+    with closing(parts.loader), closing(parts.val_loader):
+        world.print_once(f"checked on {world}: {describe_feed(parts.train_rows, parts.sizes, parts.loader.order)}")
     return 0
 
 
 def train(cfg: Config, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     parts = build(cfg, world)
-    feed, workload = parts.feed, parts.workload
-    sources = parts.source, parts.val_source
-    epoch_rows = feed.order.total_size
+    loader, workload = parts.loader, parts.workload
+    sources = parts.train_rows, parts.val_rows
+    epoch_rows = loader.order.total_size
     planned_rows = cfg.train.epochs * epoch_rows
     config = parts.config.flat()
     card = workload.card()
     description = describe_model(config, sources, card, workload.metrics)
     with (
-        closing(feed),
-        closing(parts.val_feed),
-        closing(Run(cfg.run, parts.state, feed.order, world, config=config, description=description)) as run,
+        closing(loader),
+        closing(parts.val_loader),
+        closing(Run(cfg.run, parts.state, loader.order, world, config=config, description=description)) as run,
     ):
         at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
         world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
-        world.print_once(describe_feed(parts.source, parts.sizes, feed.order))
+        world.print_once(describe_feed(parts.train_rows, parts.sizes, loader.order))
         world.print_once(workload.summary)
         run.start(card)
 
         batch_size = parts.sizes.batch_size
         is_rehearsed = world.world_size <= 2  # two summands have one order
         while at.epoch < cfg.train.epochs:
-            for pool in run.clock.timed(feed.pools(at.epoch, at.pool)):
+            for pool in run.clock.timed(loader.pools(at.epoch, at.pool)):
                 place = (cfg.run.seed, at.epoch, pool.plan.number)
-                passes = echo_passes(cfg.data.echo, at.epoch * feed.order.pools_per_epoch + pool.plan.number)
-                fresh_rows = float(at.epoch * epoch_rows + feed.order.rows_before(at.pool))
+                passes = echo_passes(cfg.data.echo, at.epoch * loader.order.pools_per_epoch + pool.plan.number)
+                fresh_rows = float(at.epoch * epoch_rows + loader.order.rows_before(at.pool))
                 step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
                 for _ in range(at.pool_steps):  # trained on before the run was resumed
                     fresh_rows += step_rows
@@ -237,7 +260,7 @@ def train(cfg: Config, world: World) -> int:
             if run.clock.steps:  # none have been made if the run was resumed at the end of an epoch
                 run.report(fresh_rows, lr)
 
-            metrics = validate(parts, run.until_asked_to_stop(parts.val_feed.pools(at.epoch)), world)
+            metrics = validate(parts, run.until_asked_to_stop(parts.val_loader.pools(at.epoch)), world)
             if run.is_asked_to_stop(parts.model_to_use):
                 return run.stop()
             run.end_epoch(parts.model_to_use, metrics)

@@ -43,8 +43,8 @@ def build_error(overrides: list[str], world: World) -> str | None:
         parts = script.build(load_config([*dict.fromkeys(overrides)]), world)
     except UserError as error:
         return str(error)
-    parts.feed.close()
-    parts.val_feed.close()
+    parts.loader.close()
+    parts.val_loader.close()
     return None
 
 

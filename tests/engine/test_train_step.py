@@ -47,7 +47,7 @@ def make_parts(
     """The parts that a step needs."""
     data = Data(train="a.h5", val="b.h5", fields={"x": "x", "y": "y"})
     device = next(model.parameters()).device
-    unused = dict.fromkeys(("source", "val_source", "sizes", "feed", "val_feed"))
+    unused = dict.fromkeys(("sizes", "train_rows", "val_rows", "loader", "val_loader"))
     return Parts(
         **unused,
         config=Config(workload="regression", data=data, optim=settings),

@@ -22,7 +22,6 @@ The base commit is the one that docs/given-up.md names.
 import argparse
 import atexit
 import hashlib
-import inspect
 import io
 import json
 import os
@@ -65,6 +64,7 @@ from fastgpu.process.config import Config  # noqa: E402
 from fastgpu.process.config_loader import load_config  # noqa: E402
 from fastgpu.process.launch import Launch, exit_with_message  # noqa: E402
 from fastgpu.process.world import World  # noqa: E402
+from fastgpu.rows.order import BlockSampler, Shard  # noqa: E402
 
 WORLDS = (1, 2, 4, 8)
 N_ROWS = 700
@@ -82,38 +82,19 @@ atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 # does; the goldens stay.
 
 
-class OneOfMany(World):
-    """A rank of a job whose other ranks are not there: they would have the same settings and rows."""
-
-    def all_gather(self, value: float) -> list[float]:
-        return [value] * self.world_size
-
-    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        return values * self.world_size
-
-    def all_reduce_max(self, value: float) -> float:
-        return value
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        return value
-
-
-def call(function: Callable[..., Any], **known: Any) -> Any:
-    """Call a function with those of the known values that it takes."""
-    return function(**{name: known[name] for name in inspect.signature(function).parameters if name in known})
-
-
 @contextmanager
 def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterator[tuple[Any, Any, int]]:
     """The feeds of the training and of the validation rows of one rank, and its batch size, as train.py opens them."""
     cfg = Config.model_validate(config)
-    world = OneOfMany(rank, world_size, world_size, CPU)
-    sections = {name: getattr(cfg, name) for name in Config.model_fields}
-    both = call(sources.open_sources, **sections, seed=cfg.run.seed, world=world)
-    chosen = call(sizes.choose_sizes, **sections, sources=both, world=world, accumulation=1)
-    seeds = (cfg.run.seed, None)
-    orders = [tiers.make_order(source, chosen, world, seed=seed) for source, seed in zip(both, seeds, strict=True)]
-    feeds = tiers.open_feeds(both, orders, chosen, world, loader=cfg.loader)
+    world = World(rank, world_size, world_size, CPU)
+    rows, val_rows = sources.open_splits(cfg.data, cfg.loader, cfg.run.seed)
+    chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
+    size, pools = chosen.batch_size, chosen.pool_batches
+    shard = Shard(rank, world_size, chosen.canonical_ranks)
+    order = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
+    shard = Shard(rank, world_size)
+    val_order = BlockSampler(val_rows, size, shard=shard, pool_batches=pools, seed=None, drop_last=False)
+    feeds = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, CPU, loader=cfg.loader)
     with closing(feeds[0]), closing(feeds[1]):
         yield feeds[0], feeds[1], chosen.batch_size
 

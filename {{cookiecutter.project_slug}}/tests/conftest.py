@@ -45,8 +45,8 @@ def build(config: Config) -> Iterator[Callable[..., train.Parts]]:
             changed = load_config([*ON_A_CPU, *words], workloads.find_options)
             world = stack.enter_context(join(Launch(), changed.dist))
             parts = train.build(changed, world)
-            stack.callback(parts.feed.close)
-            stack.callback(parts.val_feed.close)
+            stack.callback(parts.loader.close)
+            stack.callback(parts.val_loader.close)
             return parts
 
         yield make

@@ -67,14 +67,14 @@ def check_first_blocks(group: h5py.Group) -> None:
 
 def test_both_splits_have_the_fields_of_the_config(parts):
     data = parts.config.data
-    assert parts.source.fields.keys() == data.fields.keys()
-    assert parts.val_source.fields.keys() == (data.val_fields or data.fields).keys()
-    for name in parts.source.fields.keys() & parts.val_source.fields.keys():
-        assert parts.source.fields[name].dtype == parts.val_source.fields[name].dtype
+    assert parts.train_rows.fields.keys() == data.fields.keys()
+    assert parts.val_rows.fields.keys() == (data.val_fields or data.fields).keys()
+    for name in parts.train_rows.fields.keys() & parts.val_rows.fields.keys():
+        assert parts.train_rows.fields[name].dtype == parts.val_rows.fields[name].dtype
 
 
 def test_no_value_is_nan_or_infinite(parts):
-    for feed in (parts.feed, parts.val_feed):
+    for feed in (parts.loader, parts.val_loader):
         for rows in first_pools(feed):
             for name in rows.columns:
                 values = values_of(rows[name])
@@ -82,8 +82,8 @@ def test_no_value_is_nan_or_infinite(parts):
 
 
 def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
-    names = parts.source.attributes.get("class_names")
-    for feed in (parts.feed, parts.val_feed):
+    names = parts.train_rows.attributes.get("class_names")
+    for feed in (parts.loader, parts.val_loader):
         for rows in first_pools(feed):
             if "labels" not in rows.columns or rows["labels"].is_floating_point():
                 pytest.skip("the rows have no labels that are whole numbers")
@@ -93,11 +93,11 @@ def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
 
 def test_most_validation_rows_are_not_trained_on(parts):
     """A few equal rows are no mistake: pictures repeat, and users like the same two items."""
-    names = sorted(parts.source.fields.keys() & parts.val_source.fields.keys())
+    names = sorted(parts.train_rows.fields.keys() & parts.val_rows.fields.keys())
     trained_on: set[int] = set()
-    for rows in first_pools(parts.feed):
+    for rows in first_pools(parts.loader):
         trained_on |= row_keys(rows, names)
     validated: set[int] = set()
-    for rows in first_pools(parts.val_feed):
+    for rows in first_pools(parts.val_loader):
         validated |= row_keys(rows, names)
     assert len(validated & trained_on) < 0.5 * len(validated)

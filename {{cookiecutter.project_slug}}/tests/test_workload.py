@@ -35,12 +35,12 @@ def parts(build):
 
 
 def test_the_workload_keeps_the_contract(parts):
-    check_workload(parts.workload, first_batch(parts.feed), first_batch(parts.val_feed))
+    check_workload(parts.workload, first_batch(parts.loader), first_batch(parts.val_loader))
 
 
 def test_a_few_rows_can_be_learned_by_heart(parts):
     """The loss of one batch, trained on a hundred times without augmentation, falls by a fifth or more."""
-    batch = first_batch(parts.feed)
+    batch = first_batch(parts.loader)
     model = parts.workload.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -59,15 +59,15 @@ def test_a_model_built_again_from_its_card_gives_equal_outputs(parts):
     if not parts.workload.inputs:
         pytest.skip("the workload declares no inputs of predict")
     card = json.loads(json.dumps(parts.workload.card()))
-    for source in (parts.source, parts.val_source):
+    for source in (parts.train_rows, parts.val_rows):
         source.attributes = {**source.attributes, **card}
     make = workloads.load(parts.config.workload)
-    again = make(make.Options(**parts.config.model), parts.source, parts.val_source)
+    again = make(make.Options(**parts.config.model), parts.train_rows, parts.val_rows)
     model = parts.workload.model().eval()
     rebuilt = again.model()
     rebuilt.load_state_dict(model.state_dict())
     rebuilt.eval()
-    batch = first_batch(parts.val_feed)
+    batch = first_batch(parts.val_loader)
     with torch.no_grad():
         expected = parts.workload.predict(model, batch)
         found = again.predict(rebuilt, batch)

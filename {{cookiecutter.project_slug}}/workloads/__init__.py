@@ -18,7 +18,6 @@ from fastgpu.process.launch import UserError
 if TYPE_CHECKING:  # importing this package must not import torch: `train.py --help` and the config need it early
     from torch import Generator, Tensor, nn
 
-    from fastgpu.process.world import World
     from fastgpu.rows.contract import Dataset
     from fastgpu.rows.rows import Rows
     from fastgpu.training.evaluate import Sum
@@ -114,13 +113,6 @@ def load(name: str) -> type[Workload]:
     if Workload not in workload.__mro__:  # written without the base class: it gets the defaults of optional members
         workload = type("Workload", (workload, Workload), {})
     return workload
-
-
-def make(name: str, options: Section, sources: "tuple[Dataset, Dataset]", world: "World") -> Workload:
-    """The workload for training and validation rows. Raises UserError on every rank if one rank finds unfit rows."""
-    train, val = sources
-    with world.raise_on_every_rank():
-        return load(name)(options, train, val)
 
 
 def find_options(name: str) -> type[Section]:

@@ -21,7 +21,7 @@ from fastgpu.dataset.items import Items
 from fastgpu.dataset.source import ItemDataset, asks_from, rows_per_ask
 from fastgpu.feed.sizes import choose_sizes
 from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.process.config import Data, Loader, Tier
+from fastgpu.process.config import Config, Data, Loader, Tier
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged
@@ -194,13 +194,8 @@ class Drawing(Boxes):
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, is_told, tier, capsys):
     source = ItemDataset("mine", dataset, {"x": "x"} if is_told else {"images": "images"})
-    choose_sizes(
-        Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier),
-        Loader(),
-        (source, source),
-        ALONE,
-        accumulation=1,
-    )
+    data = Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier)
+    choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
     told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
     assert (told in capsys.readouterr().out) == (is_told and tier == "host")
 

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from fastgpu.feed.sizes import (
     choose_workers,
     class_order_warning,
 )
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Config, Data, Loader, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
@@ -45,14 +43,6 @@ class Shape(Dataset):
         raise KeyError(name)
 
 
-class RankOfAJob(World):
-    """A rank that knows its numbers but cannot talk to the others."""
-
-    @contextmanager
-    def raise_on_every_rank(self) -> Iterator[None]:
-        yield
-
-
 class Images(TorchDataset):
     def __len__(self) -> int:
         return 400
@@ -73,6 +63,13 @@ def memory(monkeypatch) -> dict[str, int]:
 
 def data(**values: Any) -> Data:
     return Data(train="a.h5", val="b.h5", fields={"images": "images"}, **values)
+
+
+def sizes_of(
+    data: Data, loader: Loader, sources: tuple[Dataset, Dataset], world: World, *, accumulation: int = 1
+) -> Sizes:
+    config = Config(workload="images", data=data, loader=loader, optim=Optim(accumulation_steps=accumulation))
+    return choose_sizes(config, *sources, world)
 
 
 # ---------------------------------------------------------------------------------------------- one number each
@@ -157,9 +154,9 @@ def test_a_tier_without_room_is_refused():
 
 
 def test_all_sizes_together(memory):
-    world = RankOfAJob(1, 4, 2, torch.device("cuda", 0))
+    world = World(1, 4, 2, torch.device("cuda", 0))
     source = Shape(2000, row_bytes=1 << 20)
-    chosen = choose_sizes(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
+    chosen = sizes_of(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
     assert chosen == Sizes(
         batch_size=16,
         canonical_ranks=8,
@@ -173,7 +170,7 @@ def test_all_sizes_together(memory):
 
 
 def test_values_name_the_keys_that_were_chosen(memory):
-    chosen = choose_sizes(data(), Loader(), (Shape(2000), Shape(10)), ALONE, accumulation=1)
+    chosen = sizes_of(data(), Loader(), (Shape(2000), Shape(10)), ALONE)
     assert chosen.data_values() == {"tier": "device", "pool_batches": 31}
     assert chosen.loader_values() == {"num_readers": 8}
     assert data().model_copy(update=chosen.data_values()).tier == "device"  # they are fields of their sections
@@ -182,12 +179,8 @@ def test_values_name_the_keys_that_were_chosen(memory):
 
 
 def test_numbers_that_a_person_chose_are_kept(memory):
-    chosen = choose_sizes(
-        data(tier="disk", pool_batches=3, batch_size=32),
-        Loader(num_readers=5),
-        (Shape(2000), Shape(10)),
-        ALONE,
-        accumulation=1,
+    chosen = sizes_of(
+        data(tier="disk", pool_batches=3, batch_size=32), Loader(num_readers=5), (Shape(2000), Shape(10)), ALONE
     )
     assert chosen.data_values() == {"tier": "disk", "pool_batches": 3}
     assert chosen.loader_values() == {"num_readers": 5}
@@ -197,7 +190,7 @@ def test_numbers_that_a_person_chose_are_kept(memory):
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
     fields = {"images": "images", "labels": "labels"}
     source = ItemDataset("Images", Images(), fields)
-    chosen = choose_sizes(data(), Loader(num_workers=2), (source, source), ALONE, accumulation=1)
+    chosen = sizes_of(data(), Loader(num_workers=2), (source, source), ALONE)
     assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
     assert chosen.loader_values() == {"num_workers": 2}
 
@@ -206,27 +199,27 @@ def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_ti
     source = Shape(2000)
     source.lengths = {"images": np.full(2000, 3, np.int32)}
     monkeypatch.setattr(sizes, "MAX_VALUES", 6000)
-    assert choose_sizes(data(), Loader(), (source, Shape(9)), ALONE, accumulation=1).tier == "device"
+    assert sizes_of(data(), Loader(), (source, Shape(9)), ALONE).tier == "device"
     monkeypatch.setattr(sizes, "MAX_VALUES", 5999)
-    assert choose_sizes(data(), Loader(), (source, Shape(9)), ALONE, accumulation=1).tier == "disk"
+    assert sizes_of(data(), Loader(), (source, Shape(9)), ALONE).tier == "disk"
 
 
 def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, capsys):
     source = Shape(2000)
     source.fields["labels"] = Field(np.dtype(np.int64), ())
     source.column = lambda name: np.arange(2000) // 200
-    choose_sizes(data(pool_batches=2), Loader(prefetch_pools=5), (source, Shape(10)), ALONE, accumulation=1)
+    sizes_of(data(pool_batches=2), Loader(prefetch_pools=5), (source, Shape(10)), ALONE)
     printed = capsys.readouterr().out
     assert "warning: loader.prefetch_pools has no effect on the device tier" in printed
     assert "warning: x.h5 is sorted by class" in printed
-    choose_sizes(data(tier="disk"), Loader(prefetch_pools=5), (Shape(2000), Shape(10)), ALONE, accumulation=1)
+    sizes_of(data(tier="disk"), Loader(prefetch_pools=5), (Shape(2000), Shape(10)), ALONE)
     assert capsys.readouterr().out == ""
 
 
 def test_nothing_is_read_to_choose_the_sizes(memory):
     source = Shape(2000)
     source.read = lambda *_: pytest.fail("read")
-    choose_sizes(data(tier="disk"), Loader(), (source, source), RankOfAJob(0, 2, 2, CPU), accumulation=1)
+    sizes_of(data(tier="disk"), Loader(), (source, source), World(0, 2, 2, CPU))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import ALONE, numbered
+from harness import numbered
 from torch.utils.data import Dataset as TorchDataset
 
-from fastgpu.feed.sources import open_sources
+from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
@@ -28,7 +28,7 @@ def open_both(
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Dataset, Dataset]:
-    return open_sources(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), 0, ALONE)
+    return open_splits(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), 0)
 
 
 def refused(message: str, *arguments, **options) -> None:

@@ -4,11 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, is_ragged, needs_gpu, no_host_sync, numbers_of
+from harness import CPU, is_ragged, needs_gpu, no_host_sync, numbers_of
 
 from fastgpu.feed import prefetch, tiers
-from fastgpu.feed.sizes import Sizes
-from fastgpu.feed.tiers import Feed, Placement, make_feed, make_order
+from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
@@ -248,8 +247,7 @@ def mixed(sparse, request) -> Dataset:
 
 def test_a_mixture_gives_the_same_batches_on_every_tier_and_when_it_is_resumed(mixed):
     numbers = mixed.column("number")
-    sizes = Sizes(8, 2, 30, "disk", 2, False, 0, {})
-    order = make_order(mixed, sizes, ALONE, seed=1)
+    order = BlockSampler(mixed, 8, shard=Shard(canonical_ranks=2), pool_batches=30, seed=1)
     for tier in TIERS:
         feed = make_feed(mixed, order, Placement(tier, CPU, 2), Loader())
         for epoch, first_pool in ((0, 0), (1, 0), (1, 1), (1, 6)):

@@ -14,7 +14,7 @@ from fastgpu.feed.sources import open_splits
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.decoded import CENTRE_SHARE, ImageDecoder
 from fastgpu.images.encoded import Box, EncodedImage, decode_centre, draw, random_box
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
@@ -187,7 +187,7 @@ def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
 
 def sizes_of(path: Path, **values: object) -> Sizes:
     data = Data(train=str(path), val="20%", fields=FIELDS, batch_size=8, **values)
-    return choose_sizes(data, Loader(), open_splits(data, Loader(), 0), ALONE, accumulation=1)
+    return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
 
 
 def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tmp_path):

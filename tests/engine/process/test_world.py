@@ -33,7 +33,7 @@ def use_collectives(world: World) -> dict[str, Any]:
 
 
 def raise_on_one_rank(world: World) -> None:
-    with world.raise_on_every_rank():
+    with world.together():
         if world.rank == 1:
             raise UserError("disk of rank 1 is full")
 
@@ -50,8 +50,6 @@ def use_world(world: World) -> dict[str, Any]:
         "same values": error_of(lambda: world.check_same({"optim.lr": 0.1, "run.seed": 0})),
         "other value": error_of(lambda: world.check_same({"optim.lr": 0.1, "run.seed": world.rank, "x": world.rank})),
         "value of one rank": error_of(lambda: world.check_same({"x.py": "ab"} if world.rank else {})),
-        "everywhere": error_of(lambda: world.check_everywhere(True, "no room")),
-        "not everywhere": error_of(lambda: world.check_everywhere(world.rank == 0, "no room")),
         "key": store.underlying_store.get(f"attempt0/rank {world.rank}"),
     }
 
@@ -68,7 +66,6 @@ def test_collectives_give_every_rank_the_same(ranks):
 
 def test_alone_nothing_is_sent():
     assert use_collectives(ALONE) == {"sum": 1.0, "max": 0.0, "gather": [0.5], "broadcast": "rank 0"}
-    assert error_of(lambda: ALONE.check_everywhere(False, "no room")) == "no room"
     assert not torch.distributed.is_initialized()
 
 
@@ -89,12 +86,6 @@ def test_values_that_differ_are_named_with_both_ranks(ranks):
         assert rank["different"] == f"the step is 1 on rank 1 ({host}) and 0 on rank 0 ({host}); share the folder"
         assert "x.py is ab on rank 1" in rank["value of one rank"]
         assert f"and missing on rank 0 ({host})" in rank["value of one rank"]
-
-
-def test_a_condition_that_fails_on_one_rank_fails_on_every_rank(ranks):
-    for rank in ranks:
-        assert rank["everywhere"] is None
-        assert rank["not everywhere"] == "no room"
 
 
 def test_addresses_of_the_ranks_are_kept_apart_for_each_restart(ranks):

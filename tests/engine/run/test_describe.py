@@ -1,8 +1,7 @@
 import numpy as np
-from harness import ALONE
 
 from fastgpu.feed.sizes import Sizes
-from fastgpu.feed.tiers import make_order
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run.record import describe_feed
 from fastgpu.storage.arrays import ArrayDataset
@@ -11,7 +10,7 @@ SIZES = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 <
 
 
 def describe(source: ArrayDataset) -> str:
-    return describe_feed(source, SIZES, make_order(source, SIZES, ALONE, seed=0))
+    return describe_feed(source, SIZES, BlockSampler(source, 4, pool_batches=10))
 
 
 def test_rows_that_all_count_once_have_no_line_about_an_epoch():

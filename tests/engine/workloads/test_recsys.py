@@ -179,7 +179,7 @@ def make_parts(model: nn.Module, settings: Optim, precision: Precision) -> Parts
     """The parts that a step needs."""
     data = Data(train="a.h5", val="b.h5", fields={"items": "items"})
     device = next(model.parameters()).device
-    unused = dict.fromkeys(("source", "val_source", "sizes", "feed", "val_feed"))
+    unused = dict.fromkeys(("sizes", "train_rows", "val_rows", "loader", "val_loader"))
     return Parts(
         **unused,
         config=Config(workload="recsys", data=data, optim=settings),

@@ -69,7 +69,7 @@ def test_other_numbers_of_readers_can_be_timed(bench):
 
 
 def test_each_order_is_another_one(bench):
-    first, second = (bench._next_order(bench.parts.source, 1) for _ in range(2))
+    first, second = (bench._next_order(bench.parts.train_rows, 1) for _ in range(2))
     assert list(first) != list(second)
     assert sorted(first) == sorted(second)
 

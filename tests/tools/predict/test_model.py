@@ -52,8 +52,8 @@ def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path):
 
 def test_a_model_comes_back_as_it_was(folder):
     parts = train.build(load_config(["train.epochs=1", "model.hidden_dim=7"]), ALONE)
-    parts.feed.close()
-    parts.val_feed.close()
+    parts.loader.close()
+    parts.val_loader.close()
     train.train(load_config(["train.epochs=1", "model.hidden_dim=7", "train.ema=0.5"]), ALONE)
     (best,) = (folder / "runs/a/checkpoints").glob("best-*")
     model, workload, card = load_model(best)

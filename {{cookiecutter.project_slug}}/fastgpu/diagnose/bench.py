@@ -15,13 +15,13 @@ from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
 from fastgpu.diagnose.verdict import Cause, Facts, Measured, Rounds, Setting
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
-from fastgpu.feed.tiers import Placement, make_order
+from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Config, Tier, nested
 from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import HDF5Dataset
 from fastgpu.training.parallel import reseed
@@ -42,15 +42,15 @@ class Bench:
         self.world = world
         self.meter = Meter(world, Device(world.device), seconds)
         parts = train.build(config, world)
-        parts.feed.close()
-        parts.val_feed.close()
-        self.parts = parts._replace(feed=None, val_feed=None)  # type: ignore[arg-type]  # measurements open feeds of their own
+        parts.loader.close()
+        parts.val_loader.close()
+        self.parts = parts._replace(loader=None, val_loader=None)  # type: ignore[arg-type]  # measurements open feeds of their own
         self.sizes = parts.sizes
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
-        with world.raise_on_every_rank():
-            batch = read_pool(parts.source, self._next_order(parts.source, 1), self.sizes.n_readers)
+        with world.together():
+            batch = read_pool(parts.train_rows, self._next_order(parts.train_rows, 1), self.sizes.n_readers)
         self.loop = _make_loop(self.parts, batch.to(world.device), world)
         can_step = True
         try:  # DDP needs a step before the bare model runs, so this is the first
@@ -58,7 +58,9 @@ class Bench:
         except torch.cuda.OutOfMemoryError:
             can_step = False
         batch_size = config.data.batch_size
-        world.check_everywhere(can_step, f"data.batch_size is {batch_size}: out of memory; use a smaller one")
+        with world.together():
+            if not can_step:
+                raise UserError(f"data.batch_size is {batch_size}: out of memory; use a smaller one")
         self.compute = self._time_step(self.loop.transform)
         slowest_s = self.compute.median
         if self.sizes.tier == "disk" and (supply := self.time_supply()):
@@ -97,7 +99,7 @@ class Bench:
             config = self.parts.config.resolved(**nested({setting.key: setting.value}))
             workload_class = workloads.load(config.workload)
             options = read_options(config, workload_class.Options)
-            workload = workload_class(options, self.parts.source, self.parts.val_source)
+            workload = workload_class(options, self.parts.train_rows, self.parts.val_rows)
             rng = reseed(self.world, config.run.seed)
             return self._time_step(lambda rows: workload.transform(rows, rng)).median
         timing = self.time_supply(setting)
@@ -108,7 +110,7 @@ class Bench:
         """What was measured. config: {dotted key: value}, without `auto`."""
         return {
             "world": str(self.world),
-            "machine": self.world.identity | {"row_bytes": self.parts.source.row_bytes},
+            "machine": self.world.identity | {"row_bytes": self.parts.train_rows.row_bytes},
             "config": self.parts.config.flat() | {"data.echo": self.loop.echo},
         }
 
@@ -121,11 +123,11 @@ class Bench:
     def facts(self) -> Facts:
         """What can be changed about this training."""
         parts = self.parts
-        source = parts.source
+        source = parts.train_rows
         config = parts.config
         lighter = parts.workload.lighter
         uses_workers = self.sizes.uses_workers
-        can_stay = may_stay(source) and may_stay(parts.val_source)
+        can_stay = may_stay(source) and may_stay(parts.val_rows)
         nearest_tier = choose_tier("auto", self.sizes.need, self.sizes.free, source.name, can_stay=can_stay)
         faster = [setting for setting in FASTER if config.flat()[setting.key] in (False, "fp32")]
         repack = f"python convert.py repack --dataset {config.data.dataset} {config.data.train} train.h5"
@@ -155,7 +157,7 @@ class Bench:
             list(islice(steps, n_steps))
             self.meter.device.synchronize()
         feeds.close()
-        with self.world.raise_on_every_rank():
+        with self.world.together():
             if self.world.is_main:
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,9 +178,9 @@ class Bench:
         config = self.parts.config
         if readers:
             config = config.resolved(**nested({readers.key: readers.value}))
-        source = self.parts.source
+        source = self.parts.train_rows
         n_ranks = self.world.local_world_size
-        with self.world.raise_on_every_rank():
+        with self.world.together():
             if self.sizes.uses_workers:
                 n_readers = choose_workers(config.loader.num_workers, n_ranks)
             else:
@@ -190,7 +192,8 @@ class Bench:
     def _next_order(self, source: Dataset, pool_batches: int) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
-        return make_order(source, self.sizes._replace(pool_batches=pool_batches), self.world, self._seed)
+        shard = Shard(self.world.rank, self.world.world_size, self.sizes.canonical_ranks)
+        return BlockSampler(source, self.sizes.batch_size, shard=shard, pool_batches=pool_batches, seed=self._seed)
 
     def _time_step(self, transform: Callable[[Rows], Rows]) -> Rounds:
         """Seconds per step on one batch, with this transform."""

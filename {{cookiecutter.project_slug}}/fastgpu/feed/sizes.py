@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.process.config import Auto, Data, Loader, Tier
+from fastgpu.process.config import Auto, Config, Loader, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
@@ -54,42 +54,40 @@ class Sizes(NamedTuple):
         return {"num_workers" if self.uses_workers else "num_readers": self.n_readers}
 
 
-def choose_sizes(
-    data: Data, loader: Loader, sources: tuple[Dataset, Dataset], world: World, *, accumulation: int
-) -> Sizes:
-    """What the config asks for on this machine. sources: training and validation rows.
+def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World) -> Sizes:
+    """What the config asks for on this machine. source, val_source: training and validation rows.
 
-    Raises UserError on every rank if the numbers do not fit on one of them.
+    Raises UserError if the numbers do not fit together.
     """
-    with world.raise_on_every_rank():
-        source, val_source = sources
-        batch_size = choose_rank_batch(data.batch_size, world.world_size, accumulation, source)
-        canonical_ranks = choose_canonical_ranks(data.batch_size, world.world_size, source)
-        pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
-        uses_workers = isinstance(source, ItemDataset)
-        need = sum(len(each) * (each.encoded or each).row_bytes for each in sources)
-        free = {"device": _free_device_bytes(world), "host": free_host_bytes() // world.local_world_size}
-        if data.tier == "device" and source.encoded:
-            raise UserError(
-                f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
-                f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
-            )
-        tier = choose_tier(data.tier, need, free, source.name, can_stay=all(may_stay(each) for each in sources))
-        if isinstance(source, ItemDataset) and tier != "disk" and source.draws_at_random():
-            warn(
-                f"data.tier is {tier}: the items of {source.name} are read once, so what they draw at random is the "
-                "same in each epoch; data.tier=disk reads them anew"
-            )
-        if uses_workers:
-            n_readers = choose_workers(loader.num_workers, world.local_world_size)
-        else:
-            max_readers = available_cpus() if source.decoder else MAX_READERS
-            n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
-        if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
-            warn("loader.prefetch_pools has no effect on the device tier")
-        if text := class_order_warning(source, pool_batches * data.batch_size):
-            warn(text)
-        return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
+    data, loader = cfg.data, cfg.loader
+    sources = source, val_source
+    batch_size = choose_rank_batch(data.batch_size, world.world_size, cfg.optim.accumulation_steps, source)
+    canonical_ranks = choose_canonical_ranks(data.batch_size, world.world_size, source)
+    pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
+    uses_workers = isinstance(source, ItemDataset)
+    need = sum(len(each) * (each.encoded or each).row_bytes for each in sources)
+    free = {"device": _free_device_bytes(world), "host": free_host_bytes() // world.local_world_size}
+    if data.tier == "device" and source.encoded:
+        raise UserError(
+            f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
+            f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
+        )
+    tier = choose_tier(data.tier, need, free, source.name, can_stay=all(may_stay(each) for each in sources))
+    if isinstance(source, ItemDataset) and tier != "disk" and source.draws_at_random():
+        warn(
+            f"data.tier is {tier}: the items of {source.name} are read once, so what they draw at random is the "
+            "same in each epoch; data.tier=disk reads them anew"
+        )
+    if uses_workers:
+        n_readers = choose_workers(loader.num_workers, world.local_world_size)
+    else:
+        max_readers = available_cpus() if source.decoder else MAX_READERS
+        n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
+    if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
+        warn("loader.prefetch_pools has no effect on the device tier")
+    if text := class_order_warning(source, pool_batches * data.batch_size):
+        warn(text)
+    return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
 
 
 def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Dataset) -> int:

@@ -13,34 +13,15 @@ import numpy as np
 from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 
-def open_sources(data: Data, loader: Loader, seed: int, world: World) -> tuple[Dataset, Dataset]:
-    """The training rows and the validation rows. Raises UserError on every rank if one cannot open them, or has others.
-
-    Each node may have its own copy of the files, under another name. seed: of the order of rows in a mixture.
-    """
-    identities: dict[str, object] = {}
-    with world.raise_on_every_rank():
-        source, val_source = open_splits(data, loader, seed)
-        are_decoded = source.decoder and val_source.decoder
-        check_meaning("data.val", source, val_source, preparation=not are_decoded)
-        _warn_of_shared_files(data)
-        if world.world_size > 1:
-            for key, rows in (("data.train", source), ("data.val", val_source)):
-                identities |= {f"{key}: {name}": value for name, value in rows.identity.items()}
-    world.check_same(identities)
-    return source, val_source
-
-
 def _warn_of_shared_files(data: Data) -> None:
     """Say that validation rows are trained on, as by the pattern `photos-*.h5`, which also matches photos-val.h5."""
-    if data.val_share is not None or data.val_fields not in ({}, data.fields):
+    if data.val_fields not in ({}, data.fields):
         return
     if data.dataset != "none":
         if data.train == data.val:
@@ -80,28 +61,37 @@ def _list_files(key: str, named: str | list[str] | dict[str, float]) -> list[tup
 
 
 def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
-    """The rows of data.train and those of data.val. Raises UserError if they cannot be opened.
+    """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
 
-    A share of data.train is the same rows, of which each part has a selection.
+    A share of data.train is the same rows, of which each part has a selection. seed: of the order of rows in a mixture.
     """
     train = decoded(data, _open_files(data, "train", loader))
     if data.val_share is None:
-        return _mixed(data, train, seed), decoded(data, _open_files(data, "val", loader))
+        _warn_of_shared_files(data)
+        val = decoded(data, _open_files(data, "val", loader))
+    else:
+        train, val = _hold_out(data, train)
+    are_decoded = train.decoder and val.decoder
+    check_meaning("data.val", train, val, preparation=not are_decoded)
+    return _mixed(data, train, seed), val
+
+
+def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
+    """The rows to train on, and the share that is for validation."""
     if data.val_fields:
         raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
     if data.dataset == "none":
         _refuse_repeated_files(data)
-    n_rows = len(train)
-    n_val = round(data.val_share * n_rows)
+    n_rows = len(rows)
+    n_val = round((data.val_share or 0) * n_rows)
     if not 0 < n_val < n_rows:
         raise UserError(
-            f"data.val is {100 * data.val_share:g}%, which is {n_val} of the {n_rows} rows of {train.name}; use a "
+            f"data.val is {data.val}, which is {n_val} of the {n_rows} rows of {rows.name}; use a "
             "share that leaves rows to train on and rows to validate on"
         )
-    train_share, val_share = hold_out(train.block_rows, n_val)
-    name = f"{train.name} ({n_rows - n_val:,} of its rows; {n_val:,} are for validation)"
-    val = train.select(val_share, f"{train.name} ({n_val:,} of its rows)")
-    return _mixed(data, train.select(train_share, name), seed), val
+    train_share, val_share = hold_out(rows.block_rows, n_val)
+    name = f"{rows.name} ({n_rows - n_val:,} of its rows; {n_val:,} are for validation)"
+    return rows.select(train_share, name), rows.select(val_share, f"{rows.name} ({n_val:,} of its rows)")
 
 
 def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:

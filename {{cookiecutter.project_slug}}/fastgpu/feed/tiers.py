@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,8 @@ from fastgpu.feed.prefetch import PrefetchLoader, empty_pool
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
-from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset, Pool
-from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import MAX_VALUES, Rows
 from fastgpu.storage.arrays import ArrayDataset
 
@@ -33,51 +32,36 @@ class Placement(NamedTuple):
     """Threads that read files, or worker processes (0: none) that read a Dataset."""
 
 
-class Feed(Protocol):
-    """Gives the pools of one epoch after the other."""
+class ResidentLoader:
+    """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
 
-    order: BlockSampler
+    def __init__(self, rows: Rows, order: BlockSampler, pool: Rows):
+        """pool: memory for the largest pool. One is enough: kernels that fill and use it run in order."""
+        self.order = order
+        self._rows = rows
+        self._pool = pool
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        """The pools of an epoch, beginning with that number."""
+        for plan in self.order.pools(epoch, first_pool):
+            yield Pool(plan, self._rows.take(torch.from_numpy(plan.row_ids), out=self._pool))
 
     def close(self) -> None:
-        """End the threads."""
+        """Nothing to end."""
 
 
-def make_order(
-    source: Dataset, sizes: Sizes, world: World, seed: int | None, *, n_epochs: int | None = None
-) -> BlockSampler:
-    """The order of the rows of this rank. seed: None keeps the order of the file and leaves out no row (validation).
-
-    n_epochs: number of epochs that are read at most. None: without end.
-    """
-    is_shuffled = seed is not None
-    canonical_ranks = sizes.canonical_ranks if is_shuffled else None
-    shard = Shard(world.rank, world.world_size, canonical_ranks)
-    order = BlockSampler(
-        source.block_rows if source.selection is None else source.selection,
-        sizes.batch_size,
-        shard=shard,
-        pool_batches=sizes.pool_batches,
-        seed=seed,
-        drop_last=is_shuffled,
-    )
-    order.n_epochs = n_epochs
-    return order
+Feed = PrefetchLoader | ResidentLoader
+"""Gives the pools of one epoch after the other: see `PrefetchLoader.pools`."""
 
 
-def open_feeds(
-    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, world: World, *, loader: Loader
+def open_loaders(
+    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, device: torch.device, *, loader: Loader
 ) -> list[Feed]:
-    """The feeds of a training run. Raises UserError on every rank if the rows cannot be read or kept on one of them."""
-    placement = Placement(sizes.tier, world.device, sizes.n_readers)
+    """The loaders of a training run. Raises UserError if the rows cannot be read or kept."""
+    placement = Placement(sizes.tier, device, sizes.n_readers)
     kept: dict[Dataset, Rows] = {}
-    with world.raise_on_every_rank():
-        return [
-            make_feed(source, order, placement, loader, kept=kept)
-            for source, order in zip(sources, orders, strict=True)
-        ]
+    return [
+        make_feed(source, order, placement, loader, kept=kept) for source, order in zip(sources, orders, strict=True)
+    ]
 
 
 def make_feed(
@@ -120,23 +104,6 @@ def _prefetch(source: Dataset, order: BlockSampler, placement: Placement, loader
         source = source.with_workers(placement.n_readers, order)
         n_threads = 1
     return PrefetchLoader(source, order, placement.device, n_threads, loader=loader)
-
-
-class ResidentLoader:
-    """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
-
-    def __init__(self, rows: Rows, order: BlockSampler, pool: Rows):
-        """pool: memory for the largest pool. One is enough: kernels that fill and use it run in order."""
-        self.order = order
-        self._rows = rows
-        self._pool = pool
-
-    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        for plan in self.order.pools(epoch, first_pool):
-            yield Pool(plan, self._rows.take(torch.from_numpy(plan.row_ids), out=self._pool))
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:

@@ -97,7 +97,7 @@ class World:
         return box[0]
 
     @contextmanager
-    def raise_on_every_rank(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """If any rank raises a UserError in this block, every rank raises it.
 
         The block must not contain a collective: a rank that raises would not take part in it.
@@ -124,7 +124,7 @@ class World:
             return
         host = socket.gethostname()
         first_host, first = self.broadcast((host, texts))
-        with self.raise_on_every_rank():
+        with self.together():
             names = [name for name in first | texts if texts.get(name) != first.get(name)]
             if names:
                 more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
@@ -132,12 +132,6 @@ class World:
                     f"{names[0]} is {texts.get(names[0], 'missing')} on rank {self.rank} ({host}) and "
                     f"{first.get(names[0], 'missing')} on rank 0 ({first_host}){more}; {cure}"
                 )
-
-    def check_everywhere(self, holds: bool, message: str) -> None:
-        """Raise UserError(message) on every rank if the condition does not hold on one."""
-        with self.raise_on_every_rank():
-            if not holds:
-                raise UserError(message)
 
 
 @contextmanager
@@ -179,7 +173,7 @@ def join(launch: Launch, settings: Dist) -> Iterator[World]:
         dist.barrier()
     except RankError:  # this rank alone cannot go on
         raise
-    except UserError as error:  # raised on every rank, see `raise_on_every_rank`
+    except UserError as error:  # raised on every rank, see `together`
         traceback.clear_frames(error.__traceback__)
         _leave()
         raise

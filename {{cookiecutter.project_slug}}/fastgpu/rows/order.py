@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from fastgpu.rows.contract import PoolPlan, Reads, runs
+from fastgpu.rows.contract import Dataset, PoolPlan, Reads, runs
 from fastgpu.rows.selection import AllRows, Extents, Mixture, Share
 
 
@@ -44,15 +44,16 @@ class Shard(NamedTuple):
 class BlockSampler(DistributedSampler):
     """Plans an epoch in an order that a disk can follow. A drop-in for torch's DistributedSampler.
 
-    rows: (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on this rank.
-    pool_batches: batches that are shuffled together. seed: None keeps the order of the file. drop_last: leave out the
-    rows at the end of each canonical rank that do not fill a batch (other rows in each epoch); if False, canonical
-    ranks are padded to equal length by repeating their last row. Raises ValueError if the numbers do not fit together.
+    rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on this
+    rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file. drop_last: leave
+    out the rows at the end of each canonical rank that do not fill a batch (other rows in each epoch); if False,
+    canonical ranks are padded to equal length by repeating their last row. Raises ValueError if the numbers do not
+    fit together.
     """
 
     def __init__(
         self,
-        rows: np.ndarray | Share | Mixture,
+        rows: Dataset | np.ndarray | Share | Mixture,
         batch_size: int,
         *,
         shard: Shard = Shard(),  # noqa: B008 (an immutable tuple)
@@ -60,6 +61,8 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool = True,
     ):
+        if isinstance(rows, Dataset):
+            rows = rows.block_rows if rows.selection is None else rows.selection
         self.selection = AllRows(rows) if isinstance(rows, np.ndarray) else rows
         n_rows = self.selection.epoch_rows
         super().__init__(range(n_rows), shard.world_size, shard.rank, seed is not None, seed or 0, drop_last)  # type: ignore[arg-type]

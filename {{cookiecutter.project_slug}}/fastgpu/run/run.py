@@ -67,7 +67,7 @@ class Run:
         self._lock: FolderLock | None = None
         self._agreement = Agreement(world)
         found = None
-        with world.raise_on_every_rank():
+        with world.together():
             if world.is_main:
                 path = folder.find_folder(settings)
                 if is_resumed and path.exists():
@@ -79,7 +79,7 @@ class Run:
         self.folder, changes = world.broadcast(found)
         world.print_once(folder.describe_choice(self.folder, settings))
         self.progress = checkpoint.Progress()
-        with world.raise_on_every_rank():
+        with world.together():
             if is_resumed:
                 hint = folder.trained_with(self.folder, changes, "model.")
                 self.progress = checkpoint.resume(
@@ -111,7 +111,7 @@ class Run:
         card: what the workload says about the model. Raises UserError on every rank if the folder cannot be written, or
         nothing can be sent to log.wandb.
         """
-        with self._world.raise_on_every_rank():
+        with self._world.together():
             if self._world.is_main:
                 folder.create_folder(self.folder)
                 if self._lock is None:
@@ -125,7 +125,7 @@ class Run:
             self._record.write_description(card, self._description["directions"])
             self._record.write_config(self._config)
         self._monitor = Monitor(machine_counters(self._world.gpus) if self._world.is_main else None)
-        with self._world.raise_on_every_rank():
+        with self._world.together():
             at = self.progress
             self._log = Log(
                 self.folder if self._world.is_main else None,
@@ -212,10 +212,11 @@ class Run:
         self.close()
         if self._world.is_main:
             write_or_warn(self.folder / STOPPED, json.dumps({"step": self.progress.step, "time": time.time()}))
-        self._world.check_everywhere(
-            self._is_saved,
-            f"asked to stop at step {self.progress.step}, which could not be saved in {self.folder}",
-        )
+        with self._world.together():
+            if not self._is_saved:
+                raise UserError(
+                    f"asked to stop at step {self.progress.step}, which could not be saved in {self.folder}"
+                )
         self._world.print_once(
             f"asked to stop at step {self.progress.step}, which is saved; run.resume=auto continues from there"
         )
@@ -249,10 +250,11 @@ class Run:
         self._agreement.outlive_run()
         self._log.finish(self._metrics)
         self.close()
-        self._world.check_everywhere(
-            self._is_saved,
-            f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it",
-        )
+        with self._world.together():
+            if not self._is_saved:
+                raise UserError(
+                    f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it"
+                )
         self._world.print_once(
             f"done: epoch {self.progress.epoch}, step {self.progress.step}; {self.folder}; "
             f"charts: tensorboard --logdir {self._settings.folder}"
