@@ -21,7 +21,12 @@ SOURCES = [name for name in project_files() if name.endswith(".py") and not name
 SCRIPTS = {name.removesuffix(".py") for name in SOURCES if "/" not in name}
 MAX_TYPE_IGNORES = 11
 """Comments of the kind `type: ignore` in the project. Lower this number when one goes."""
-SEE_CONFIG = ("fastgpu/process/config.py", "fastgpu/process/config_loader.py", "fastgpu/diagnose/")
+SEE_CONFIG = (
+    "fastgpu/feed/sizes.py",
+    "fastgpu/process/config.py",
+    "fastgpu/process/config_loader.py",
+    "fastgpu/diagnose/",
+)
 """Modules that see the whole config: the ones that define it, and the diagnosis, which builds
 other runs to try."""
 READS_ENVIRONMENT = {"fastgpu/process/launch.py"}

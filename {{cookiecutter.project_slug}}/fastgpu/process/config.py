@@ -1,7 +1,7 @@
 """The settings of a run: one class for each section of config.yaml.
 
 Every field has a type, a default where there is a sensible one, and a docstring, which `python train.py --help` prints.
-Functions take the section they need, never the whole `Config`; only the scripts, `choose_sizes` and the bench of diagnose see that.
+Functions take the sections they need. Only the scripts, `choose_sizes` and the bench of diagnose.py see all of them.
 The section `model` belongs to the workload, which declares its settings itself (see workloads/__init__.py). This module
 does not import torch, so a typing error in the config is reported at once.
 """
