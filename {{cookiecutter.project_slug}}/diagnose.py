@@ -67,7 +67,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     facts = bench.facts()
     verdict = world.broadcast(judge(measured, facts))
     if settings := settings_to_try(verdict.cause, facts):
-        tried = {setting: bench.try_setting(verdict.cause, setting) for setting in settings}
+        tried = {setting: bench.try_setting(setting) for setting in settings}
         verdict = world.broadcast(judge(measured, facts, tried))
 
     # ------------------------------------------------------------ tell

@@ -66,7 +66,7 @@ from tqdm import tqdm
 
 from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
 from fastgpu.predict.model import Trained, check_labelled, export, find_checkpoint, load_model
-from fastgpu.predict.output import PredictionWriter, open_output
+from fastgpu.predict.output import PredictionWriter, best_of, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, join
 from fastgpu.run.model_files import DescribedSource
@@ -82,10 +82,6 @@ def load(args: argparse.Namespace) -> Trained:
     name = f"workloads/{trained.card['workload']}.py"
     if not (args.evaluate or trained.workload.inputs):
         raise UserError(f"{name} declares no inputs of predict; workloads/__init__.py describes them")
-    if args.top:
-        if not trained.workload.top:
-            raise UserError(f"--top is {args.top}, but {name} ranks nothing")
-        trained.workload.top = args.top
     args.precision = args.precision or trained.card["precision"]
     return trained
 
@@ -106,9 +102,6 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Inputs:
 
 def check_fits(values: Mapping[str, Tensor], args: argparse.Namespace) -> None:
     """Raise UserError if predictions cannot be written as they were asked for. values: those of a batch."""
-    n_ranked = max((value.shape[1] for value in values.values() if value.ndim > 1), default=1)
-    if args.top and args.top > n_ranked:
-        raise UserError(f"--top is {args.top}, but this model has {n_ranked:,} to rank; allowed is 1 to {n_ranked}")
     for name, value in values.items():
         if value.ndim > 2 and not args.output.endswith(".jsonl"):
             shape = tuple(value.shape[1:])
@@ -132,7 +125,7 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
                 batch_ids = row_ids[start : start + order.batch_size]
                 with torch.inference_mode(), autocast:
                     rows = pool.rows.slice(start, start + len(batch_ids))
-                    values = trained.workload.predict(trained.model, rows)
+                    values = best_of(trained.workload.predict(trained.model, rows), args.top)
                 check_fits(values, args)
                 ids = {args.id: rows[args.id]} if args.id else {}
                 writer.write(batch_ids, ids, values)

@@ -117,7 +117,7 @@ def build(cfg: Config, world: World) -> Parts:
     model = to_device(workload.model(), world.device)
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
     with world.together():  # one rank may lack a package
-        optimizer = make_optimizer(model, cfg.optim, workload.parameter_groups(model))
+        optimizer = make_optimizer(model, cfg.optim)
     prepare_to_skip(optimizer, precision)
     has_ragged = any(field.is_ragged for field in train_rows.fields.values())
     ddp = share_gradients(model, cfg.dist, world, static_graph=cfg.optim.accumulation_steps == 1, has_ragged=has_ragged)
@@ -152,7 +152,7 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     optimizer = parts.optimizer
     scaler = parts.precision.scaler
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr
     losses = []
     for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
@@ -215,7 +215,7 @@ def train(cfg: Config, world: World) -> int:
     planned_rows = cfg.train.epochs * epoch_rows
     config = parts.config.flat()
     card = workload.card()
-    description = describe_model(config, sources, card, workload.metrics)
+    description = describe_model(config, sources, card, workload.best)
     with (
         closing(loader),
         closing(parts.val_loader),

@@ -3,6 +3,7 @@
 image_numbers.yaml says how to use it. Shapes: B rows of a batch, K numbers of a row.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
-from fastgpu.training.evaluate import Sum
-from workloads import Direction, images
+from workloads import images
 
 FAR = 10.0
 """Numbers whose mean or standard deviation is above this train badly as they are."""
@@ -25,7 +25,7 @@ class Workload(images.Workload):
     If the training data has the attribute `target_names`, predictions have these names.
     """
 
-    top = 0
+    best = ("mse", "lower")
 
     def __init__(self, options: images.Workload.Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with numbers, or if validation rows are of another kind."""
@@ -66,10 +66,6 @@ class Workload(images.Workload):
         hint = "; they train better as (labels - mean) / std" if is_far else ""
         return f"{text}, mean {mean}, std {std}{hint}"
 
-    @property
-    def metrics(self) -> dict[str, Direction]:
-        return {"mse": "lower", "mae": "lower"}
-
     def transform(self, batch: Rows, rng: Any) -> Rows:
         """Augment on the device; the labels become (B, K)."""
         labels_BK = batch["labels"].view(-1, self.n_outputs)
@@ -80,11 +76,13 @@ class Workload(images.Workload):
         prediction_BK = model(batch["images"]).float()
         return F.mse_loss(prediction_BK, batch["labels"].float().view_as(prediction_BK))
 
-    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         prediction_BK = model(batch["images"]).float()
         error_BK = prediction_BK - batch["labels"].float().view_as(prediction_BK)
-        n = len(batch)
-        return {"mse": Sum(error_BK.square().mean(1).sum(), n), "mae": Sum(error_BK.abs().mean(1).sum(), n)}
+        return {"mse": error_BK.square().mean(1).sum(), "mae": error_BK.abs().mean(1).sum()}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: float(sums[name] / sums["n"]) for name in ("mse", "mae")}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """Each number by its name, or the `prediction`, (B,) or (B, K)."""

@@ -3,6 +3,7 @@
 letters.yaml says how to use it. Shapes: B rows of a batch, T letters of a row, V kinds of letters.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from fastgpu.process.config import Count, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
-from fastgpu.training.evaluate import Sum
-from workloads import Direction
 
 N_LETTERS = 256
 
@@ -29,6 +28,7 @@ class Workload(workloads.Workload):
         dim: Count = 64
         """Width of the network."""
 
+    best = ("loss", "lower")
     inputs = ("text",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
@@ -37,10 +37,6 @@ class Workload(workloads.Workload):
             if text is None or text.dtype != "uint8" or len(text.shape) != 1:
                 raise UserError(f"{source.name}: the field text is {text}; allowed is uint8 (N, T)")
         self.options = options
-
-    @property
-    def metrics(self) -> dict[str, Direction]:
-        return {"loss": "lower"}
 
     def model(self) -> nn.Module:
         return Letters(self.options.dim)
@@ -53,8 +49,11 @@ class Workload(workloads.Workload):
         logits_BTV = model(text_BT[:, :-1]).float()
         return F.cross_entropy(logits_BTV.flatten(0, 1), text_BT[:, 1:].flatten())
 
-    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
-        return {"loss": Sum(self.loss(model, batch) * len(batch), len(batch))}
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        return {"loss": self.loss(model, batch) * len(batch)}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"loss": float(sums["loss"] / sums["n"])}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         return {"next": model(batch["text"].long())[:, -1].argmax(1)}

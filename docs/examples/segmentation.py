@@ -5,8 +5,8 @@ segmentation.yaml says how to use it.
 Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
-from fastgpu.training.evaluate import Sum
-from workloads import Direction, images
+from workloads import images
 
 
 class Workload(workloads.Workload):
@@ -41,8 +40,7 @@ class Workload(workloads.Workload):
         crop_padding: CountOrZero = 4
         """Pad by this many pixels, which are ignored in the mask, then crop at random. 0: off."""
 
-    lighter = MappingProxyType({"flip": False, "crop_padding": 0})
-
+    best = ("miou_pct", "higher")
     inputs = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
@@ -73,10 +71,6 @@ class Workload(workloads.Workload):
         C, H, W = self.shape_CHW
         return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self.n_classes} classes"
 
-    @property
-    def metrics(self) -> dict[str, Direction]:
-        return {"image_miou_pct": "higher", "pixel_accuracy_pct": "higher", "loss": "lower"}
-
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K, H, W)."""
         return nn.Sequential(self.normalize, UNet(self.shape_CHW, self.n_classes, self.options.width))
@@ -99,33 +93,28 @@ class Workload(workloads.Workload):
         total = F.cross_entropy(model(batch["images"]).float(), mask_BHW, ignore_index=IGNORED_CLASS, reduction="sum")
         return total / (mask_BHW != IGNORED_CLASS).sum().clamp(min=1)
 
-    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
-        """Loss and accuracy are means over pixels, `image_miou_pct` is a mean over images: of each image, the mean IoU
-        of the classes that it has in the mask or in the prediction.
-        """
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        """Pixels of each class in the mask and in the prediction, a confusion matrix (K, K), and the loss."""
         logits_BKHW = model(batch["images"]).float()
         mask_BHW = batch["masks"].long()
-        predicted_BHW = logits_BKHW.argmax(1)
         is_valid_BHW = mask_BHW != IGNORED_CLASS
-        is_hit_BHW = predicted_BHW == mask_BHW
-        hits_BK = self._count_pixels(mask_BHW, is_hit_BHW)
-        in_mask_BK = self._count_pixels(mask_BHW, is_valid_BHW)
-        in_prediction_BK = self._count_pixels(predicted_BHW, is_valid_BHW)
-        union_BK = in_mask_BK + in_prediction_BK - hits_BK
-        n_classes_B = (union_BK > 0).sum(1)
-        miou_B = (hits_BK / union_BK.clamp(min=1)).sum(1) / n_classes_B.clamp(min=1)
-        n_pixels = is_valid_BHW.sum()
-        return {
-            "image_miou_pct": Sum(100 * miou_B.sum(), (n_classes_B > 0).sum()),
-            "pixel_accuracy_pct": Sum(100 * is_hit_BHW.sum(), n_pixels),
-            "loss": Sum(F.cross_entropy(logits_BKHW, mask_BHW, ignore_index=IGNORED_CLASS, reduction="sum"), n_pixels),
-        }
+        cells = torch.where(is_valid_BHW, mask_BHW * self.n_classes + logits_BKHW.argmax(1), self.n_classes**2)
+        counts = torch.zeros(self.n_classes**2 + 1, dtype=torch.float64, device=cells.device)
+        counts.scatter_add_(0, cells.flatten(), counts.new_ones(cells.numel()))
+        loss = F.cross_entropy(logits_BKHW, mask_BHW, ignore_index=IGNORED_CLASS, reduction="sum")
+        return {"confusion": counts[:-1].view(self.n_classes, self.n_classes), "loss": loss}
 
-    def _count_pixels(self, classes_BHW: Tensor, counts_BHW: Tensor) -> Tensor:
-        """Number of the pixels that count in each class, (B, K)."""
-        classes = torch.where(counts_BHW, classes_BHW, self.n_classes).flatten(1)
-        counted = torch.zeros((len(classes), self.n_classes + 1), dtype=torch.int64, device=classes.device)
-        return counted.scatter_add_(1, classes, torch.ones_like(classes))[:, : self.n_classes]
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """`miou_pct` is the mean IoU of the classes that are in a mask or in a prediction, over all pixels."""
+        confusion = sums["confusion"]
+        hits_K = confusion.diag()
+        union_K = confusion.sum(0) + confusion.sum(1) - hits_K
+        n_pixels = confusion.sum()
+        return {
+            "miou_pct": float(100 * (hits_K / union_K)[union_K > 0].mean()),
+            "pixel_accuracy_pct": float(100 * hits_K.sum() / n_pixels),
+            "loss": float(sums["loss"] / n_pixels),
+        }
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """{"mask": (B, H, W) uint8, the class of each pixel}."""

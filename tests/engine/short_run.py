@@ -13,7 +13,6 @@ from fastgpu.process.config import Config
 from fastgpu.process.config import Run as RunSettings
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.run.checkpoint import Direction
 from fastgpu.run.model_files import describe_model
 from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
@@ -21,7 +20,6 @@ from fastgpu.storage.arrays import ArrayDataset
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
 WORLD = World(0, 1, 1, torch.device("cpu"))
-DIRECTIONS: dict[str, Direction] = {"score": "higher", "loss": "lower"}
 CARD = {"classes": ["a", "b"]}
 CONFIG = Config.model_validate(
     {
@@ -33,18 +31,25 @@ CONFIG = Config.model_validate(
 ).flat()
 """{dotted key: value}"""
 SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
-DESCRIPTION = describe_model(CONFIG, (SOURCE, SOURCE), CARD, DIRECTIONS)
+DESCRIPTION = describe_model(CONFIG, (SOURCE, SOURCE), CARD, ("score", "higher"))
 
 
 @contextmanager
 def started_run(
-    folder: Path, model: nn.Module, *, name: str = "a", config: dict[str, Any] | None = None, **settings: Any
+    folder: Path,
+    model: nn.Module,
+    *,
+    name: str = "a",
+    config: dict[str, Any] | None = None,
+    best: tuple[str, str] = ("score", "higher"),
+    **settings: Any,
 ) -> Iterator[Run]:
     """A run that has been started. settings: of section `run`."""
+    description = {**DESCRIPTION, "best": best}
     order = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
     run_settings = RunSettings(folder=str(folder), name=name, **settings)
     config = CONFIG | (config or {})
-    with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, description=DESCRIPTION)) as run:
+    with closing(Run(run_settings, {"model": model}, order, WORLD, config=config, description=description)) as run:
         run.start(CARD)
         yield run
 

@@ -1,8 +1,5 @@
 """The optimizer step of train.py against a plain one."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,7 +39,6 @@ def make_parts(
     precision: Precision = "fp32",
     *,
     ddp: nn.Module | None = None,
-    own_groups: Sequence[dict[str, Any]] = (),
 ) -> Parts:
     """The parts that a step needs."""
     data = Data(train="a.h5", val="b.h5", fields={"x": "x", "y": "y"})
@@ -54,7 +50,7 @@ def make_parts(
         workload=Regression(),
         model=model,
         ddp=ddp or model,
-        optimizer=make_optimizer(model, settings, own_groups=own_groups),
+        optimizer=make_optimizer(model, settings),
         precision=mixed_precision(precision, device),
     )
 
@@ -94,22 +90,6 @@ def test_the_loss_has_no_graph_and_no_gradient_is_left():
     assert loss.shape == ()
     assert not loss.requires_grad
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_group_keeps_its_share_of_the_learning_rate_and_frozen_parameters_stay():
-    """With plain SGD the update is proportional to the learning rate."""
-    settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.0)
-    models = [make_model(), make_model()]
-    for model in models:
-        model[1].requires_grad_(False)
-    start = make_model()
-    train_step(make_parts(models[0], settings), make_batch(), 0.1)
-    own_groups = [{"params": models[1][0].parameters(), "lr_scale": 0.25}]
-    train_step(make_parts(models[1], settings, own_groups=own_groups), make_batch(), 0.1)
-    for number, share in ((0, 0.25), (1, 1.0), (3, 1.0)):
-        update, scaled = (model[number].weight - start[number].weight for model in models)
-        torch.testing.assert_close(scaled, share * update)
-        assert (update == 0).all() == (number == 1)
 
 
 @pytest.mark.parametrize("accumulation_steps", [2, 3, 12])

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastgpu.process.config import Section
@@ -20,7 +19,6 @@ if TYPE_CHECKING:  # importing this package must not import torch: `train.py --h
 
     from fastgpu.rows.contract import Dataset
     from fastgpu.rows.rows import Rows
-    from fastgpu.training.evaluate import Sum
 
 Direction = Literal["higher", "lower"]
 """Which values of a metric are better."""
@@ -33,19 +31,11 @@ class Workload(Protocol):
     """Your settings: a class of typed fields with defaults. They are read from the section `model` of config.yaml and
     checked like every other key; a docstring under a field is shown by `python train.py --help`."""
 
-    lighter: Mapping[str, Any] = MappingProxyType({})
-    """{option: the value with which `transform` does less}. diagnose.py tries them if the transform is slow."""
-
-    top: int = 0
-    """Number of answers that `predict` ranks for each row, best first; `predict.py --top` sets it. 0: it ranks none."""
+    best: tuple[str, Direction]
+    """The metric that decides which checkpoint is the best one, and which of its values are better."""
 
     inputs: tuple[str, ...] = ()
     """The fields that `predict` takes from a batch. predict.py reads these, and all fields of training to evaluate."""
-
-    @property
-    @abstractmethod
-    def metrics(self) -> Mapping[str, Direction]:
-        """{name: which values are better}. The first metric decides which checkpoint is the best one."""
 
     @property
     def summary(self) -> str:
@@ -65,12 +55,6 @@ class Workload(Protocol):
         """The network, newly initialised, on the CPU. It should take rows as they lie in the file, so that a
         checkpoint takes them, too."""
 
-    def parameter_groups(self, model: "nn.Module") -> list[dict[str, Any]]:
-        """Parameters that train differently: [{"params": [...], "lr_scale": 0.1}]. Their learning rate is `optim.lr`
-        times `lr_scale`; `weight_decay` and other arguments of the optimizer can be set, too. All other parameters
-        train as the config says. To freeze parameters, call `requires_grad_(False)` on them in `model`."""
-        return []
-
     @abstractmethod
     def transform(self, batch: "Rows", rng: "Generator") -> "Rows":
         """Prepare a training batch on the device, for instance by augmentation. It is called anew each time a row is
@@ -81,14 +65,19 @@ class Workload(Protocol):
         """The mean loss of a batch, as a scalar on the device. Do not call .item(): the host would wait."""
 
     @abstractmethod
-    def score(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Sum"]:
-        """{metric: its sum over the rows of a validation batch and the number of rows}, for every metric."""
+    def score(self, model: "nn.Module", batch: "Rows") -> "Mapping[str, Tensor]":
+        """Sums over the rows of a validation batch, of any shape: losses, hits, a confusion matrix, a histogram."""
+
+    @abstractmethod
+    def metrics(self, sums: "Mapping[str, Tensor]") -> Mapping[str, float]:
+        """The metrics, from what `score` gives, summed over all validation rows of all ranks: float64, on the CPU.
+        `sums["n"]` is the number of these rows."""
 
     def predict(self, model: "nn.Module", batch: "Rows") -> Mapping[str, "Tensor"]:
         """{column: (B,) or (B, k)} for a batch of `inputs`, as predict.py writes it. Training does not need this.
 
-        A column `class` holds indices of the attribute `class_names`, a column `items` those of `item_ids`: predict.py
-        writes the names beside them.
+        Of a column `probability`, (B, classes), predict.py writes the best classes, of `scores`, (B, items), the best
+        items, beside their names in the attributes `class_names` and `item_ids`. An item of score -inf is none.
         """
         raise UserError("the workload has no method predict; workloads/__init__.py describes it")
 
@@ -107,11 +96,11 @@ def load(name: str) -> type[Workload]:
     workload = getattr(import_module(f"workloads.{name}"), "Workload", None)
     if workload is None:
         raise UserError(f"workloads/{name}.py has no class Workload; copy that of workloads/minimal.py")
-    for member in ("Options", *sorted(Workload.__abstractmethods__)):
+    if Workload not in workload.__mro__:
+        raise UserError(f"workloads/{name}.py: write class Workload(workloads.Workload), after import workloads")
+    for member in ("Options", "best", *sorted(Workload.__abstractmethods__)):
         if getattr(workload, member, None) is getattr(Workload, member, None):
             raise UserError(f"workloads/{name}.py: class Workload has no {member}; workloads/__init__.py describes it")
-    if Workload not in workload.__mro__:  # written without the base class: it gets the defaults of optional members
-        workload = type("Workload", (workload, Workload), {})
     return workload
 
 

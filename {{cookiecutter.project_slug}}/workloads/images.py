@@ -5,7 +5,6 @@ Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 
 from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Rows
-from fastgpu.training.evaluate import Sum
 from workloads import Direction
 
 DTYPES = ("uint8", "float16", "float32")
@@ -63,17 +61,8 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    best: tuple[str, Direction] = ("top1_pct", "higher")
     inputs = ("images",)
-    top = 1
-    lighter = MappingProxyType(
-        {
-            "flip": False,
-            "crop_padding": 0,
-            "min_crop_scale": 1.0,
-            "cutout_size": 0,
-            "mixup_alpha": 0.0,
-        }
-    )
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
@@ -89,7 +78,7 @@ class Workload(workloads.Workload):
         self.has_attributes = bool(labels.shape)
         if self.has_attributes:
             self.n_outputs = labels.shape[0]
-            self.top = 0
+            self.best = ("accuracy_pct", "higher")
         else:
             self.n_outputs = count_classes(train)
         for source in (train, val):
@@ -122,12 +111,6 @@ class Workload(workloads.Workload):
             hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))" if is_class else ""
             return f"{self.n_outputs} attributes{hint}"
         return describe_classes(labels, self.n_outputs)
-
-    @property
-    def metrics(self) -> dict[str, Direction]:
-        if self.has_attributes:
-            return {"accuracy_pct": "higher", "loss": "lower"}
-        return {"top1_pct": "higher", "top5_pct": "higher", "loss": "lower"}
 
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K)."""
@@ -172,35 +155,33 @@ class Workload(workloads.Workload):
         target = labels if labels.is_floating_point() else labels.long()
         return F.cross_entropy(logits_BK, target, label_smoothing=smoothing)
 
-    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
-        n = len(batch)
         if self.has_attributes:
             target_BK = labels.float()
             loss = F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="sum") / self.n_outputs
-            hits = ((logits_BK > 0) == (target_BK > 0)).sum() / self.n_outputs
-            return {"accuracy_pct": Sum(100 * hits, n), "loss": Sum(loss, n)}
+            return {"hits": ((logits_BK > 0) == (target_BK > 0)).sum() / self.n_outputs, "loss": loss}
         labels_B = labels.long()
         hits_B5 = logits_BK.topk(min(5, self.n_outputs), dim=1).indices == labels_B[:, None]
         loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-        return {
-            "top1_pct": Sum(100 * hits_B5[:, 0].sum(), n),
-            "top5_pct": Sum(100 * hits_B5.sum(), n),
-            "loss": Sum(loss, n),
-        }
+        return {"top1": hits_B5[:, 0].sum(), "top5": hits_B5.sum(), "loss": loss}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Percentages and the mean loss. Five answers of few classes say nothing, so top5_pct needs six classes."""
+        mean = {name: float(value / sums["n"]) for name, value in sums.items()}
+        if self.has_attributes:
+            return {"accuracy_pct": 100 * mean["hits"], "loss": mean["loss"]}
+        top5 = {"top5_pct": 100 * mean["top5"]} if self.n_outputs > 5 else {}
+        return {"top1_pct": 100 * mean["top1"], **top5, "loss": mean["loss"]}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """`class` and its `probability`, (B,), or (B, top) if `top` is above 1; for attributes the probability of each,
-        by its name."""
+        """The `probability` of each class, (B, K); for attributes that of each, (B,), by its name."""
         logits_BK = model(batch["images"]).float()
         if self.has_attributes:
             names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
             return dict(zip(names, logits_BK.sigmoid().unbind(1), strict=True))
-        best = logits_BK.softmax(1).topk(min(self.top, self.n_outputs), dim=1)
-        if self.top == 1:
-            return {"class": best.indices[:, 0], "probability": best.values[:, 0]}
-        return {"class": best.indices, "probability": best.values}
+        return {"probability": logits_BK.softmax(1)}
 
     def card(self) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ data:
   fields: {x: x, y: y}        # datasets of the file: x (N, ...) and y (N,) or (N, K)
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
-from fastgpu.training.evaluate import Sum
-from workloads import Direction
 
 
 class Workload(workloads.Workload):
@@ -28,6 +27,7 @@ class Workload(workloads.Workload):
         hidden_dim: int = 64
         """Width of the hidden layer."""
 
+    best = ("mse", "lower")
     inputs = ("x",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
@@ -40,10 +40,6 @@ class Workload(workloads.Workload):
         self.n_inputs = int(torch.Size(train.fields["x"].shape).numel())
         self.n_outputs = int(torch.Size(train.fields["y"].shape).numel())
 
-    @property
-    def metrics(self) -> dict[str, Direction]:
-        return {"mse": "lower"}
-
     def model(self) -> nn.Module:
         hidden_dim = self.options.hidden_dim
         return nn.Sequential(nn.Linear(self.n_inputs, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, self.n_outputs))
@@ -55,8 +51,11 @@ class Workload(workloads.Workload):
         prediction = model(batch["x"].reshape(len(batch), -1).float())
         return F.mse_loss(prediction.float(), batch["y"].float().view_as(prediction))
 
-    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
-        return {"mse": Sum(self.loss(model, batch) * len(batch), len(batch))}
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
+        return {"mse": self.loss(model, batch) * len(batch)}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"mse": float(sums["mse"] / sums["n"])}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         prediction = model(batch["x"].reshape(len(batch), -1).float()).float()

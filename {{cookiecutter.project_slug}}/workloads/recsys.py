@@ -9,6 +9,7 @@ ones at n_u items. No dense row is ever built, neither on the host nor on the de
 Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent dimensions.
 """
 
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Annotated, Any
 
@@ -24,9 +25,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.training.evaluate import Sum
 from fastgpu.training.ranking import rank
-from workloads import Direction
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)
@@ -53,8 +52,8 @@ class Workload(workloads.Workload):
         kl_anneal_steps: CountOrZero = 0
         """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
 
+    best = (f"ndcg_at_{NDCG_AT}", "higher")
     inputs = ("items",)
-    top = 10
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not items of users, or if training and validation have other items."""
@@ -75,10 +74,6 @@ class Workload(workloads.Workload):
         if len(val):  # those of predict.py are none
             _warn_of_known_items(val)
 
-    @property
-    def metrics(self) -> dict[str, Direction]:
-        return {f"ndcg_at_{NDCG_AT}": "higher", **{f"recall_at_{k}": "higher" for k in RECALL_AT}}
-
     def model(self) -> nn.Module:
         """Items (N,), offsets (B + 1,) -> logits (B, I), penalty."""
         return AutoEncoder(self.n_items, self.options)
@@ -95,25 +90,27 @@ class Workload(workloads.Workload):
             logits_BI = logits_BI.float()
         return multinomial_nll(logits_BI, items) + penalty
 
-    def score(self, model: nn.Module, batch: Rows) -> dict[str, Sum]:
-        """Users without held-out items do not count."""
+    def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         items: Ragged = batch["items"]
         logits_BI, _ = model(items.values, items.offsets)
         ranking = rank(logits_BI.float(), items, batch["held_out"], recall_at=RECALL_AT, ndcg_at=NDCG_AT)
         values = {f"ndcg_at_{NDCG_AT}": ranking.ndcg}
         values |= {f"recall_at_{k}": ranking.recall[k] for k in RECALL_AT}
-        n_users = ranking.has_held_out.sum()
-        return {name: Sum((value_B * ranking.has_held_out).sum(), n_users) for name, value_B in values.items()}
+        counts_B = ranking.has_held_out
+        return {"users": counts_B.sum(), **{name: (value_B * counts_B).sum() for name, value_B in values.items()}}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Means over the users that have something held out."""
+        names = (f"ndcg_at_{NDCG_AT}", *(f"recall_at_{k}" for k in RECALL_AT))
+        return {name: float(sums[name] / sums["users"]) for name in names}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The `top` best `items` that each user does not have, and their `scores` (logits): (B, top). If there are
-        fewer of them, the rest are item -1 with the score -inf."""
+        """The `scores` of all items, (B, I): logits, and -inf for those that a user has."""
         seen: Ragged = batch["items"]
         logits_BI, _ = model(seen.values, seen.offsets)
         scores_BI = logits_BI.float()
         scores_BI[seen.rows, seen.values] = -torch.inf
-        best = scores_BI.topk(min(self.top, self.n_items), dim=1)
-        return {"items": best.indices.masked_fill(best.values.isinf(), -1), "scores": best.values}
+        return {"scores": scores_BI}
 
     def card(self) -> dict[str, Any]:
         return {"n_items": self.n_items}

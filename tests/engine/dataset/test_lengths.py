@@ -216,7 +216,6 @@ from torch import nn
 
 import workloads
 from fastgpu.process.config import Section
-from fastgpu.training.evaluate import Sum
 
 
 class Net(nn.Module):
@@ -235,7 +234,7 @@ class Workload(workloads.Workload):
         width: int = 0
 
     inputs = ("parts",)
-    metrics = {"mse": "lower"}
+    best = ("mse", "lower")
 
     def __init__(self, options, train, val):
         assert train.fields["parts"].is_ragged
@@ -255,7 +254,10 @@ class Workload(workloads.Workload):
         return F.mse_loss(self._predict(model, batch)[:, 0], batch["y"].float())
 
     def score(self, model, batch):
-        return {"mse": Sum(self.loss(model, batch) * len(batch), len(batch))}
+        return {"mse": self.loss(model, batch) * len(batch)}
+
+    def metrics(self, sums):
+        return {"mse": sums["mse"] / sums["n"]}
 
     def card(self):
         return {}

@@ -3,7 +3,6 @@ import torch
 from torch import nn
 
 from fastgpu.process.config import Optim
-from fastgpu.process.launch import UserError
 from fastgpu.training.step import make_optimizer
 
 
@@ -44,37 +43,3 @@ def test_frozen_parameters_are_left_out(model):
     parameters = [id(p) for group in make_optimizer(model, Optim()).param_groups for p in group["params"]]
     assert id(model[0].weight) not in parameters
     assert id(model[3].weight) in parameters
-
-
-# ---------------------------------------------------------------------------------------------- groups of a workload
-
-
-def test_own_groups_are_split_like_the_others_and_keep_what_they_set(model):
-    own = [{"params": model[0].parameters(), "lr_scale": 0.1}, {"params": [model[1].weight], "weight_decay": 0.3}]
-    optimizer = make_optimizer(model, Optim(weight_decay=0.5), own_groups=own)
-    found = {
-        id(p): (group.get("lr_scale"), group["weight_decay"])
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    expected = {
-        model[0].weight: (0.1, 0.5),
-        model[0].bias: (0.1, 0.0),
-        model[1].weight: (None, 0.3),
-        model[1].bias: (None, 0.0),
-        model[3].weight: (None, 0.5),
-        model[3].bias: (None, 0.0),
-    }
-    assert found == {id(p): value for p, value in expected.items()}
-
-
-def test_frozen_parameters_of_own_groups_are_left_out(model):
-    model[0].requires_grad_(False)
-    optimizer = make_optimizer(model, Optim(), own_groups=[{"params": model[0].parameters(), "lr_scale": 0.1}])
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert parameters == {id(p) for p in model.parameters() if p.requires_grad}
-
-
-def test_a_learning_rate_of_its_own_is_refused(model):
-    with pytest.raises(UserError, match="parameter_groups sets lr, .* set lr_scale"):
-        make_optimizer(model, Optim(), own_groups=[{"params": model[0].parameters(), "lr": 0.1}])

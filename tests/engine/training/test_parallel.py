@@ -6,7 +6,7 @@ from torch import nn
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.training.parallel import average_buffers, reseed, share_gradients, unused_gpus_hint
+from fastgpu.training.parallel import average_statistics, reseed, share_gradients, unused_gpus_hint
 
 
 def three_backward_passes(world: World) -> tuple[list, list, float, int]:
@@ -19,7 +19,7 @@ def three_backward_passes(world: World) -> tuple[list, list, float, int]:
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
     norm.num_batches_tracked.fill_(5)
-    average_buffers(norm, world)
+    average_statistics(norm, world)
     return model.weight.tolist(), model.weight.grad.tolist(), norm.running_mean.item(), norm.num_batches_tracked.item()
 
 
@@ -78,3 +78,18 @@ def test_a_seed_repeats_its_draws_and_depends_on_every_number_and_the_rank():
     assert draw(1, 2, 3) == draw(1, 2, 3)
     draws = {draw(a, b, c, rank=r) for a in range(3) for b in range(3) for c in range(3) for r in range(2)}
     assert len(draws) == 54
+
+
+def average_a_queue(world: World) -> tuple[list[float], list[float]]:
+    """A queue of two numbers of this rank, and the statistics of a norm, after averaging."""
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "queue": nn.Module()})
+    model["queue"].register_buffer("rows", torch.eye(2)[world.rank])
+    model["norm"].running_var.fill_(world.rank)
+    average_statistics(model, world)
+    return model["queue"].rows.tolist(), model["norm"].running_var.tolist()
+
+
+@pytest.mark.slow
+def test_only_running_statistics_are_averaged_over_the_ranks():
+    """A queue of unit vectors, as of contrastive learning, would lose its norm."""
+    assert in_world(2, average_a_queue) == [([1, 0], [0.5, 0.5]), ([0, 1], [0.5, 0.5])]

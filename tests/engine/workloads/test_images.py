@@ -196,28 +196,30 @@ def test_scores_are_sums_against_the_formula(store):
     def score(start: int, stop: int) -> dict[str, torch.Tensor]:
         batch = Rows({"images": images((stop - start, 3, 8, 8)), "labels": labels[start:stop]})
         sums = workload.score(lambda _: logits[start:stop], batch)
-        assert all(value.n == stop - start for value in sums.values())
-        return {name: value.total.double() for name, value in sums.items()}
+        return {name: value.double() for name, value in sums.items()}
 
     ranks = (-logits).argsort(1).argsort(1)[torch.arange(50), labels]
     expected = {
-        "top1_pct": 100.0 * (ranks < 1).sum(),
-        "top5_pct": 100.0 * (ranks < 5).sum(),
+        "top1": (ranks < 1).sum(),
+        "top5": (ranks < 5).sum(),
         "loss": -logits.log_softmax(1)[torch.arange(50), labels].sum(),
     }
     whole = score(0, 50)
     parts = [score(0, 17), score(17, 49), score(49, 50)]
-    assert list(whole) == list(workload.metrics)
+    metrics = workload.metrics({**whole, "n": torch.tensor(50.0)})
+    assert list(metrics) == ["top1_pct", "top5_pct", "loss"]
+    assert metrics["top5_pct"] == pytest.approx(2 * float(expected["top5"]))
     for name, value in expected.items():
         torch.testing.assert_close(whole[name], value.double(), rtol=1e-6, atol=0)
         torch.testing.assert_close(sum(part[name] for part in parts), value.double(), rtol=1e-6, atol=0)
 
 
-def test_fewer_than_five_classes(store):
+def test_five_answers_of_few_classes_are_no_metric(store):
     workload = make_workload(store)
     assert workload.n_outputs == 4
     batch = Rows({"images": images((6, 3, 8, 8)), "labels": torch.zeros(6, dtype=torch.int64)})
-    assert workload.score(workload.model().eval(), batch)["top5_pct"].total == 600
+    sums = workload.score(workload.model().eval(), batch)
+    assert list(workload.metrics({**sums, "n": torch.tensor(6.0)})) == ["top1_pct", "loss"]
 
 
 def test_classes_come_from_the_names_if_there_are_any(write):
@@ -352,7 +354,6 @@ def test_every_augmentation_keeps_the_dtype_and_can_be_trained_on(tmp_path, dtyp
     store = open_rows(tmp_path, pixels, np.arange(12) % 4)
     options = {"flip": True, "crop_padding": 2, "min_crop_scale": 0.5, "cutout_size": 3, "mixup_alpha": 0.3}
     workload = make_workload(store, **options)
-    assert options.keys() == {key for key in workload.lighter if key in options}
     batch = Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(12) % 4})
     assert str(workload.transform(batch, rng())["images"].dtype) == f"torch.{dtype}"
     check_workload(workload, batch, batch)
@@ -395,16 +396,18 @@ def test_loss_and_scores_of_attributes_against_the_formula(tmp_path, attributes)
     store = open_rows(tmp_path, numbered(40, (3, 8, 8)), attributes)
     workload = make_workload(store, label_smoothing=0.1)
     assert workload.n_outputs == 5
-    assert list(workload.metrics) == ["accuracy_pct", "loss"]
+    assert workload.best == ("accuracy_pct", "higher")
     logits = torch.randn(40, 5, generator=rng())
     truth = torch.from_numpy(attributes)
     batch = Rows({"images": images((40, 3, 8, 8)), "labels": truth})
     p = logits.sigmoid()
     scores = workload.score(lambda _: logits, batch)
     loss = -(truth * p.log() + (1 - truth.float()) * (1 - p).log()).mean(1).sum()
-    torch.testing.assert_close(scores["loss"].total, loss)
-    hits = 100 * ((p > 0.5) == (truth == 1)).float().mean(1).sum()
-    torch.testing.assert_close(scores["accuracy_pct"].total, hits)
+    torch.testing.assert_close(scores["loss"], loss)
+    hits = ((p > 0.5) == (truth == 1)).float().mean(1).sum()
+    torch.testing.assert_close(scores["hits"], hits)
+    metrics = workload.metrics({**scores, "n": torch.tensor(40.0)})
+    assert metrics == pytest.approx({"accuracy_pct": 100 * float(hits) / 40, "loss": float(loss) / 40})
     target = truth * 0.9 + 0.05
     expected = -(target * p.log() + (1 - target) * (1 - p).log()).mean()
     torch.testing.assert_close(workload.loss(lambda _: logits, batch), expected)
@@ -455,7 +458,6 @@ def test_easy_images_are_learned(image_folder):
     script.train(load_config([]), ALONE)
     last = metrics_of(image_folder / "runs/a")[-1]
     assert last["val/top1_pct"] >= 90
-    assert last["val/top5_pct"] == 100
 
 
 GPU_SETTINGS = {
@@ -548,15 +550,12 @@ class Workload(images.Workload):
         backbone.load_state_dict(torch.load("pretrained.pt", weights_only=True))
         backbone[0].requires_grad_(False)
         return nn.Sequential(self.normalize, backbone, nn.Linear(16, self.n_outputs))
-
-    def parameter_groups(self, model):
-        return [{"params": model[1].parameters(), "lr_scale": 1e-6}]
 """
 
 
 @pytest.mark.slow
 def test_an_own_network_is_a_subclass_of_a_few_lines(image_folder):
-    """Pretrained weights from a file, frozen layers and parameter groups, with the gradients of two ranks."""
+    """Pretrained weights from a file and frozen layers, with the gradients of two ranks."""
     root = copy_project(image_folder)
     (root / "workloads/own.py").write_text(OWN_WORKLOAD)
     torch.manual_seed(1)
@@ -568,8 +567,6 @@ def test_an_own_network_is_a_subclass_of_a_few_lines(image_folder):
     trained = weights_of(image_folder / "runs/a")
     assert torch.equal(trained["1.0.weight"], pretrained["0.weight"])
     learned = [name for name, _ in ResNet((1, 8, 8), 16, 4, 1).named_parameters() if name != "0.weight"]
-    for name in learned:
-        torch.testing.assert_close(trained[f"1.{name}"], pretrained[name], rtol=0, atol=1e-5)
     assert any(not torch.equal(trained[f"1.{name}"], pretrained[name]) for name in learned)
 
 

@@ -6,13 +6,11 @@ import train
 from harness import in_world
 from simulated import ALONE
 
-import workloads
 from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.verdict import Setting
 from fastgpu.process.config import Config, Data, nested
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.rows import Rows
 
 SECONDS = 0.01
 
@@ -65,37 +63,13 @@ def test_the_nearer_tier_is_the_one_that_auto_would_choose(bench):
 
 def test_other_numbers_of_readers_can_be_timed(bench):
     assert bench.time_supply(Setting("loader.num_readers", 3)).median > 0
-    assert bench.try_setting("READ", Setting("loader.num_readers", 2)) > 0
+    assert bench.try_setting(Setting("loader.num_readers", 2)) > 0
 
 
 def test_each_order_is_another_one(bench):
     first, second = (bench._next_order(bench.parts.train_rows, 1) for _ in range(2))
     assert list(first) != list(second)
     assert sorted(first) == sorted(second)
-
-
-def test_a_lighter_transform_is_tried_with_its_setting(config, monkeypatch):
-    """Options that make the transform lighter are those of the workload whose value is another one now."""
-
-    class Workload(workloads.load("minimal")):
-        class Options(workloads.load("minimal").Options):
-            n_shifts: int = 3
-            flips: bool = False
-
-        lighter = {"n_shifts": 0, "flips": False}  # noqa: RUF012
-        seen: set[int] = set()  # noqa: RUF012
-
-        def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
-            self.seen.add(self.options.n_shifts)
-            return batch
-
-    monkeypatch.setattr(workloads, "load", lambda name: Workload)
-    bench = Bench(config, ALONE, SECONDS)
-    setting = Setting("model.n_shifts", 0)
-    assert bench.facts().lighter == (setting,)
-    assert Workload.seen == {3}
-    assert bench.try_setting("AUGMENT", setting) > 0
-    assert Workload.seen == {3, 0}
 
 
 def test_a_batch_that_does_not_fit_the_device_is_an_error_with_its_cure(config, monkeypatch):

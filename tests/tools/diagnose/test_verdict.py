@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from harness import ROOT
 
-import workloads
 from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Setting, exceeds, judge, settings_to_try
 from fastgpu.process.config_loader import keys
 
@@ -74,11 +73,6 @@ def test_the_best_setting_that_was_tried_is_the_change():
     assert (verdict.change, verdict.gain) == ("loader.num_readers=4", 2.0)
     assert judge(slow_supply, Facts(n_readers=2), {four_readers: 3.95}).change == "data.echo=4"
 
-    slow_transform = measured(1.0, 1.0, untransformed=0.5)
-    lighter = Facts(lighter=(Setting("model.cutout_size", 0), Setting("model.flip", False)))
-    no_cutout, no_flip = settings_to_try("AUGMENT", lighter)
-    verdict = judge(slow_transform, lighter, {no_cutout: 0.6, no_flip: 0.95})
-    assert (verdict.change, verdict.gain) == ("model.cutout_size=0", pytest.approx(1 / 0.6))
     assert settings_to_try("COMPUTE", Facts()) == []
 
 
@@ -204,9 +198,3 @@ def test_messages_name_keys_of_the_config():
     for path in [ROOT / "diagnose.py", *(ROOT / "fastgpu" / "diagnose").glob("*.py")]:
         quoted = re.findall(rf"(?<![\w/.])(?:{sections})\.[a-z_0-9]+", "".join(re.findall(r'".*?"', path.read_text())))
         assert set(quoted) - {"train.py", "train.h5"} <= keys().keys(), path
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "workloads").glob("[a-z]*.py")))
-def test_lighter_values_are_valid_options_of_the_workload(name):
-    workload = workloads.load(name)
-    workload.Options.model_validate(dict(workload.lighter))

@@ -17,6 +17,7 @@ from fastgpu.images.files import Preprocessing
 from fastgpu.predict.image_inputs import open_images
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import Trained, check_labelled, load_model
+from fastgpu.predict.output import best_of
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.rows import Field, Rows
@@ -149,12 +150,14 @@ def test_predictions_of_classes_and_attributes():
     model = workload.model().eval()
     probabilities = model(batch["images"]).softmax(1)
     predicted = workload.predict(model, batch)
-    assert torch.equal(predicted["class"], probabilities.argmax(1))
-    assert torch.equal(predicted["probability"], probabilities.max(1).values)
-    workload.top = 9  # more than there are
-    predicted = workload.predict(model, batch)
-    assert predicted["class"].shape == predicted["probability"].shape == (5, 4)
-    torch.testing.assert_close(predicted["probability"].sum(1), torch.ones(5))
+    best = best_of(predicted, None)
+    assert torch.equal(best["class"], probabilities.argmax(1))
+    assert torch.equal(best["probability"], probabilities.max(1).values)
+    best = best_of(predicted, 4)
+    assert best["class"].shape == best["probability"].shape == (5, 4)
+    torch.testing.assert_close(best["probability"].sum(1), torch.ones(5))
+    with pytest.raises(UserError, match="--top is 5, but this model has 4 to rank; allowed is 1 to 4"):
+        best_of(predicted, 5)
     workload = make_workload(has_attributes=True, class_names=["young", "smiles", "hat"])
     model = workload.model().eval()
     predicted = workload.predict(model, batch)

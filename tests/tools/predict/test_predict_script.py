@@ -233,7 +233,7 @@ def test_flags_that_do_not_fit_are_told_before_torch_is_imported(arguments, mess
         (["runs/a", "rows.h5", "a.png"], "INPUT has HDF5 files and image files; give one kind at a time"),
         (["runs/a", "runs/a"], "INPUT is runs/a, a run or a checkpoint; name one CHECKPOINT"),
         (["{best}", "{last}", "rows.h5"], "INPUT is .*last-0.*, a run or a checkpoint; name one CHECKPOINT"),
-        (["runs/a", "rows.h5::/val", "--top", "3"], "--top is 3, but workloads/minimal.py ranks nothing"),
+        (["runs/a", "rows.h5::/val", "--top", "3"], "--top is 3, but `predict` of the workload ranks nothing"),
         (["runs/a", "a.png"], r"(the model takes|not an HDF5 or NumPy file).* float32 \(N, 6\)"),
         (["runs/a", "rows.h5::/val", "-o", "none/a.csv"], "none/a.csv was not written: .*No such file"),
     ],

@@ -33,6 +33,6 @@ def write_run(folder: Path, n_points: int = 5) -> Path:
     points.append({"step": n_points, "time_s": 10.0 * n_points, "val/loss": 0.25, "val/top1_pct": 99.0})
     write_points(folder, points)
     (folder / "config.yaml").write_text("workload: images\ndata: {batch_size: 64}  # <b>&\nmodel: {width: 8}\n")
-    description = {"command": ["train.py"], "metrics": {"top1_pct": "higher", "loss": "lower"}}
+    description = {"command": ["train.py"], "best": ["top1_pct", "higher"]}
     (folder / "run.json").write_text(json.dumps(description))
     return folder

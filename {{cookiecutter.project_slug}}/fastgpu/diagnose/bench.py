@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 import train
-import workloads
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
-from fastgpu.diagnose.verdict import Cause, Facts, Measured, Rounds, Setting
+from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Setting
 from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Config, Tier, nested
-from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -92,16 +90,8 @@ class Bench:
         feeds.close()
         return timing
 
-    def try_setting(self, cause: Cause, setting: Setting) -> float:
-        """Seconds per step of the part that the setting changes (see `verdict.judge`); inf if it is not possible."""
-        if cause == "AUGMENT":
-            self.show(f"trying {setting}")
-            config = self.parts.config.resolved(**nested({setting.key: setting.value}))
-            workload_class = workloads.load(config.workload)
-            options = read_options(config, workload_class.Options)
-            workload = workload_class(options, self.parts.train_rows, self.parts.val_rows)
-            rng = reseed(self.world, config.run.seed)
-            return self._time_step(lambda rows: workload.transform(rows, rng)).median
+    def try_setting(self, setting: Setting) -> float:
+        """Seconds per step of the supply with this setting (see `verdict.judge`); inf if it is not possible."""
         timing = self.time_supply(setting)
         return timing.median if timing else inf
 
@@ -125,7 +115,6 @@ class Bench:
         parts = self.parts
         source = parts.train_rows
         config = parts.config
-        lighter = parts.workload.lighter
         uses_workers = self.sizes.uses_workers
         can_stay = may_stay(source) and may_stay(parts.val_rows)
         nearest_tier = choose_tier("auto", self.sizes.need, self.sizes.free, source.name, can_stay=can_stay)
@@ -140,9 +129,6 @@ class Bench:
             float_fields={name: each.dtype.itemsize for name, each in source.fields.items() if each.dtype.kind == "f"},
             filters=source.filters if isinstance(source, HDF5Dataset) else "",
             is_fp16=parts.precision.name == "fp16",
-            lighter=tuple(
-                Setting(f"model.{key}", value) for key, value in lighter.items() if config.model[key] != value
-            ),
             repack_command=repack if uses_workers else "",
             faster=tuple(faster) if self.world.device.type == "cuda" else (),
         )

@@ -195,8 +195,6 @@ class Facts(NamedTuple):
     filters: str = ""
     """How the rows are compressed in their file."""
     is_fp16: bool = False
-    lighter: tuple[Setting, ...] = ()
-    """Settings that each make the transform do less."""
     repack_command: str = ""
     """The command that decodes the user's own Dataset once and for all."""
     faster: tuple[Setting, ...] = ()
@@ -248,16 +246,13 @@ def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
     """Settings whose effect does not follow from the ceilings. Measure them, and call `judge` with the results."""
     if cause in ("READ", "DECODE"):
         return [Setting(facts.readers_key, max(1, 2 * facts.n_readers))]
-    if cause == "AUGMENT":
-        return list(facts.lighter)
     return []
 
 
 def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
     """The bottleneck, and the change that promises most.
 
-    tried: what was measured with the settings of `settings_to_try`: the supply (READ, DECODE, COPY) or the step
-    (AUGMENT).
+    tried: the supply that was measured with the settings of `settings_to_try`.
     """
     suspects = find_suspects(m)
     cause, why, _ = suspects[0]
@@ -393,11 +388,8 @@ def _find_changes(suspect: Suspect, m: Measured, facts: Facts, tried: Tried) -> 
     if cause in ("READ", "DECODE", "COPY"):
         return _find_feed_changes(cause, m, facts, tried)
     if cause == "AUGMENT":
-        changes: list[Change] = [
-            (setting, _with_step(m, tried[setting])) for setting in sorted(tried, key=tried.__getitem__)
-        ]
         advice = "make `transform` of the workload lighter, or try train.compile=true"
-        return [*changes, (advice, _with_step(m, (1 - m.transform.median) * m.compute_s))]
+        return [(advice, _with_step(m, (1 - m.transform.median) * m.compute_s))]
     if cause == "HOST":
         return _find_host_changes(m, facts)
     if cause == "RANKS":

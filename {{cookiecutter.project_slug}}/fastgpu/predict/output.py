@@ -21,6 +21,33 @@ NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids
 """{column of numbers: (column of their names, attribute of model.json that has the names)}"""
 
 
+RANKED = {"probability": ("class", 1), "scores": ("items", 10)}
+"""{column of `predict`, (B, n): (column of the numbers of the best ones, how many of them)}"""
+
+
+def best_of(values: Mapping[str, Tensor], top: int | None) -> dict[str, Tensor]:
+    """Predictions with the best `top` classes or items, best first, in place of the values of all: (B,) or (B, top).
+
+    top: None stands for one class, or ten items. An item of score -inf becomes -1. Raises UserError if nothing is
+    ranked, or if there are fewer than `top`.
+    """
+    ranked = [name for name in RANKED if name in values and values[name].ndim == 2]
+    if top and not ranked:
+        raise UserError(f"--top is {top}, but `predict` of the workload ranks nothing")
+    chosen = dict(values)
+    for name in ranked:
+        index_name, default = RANKED[name]
+        n_all = values[name].shape[1]
+        if top and top > n_all:
+            raise UserError(f"--top is {top}, but this model has {n_all:,} to rank; allowed is 1 to {n_all}")
+        best = chosen.pop(name).topk(top or min(default, n_all))
+        indices = best.indices.masked_fill(best.values == -torch.inf, -1)
+        is_one = indices.shape[1] == 1
+        chosen |= {index_name: indices.squeeze(1) if is_one else indices}
+        chosen |= {name: best.values.squeeze(1) if is_one else best.values}
+    return chosen
+
+
 class PredictionWriter:
     """Writes lines to an open file.
 

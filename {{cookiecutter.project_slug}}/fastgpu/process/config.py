@@ -52,9 +52,6 @@ class Run(Section):
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
     check: bool = False
     """Build data, model and optimizer, and stop before the first step: whatever would stop the run shows in seconds."""
-    best_metric: str = ""
-    """Metric that decides which epoch is the best: its checkpoint is kept as `best-<step>`. Empty: the first one of the
-    workload."""
 
 
 class Data(Section):

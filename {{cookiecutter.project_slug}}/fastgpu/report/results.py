@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
-from math import inf, isnan, prod
+from math import isnan, prod
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -154,20 +154,12 @@ def charts(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def best(points: Iterable[Point], folder: Path) -> Best | None:
-    """The best value of run.best_metric; of equal ones that of the lowest loss, whose checkpoint is the best one."""
-    directions = read_description(folder).get("metrics", {})
-    metric = read_config(folder).get("run.best_metric") or next(iter(directions), "")
-    if metric not in directions:
-        return None
+    """The best value of the metric that counts; of equal ones the first, whose checkpoint is the best one."""
+    metric, direction = read_description(folder).get("best", ("", ""))
     name = f"val/{metric}"
-    sign = -1 if directions[metric] == "higher" else 1
+    sign = -1 if direction == "higher" else 1
     scored = [point for point in points if name in point and not isnan(point[name])]
-
-    def rank(point: Point) -> tuple[float, float]:
-        loss = point.get("val/loss", inf)
-        return sign * point[name], inf if isnan(loss) else loss
-
-    point = min(scored, key=rank, default=None)
+    point = min(scored, key=lambda point: sign * point[name], default=None)
     return Best(metric, point[name], point["step"]) if point else None
 
 

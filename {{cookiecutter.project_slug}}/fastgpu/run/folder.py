@@ -12,7 +12,7 @@ from fastgpu.process.config import Run
 from fastgpu.process.files import FolderLock, write_own
 from fastgpu.process.launch import UserError
 
-LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed", "run.best_metric")
+LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
 NOT_LEARNED = ("data.tier",)
 

@@ -7,7 +7,7 @@ They need no other file: neither the training data nor model.pt, which is for re
     fields                 {name: dtype, shape, is_ragged, n_items, dataset} of the training and validation rows
     attributes             what the training file says about its rows, and `Workload.card()`
     rows, val_rows         digests of the training and validation rows
-    metrics, directions    values of the last validation, and which values are better
+    metrics, best          values of the last validation; the metric that counts, and which values are better
     epoch, step            when the weights were saved
     batch_size, precision    how the model was validated
 
@@ -38,12 +38,12 @@ FORMAT = 1
 
 
 def describe_model(
-    config: Mapping[str, Any], sources: tuple[Dataset, Dataset], card: Mapping[str, Any], directions: Mapping[str, str]
+    config: Mapping[str, Any], sources: tuple[Dataset, Dataset], card: Mapping[str, Any], best: tuple[str, str]
 ) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
     config: {dotted key: value}, without `auto`. sources: training and validation rows. card: `Workload.card()`.
-    directions: {metric: which values are better}. Raises UserError if the card is not made of JSON values.
+    best: see `Workload.best`. Raises UserError if the card is not made of JSON values.
     """
     train, val = sources
     fields = {**val.fields, **train.fields}
@@ -73,7 +73,7 @@ def describe_model(
         "attributes": attributes,
         "rows": _digest_of_rows(train),
         "val_rows": _digest_of_rows(val),
-        "directions": dict(directions),
+        "best": list(best),
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
     }

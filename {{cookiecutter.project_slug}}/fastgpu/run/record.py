@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,10 +38,10 @@ class Record:
         self._description = folder / f"run{suffix}.json"
         self._config = folder / f"config{suffix}.yaml"
 
-    def write_description(self, card: Mapping[str, Any], directions: Mapping[str, str]) -> None:
+    def write_description(self, card: Mapping[str, Any], best: Sequence[str]) -> None:
         """Command, versions, environment, GPU, commit. card: what the workload says about the model.
 
-        directions: {metric: "higher" or "lower"}.
+        best: the metric that counts, and which of its values are better.
         """
         versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
         for name in PACKAGES:
@@ -58,7 +58,7 @@ class Record:
             "git_commit": _git("rev-parse", "HEAD"),
             "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
             "model": dict(card),
-            "metrics": dict(directions),
+            "best": list(best),
         }
         write_or_warn(self._description, json.dumps(description, indent=2))
 

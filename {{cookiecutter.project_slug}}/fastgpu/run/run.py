@@ -24,7 +24,7 @@ from fastgpu.run.record import Record, describe_metrics, write_or_warn
 from fastgpu.telemetry.clock import Clock, Throughput
 from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
-from fastgpu.training.parallel import average_buffers
+from fastgpu.training.parallel import average_statistics
 from fastgpu.training.step import Losses
 
 STOPPED = "stopped.json"
@@ -47,8 +47,7 @@ class Run:
         """Find the folder of the run, and load its last checkpoint into `state` if it is to be resumed. Writes nothing.
 
         state: objects with a state_dict, by name. config: {dotted key: value}, without `auto`. description: see
-        `describe_model`. Raises UserError on every rank if the folder or a checkpoint is that of another run, or if
-        there is no metric run.best_metric.
+        `describe_model`. Raises UserError on every rank if the folder or a checkpoint is that of another run.
         """
         self._settings = settings
         self._state = state
@@ -56,13 +55,9 @@ class Run:
         self._world = world
         self._config = dict(config)
         self._description = description
-        directions: Mapping[str, checkpoint.Direction] = description["directions"]
-        self._epochs = config["train.epochs"]
-        metric = settings.best_metric or next(iter(directions))
-        if metric not in directions:
-            raise UserError(f"run.best_metric is {metric}; this workload has the metrics {', '.join(directions)}")
+        metric, self._direction = description["best"]
         self._metric = f"val/{metric}"
-        self._direction = directions[metric]
+        self._epochs = config["train.epochs"]
         is_resumed = settings.resume == "auto"
         self._lock: FolderLock | None = None
         self._agreement = Agreement(world)
@@ -122,7 +117,7 @@ class Run:
         self._agreement.listen()
         if self._world.is_main:
             self._record = Record(self.folder)
-            self._record.write_description(card, self._description["directions"])
+            self._record.write_description(card, self._description["best"])
             self._record.write_config(self._config)
         self._monitor = Monitor(machine_counters(self._world.gpus) if self._world.is_main else None)
         with self._world.together():
@@ -280,7 +275,7 @@ class Run:
         """
         for part in self._state.values():
             if isinstance(part, nn.Module):
-                average_buffers(part, self._world)
+                average_statistics(part, self._world)
         if not _is_finite(self._state):
             raise UserError(
                 f"weights or the state of the optimizer are not finite at step {self.progress.step}; nothing is saved; "

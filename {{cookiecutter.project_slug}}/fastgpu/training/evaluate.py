@@ -3,16 +3,18 @@
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from math import isnan
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from fastgpu.process.launch import warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
 from fastgpu.rows.rows import Rows
-from fastgpu.training.parallel import average_buffers
+from fastgpu.training.parallel import average_statistics
 
 
 class AveragedModel(nn.Module):
@@ -64,24 +66,14 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
 
 
-class Sum(NamedTuple):
-    """A metric of some rows as a total and a number of rows, so that sums over batches and ranks are exact."""
-
-    total: Tensor
-    """Scalar: the metric, summed over the rows that count."""
-    n: Tensor | int
-    """How many rows count."""
-
-
 class Scorer(Protocol):
     """What `evaluate` needs of a workload."""
 
-    @property
-    def metrics(self) -> Mapping[str, str]:
-        """Names of the metrics."""
+    def score(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
+        """Sums over the rows of a batch, of any shape."""
 
-    def score(self, model: nn.Module, batch: Rows) -> Mapping[str, Sum]:
-        """The sum of each metric over the rows of a batch."""
+    def metrics(self, sums: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """The metrics, from the sums over all rows."""
 
 
 @torch.no_grad()
@@ -94,21 +86,39 @@ def evaluate(
     autocast: torch.autocast,
     world: World,
 ) -> dict[str, float]:
-    """{"val/<metric>": mean over the rows of all ranks}. Each row counts once: padding is left out.
+    """{"val/<metric>": value} over the rows of all ranks. Each row counts once: padding is left out.
 
-    model: the module itself, not the DDP wrapper, so that ranks may make different numbers of calls.
+    model: the module itself, not the DDP wrapper, so that ranks may make different numbers of calls. Afterwards each of
+    its modules trains or does not, as before.
     """
-    average_buffers(model, world)
+    average_statistics(model, world)
+    were_training = [(module, module.training) for module in model.modules()]
     model.eval()
-    names = list(workload.metrics)
-    sums = torch.zeros((len(names), 2), dtype=torch.float64, device=world.device)  # total and count of each metric
+    sums: dict[str, Tensor] = {}
+    n_rows = 0
     for pool in pools:
         for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(batch_size):
             with autocast:
                 scores = workload.score(model, batch)
-            for row, name in enumerate(names):
-                sums[row, 0] += scores[name].total
-                sums[row, 1] += scores[name].n
-    model.train()
-    totals = zip(names, world.all_reduce_sum(sums).tolist(), strict=True)
-    return {f"val/{name}": total / count for name, (total, count) in totals}
+            for name, value in scores.items():
+                sums[name] = sums[name] + value.double() if name in sums else value.double()
+            n_rows += len(batch)
+    for module, was_training in were_training:
+        module.training = was_training
+    sums["n"] = torch.tensor(n_rows, dtype=torch.float64)
+    metrics = workload.metrics(_over_all_ranks(sums, world))
+    for name, metric in metrics.items():
+        if isnan(metric):
+            warn(f"val/{name} is nan, which no checkpoint can be judged by; look for NaN in the validation rows")
+    return {f"val/{name}": float(metric) for name, metric in metrics.items()}
+
+
+def _over_all_ranks(sums: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """The sums over the ranks, on the CPU. A rank without rows has none, and learns from another one what there is."""
+    has_rows = world.all_gather(float(len(sums) > 1))
+    shapes: dict[str, torch.Size] = world.broadcast(
+        {name: value.shape for name, value in sums.items()}, source=has_rows.index(1.0)
+    )
+    parts = [sums.get(name, torch.zeros(shape)).flatten().to(world.device) for name, shape in shapes.items()]
+    totals = world.all_reduce_sum(torch.cat(parts).double()).cpu().split([shape.numel() for shape in shapes.values()])
+    return {name: total.view(shape) for (name, shape), total in zip(shapes.items(), totals, strict=True)}

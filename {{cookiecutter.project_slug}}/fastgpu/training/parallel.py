@@ -6,6 +6,7 @@ from importlib import import_module
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fastgpu.process.config import Dist
@@ -44,7 +45,7 @@ def share_gradients(
         gradient_as_bucket_view=True,
         static_graph=static_graph,
     )
-    ddp.broadcast_buffers = False  # `average_buffers` does this when it matters, not in every forward pass
+    ddp.broadcast_buffers = False  # `average_statistics` does this when it matters, not in every forward pass
     return ddp
 
 
@@ -58,11 +59,23 @@ def explain_apex(setting: str) -> Iterator[None]:
         raise UserError(f"{setting}, but {reason}; see https://github.com/NVIDIA/apex#installation") from None
 
 
-def average_buffers(model: nn.Module, world: World) -> None:
-    """Replace the running statistics of the ranks (batch norm) by their mean, before evaluating and saving."""
-    for buffer in model.buffers():
-        if world.world_size > 1 and buffer.is_floating_point():
-            world.all_reduce_sum(buffer).div_(world.world_size)
+def average_statistics(model: nn.Module, world: World) -> None:
+    """Replace the running statistics of the ranks (batch norm) by their mean, before evaluating and saving.
+
+    Other buffers stay as they are on each rank: a queue, or a codebook, has no mean.
+    """
+    if world.world_size == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            for buffer in (module.running_mean, module.running_var):
+                if buffer is not None:
+                    world.all_reduce_sum(buffer).div_(world.world_size)
+
+
+def freeze(module: nn.Module) -> None:
+    """Stop training a part of a model: its weights, and the running statistics of its batch norms."""
+    module.requires_grad_(False).eval()
 
 
 @contextmanager

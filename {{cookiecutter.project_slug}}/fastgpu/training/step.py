@@ -4,7 +4,7 @@ The step itself is in train.py. Nothing here makes the host wait for the device 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgpu.process.config import Auto, Optim, Precision
-from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.training.parallel import explain_apex
@@ -22,20 +21,17 @@ APEX_CLASSES = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
 """{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
 
 
-def make_optimizer(
-    model: nn.Module, settings: Optim, own_groups: Sequence[dict[str, Any]] = ()
-) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
     """AdamW with betas (momentum, 0.999), SGD with Nesterov momentum, or one of Apex, all with fused kernels.
 
     Parameters with fewer than two dimensions (biases and norms) get no weight decay. To add an optimizer, add its name
     to `Optim.name` and a branch here.
-
-    own_groups: parameters that train differently (see `Workload.parameter_groups`). Frozen parameters are left out.
     """
-    own_groups = [{**group, "params": list(group["params"])} for group in own_groups]
-    listed = {id(p) for group in own_groups for p in group["params"]}
-    rest = {"params": [p for p in model.parameters() if id(p) not in listed]}
-    groups = [part for group in (rest, *own_groups) for part in _split_group(group, settings.weight_decay)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
     lr = settings.lr
     momentum = settings.momentum
     if settings.name in APEX_CLASSES:
@@ -47,17 +43,6 @@ def make_optimizer(
         return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)
     assert settings.name == "sgd", f"optim.name is {settings.name}: add a branch here"
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
-
-
-def _split_group(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:
-    """A group as two: matrices with weight decay, and biases and norms without, unless the group sets its own."""
-    if "lr" in group:
-        raise UserError("parameter_groups sets lr, which follows the schedule; set lr_scale, a factor of optim.lr")
-    trained = [p for p in group["params"] if p.requires_grad]
-    return [
-        {"weight_decay": weight_decay, **group, "params": [p for p in trained if p.ndim >= 2]},
-        {"weight_decay": 0.0, **group, "params": [p for p in trained if p.ndim < 2]},
-    ]
 
 
 class MixedPrecision(NamedTuple):
