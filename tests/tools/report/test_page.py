@@ -78,7 +78,7 @@ def test_the_page_is_one_file_with_every_chart_and_no_network(tmp_path):
 def test_nothing_that_a_user_named_is_code(tmp_path):
     folder = write_points(tmp_path / EVIL.replace("/", "%2F"), [{"step": 1, "time_s": 1.0, f"val/{EVIL}": 1.0, "x": 1}])
     folder.joinpath("config.yaml").write_text(f"workload: {EVIL!r}\n")
-    description = {"command": [EVIL], "gpu": EVIL, "started": EVIL, "metrics": {EVIL: "higher"}}
+    description = {"command": [EVIL], "gpu": EVIL, "started": EVIL, "best": [EVIL, "higher"]}
     folder.joinpath("run.json").write_text(json.dumps(description))
     (folder / "checkpoints" / EVIL.replace("/", "-")).mkdir(parents=True)
     write_comparison({EVIL: folder, "b": write_run(tmp_path / "b")}, tmp_path / "ab.html")

@@ -179,9 +179,9 @@ def test_values_are_compared_as_sums_over_sums_with_their_spread(tmp_path):
     assert lines["data/fresh_rows_per_s"] == ["250 [100, 200, 300]", "250 = 1.00 x [250, 250, 250]", "-"]
     assert lines["train/trained_rows_per_s"] == ["250 [100, 200, 300]", "500 = 2.00 x [500, 500, 500]", "-"]
     assert lines["val/x"] == ["-", "-", "2 [2, 2, 2]"]
-    (runs["a"] / "run.json").write_text('{"metrics": {"x": "lower"}}')
+    (runs["a"] / "run.json").write_text('{"best": ["x", "lower"]}')
     assert "best" not in lines
-    (runs["c"] / "run.json").write_text('{"metrics": {"x": "lower"}}')
+    (runs["c"] / "run.json").write_text('{"best": ["x", "lower"]}')
     assert differing_values(runs)[1] == ["best", "-", "-", "x 2 at step 0"]
 
 

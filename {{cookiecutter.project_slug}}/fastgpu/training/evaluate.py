@@ -115,10 +115,10 @@ def evaluate(
 
 def _over_all_ranks(sums: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """The sums over the ranks, on the CPU. A rank without rows has none, and learns from another one what there is."""
+    shapes = {name: value.shape for name, value in sums.items()}
     has_rows = world.all_gather(float(len(sums) > 1))
-    shapes: dict[str, torch.Size] = world.broadcast(
-        {name: value.shape for name, value in sums.items()}, source=has_rows.index(1.0)
-    )
+    if not all(has_rows):
+        shapes = world.broadcast(shapes, source=has_rows.index(1.0))
     parts = [sums.get(name, torch.zeros(shape)).flatten().to(world.device) for name, shape in shapes.items()]
     totals = world.all_reduce_sum(torch.cat(parts).double()).cpu().split([shape.numel() for shape in shapes.values()])
     return {name: total.view(shape) for (name, shape), total in zip(shapes.items(), totals, strict=True)}
