@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -27,9 +28,10 @@ from publish import spread
 from fastgpu.diagnose.ceilings import N_ROUNDS
 from fastgpu.diagnose.verdict import Facts, judge
 from fastgpu.feed import prefetch
+from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Clock
-from fastgpu.telemetry.log import Log
 from fastgpu.telemetry.monitor import Monitor, machine_counters
+from fastgpu.telemetry.tensorboard import TensorBoard
 
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "tests/engine"))
 sys.path.insert(0, str(Path(project.__file__).parents[1] / "tests/tools/diagnose"))
@@ -96,14 +98,15 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
 
     of_machine = machine_counters([])
     of_machine.read = timed("thread", time.thread_time, of_machine.read)  # type: ignore[method-assign]
-    watch, clock = Monitor(of_machine), Clock(torch.device("cpu"))
-    log = Log(folder, planned_rows=10**9)
+    alone = World(0, 1, 1, torch.device("cpu"))
+    watch, clock = Monitor(alone, of_machine), Clock(alone)
+    log = TensorBoard(SimpleNamespace(folder=folder, config={"log.wandb": ""}, first_row=0, first_step=0), 10**9, alone)
     spent["thread"] = 0.0
     count = timed("loop", time.perf_counter, clock.count)
     advance = timed("loop", time.perf_counter, log.count)
     take = timed("loop", time.perf_counter, clock.take)
-    scalars = timed("loop", time.perf_counter, log.scalars)
-    counters = timed("loop", time.perf_counter, watch.scalars)
+    scalars = timed("loop", time.perf_counter, log.write)
+    counters = timed("loop", time.perf_counter, watch.take)
     pools = clock.timed(iter(int, 1))  # zeros without end
     steps = 0
     t0 = time.perf_counter()
@@ -117,9 +120,9 @@ def watching(folder: Path, seconds: float) -> dict[str, float]:
         advance(64)
         if steps % EVERY_STEPS == 0:
             interval = take()
-            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | interval.scalars() | counters(1000.0), interval)
+            scalars(steps, {"train/loss": 1.0, "train/lr": 0.1} | counters(), interval)
     passed_s = time.perf_counter() - t0
-    log.finish({})
+    log.__exit__(None)
     watch.close()
     return {
         "steps": steps,

@@ -48,7 +48,7 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.telemetry.clock import Clock
-from fastgpu.telemetry.monitor import Monitor, machine_counters
+from fastgpu.telemetry.monitor import Monitor
 
 FOLDER = Path(__file__).parent / "data" / "gpu"
 LR = 1e-3
@@ -157,11 +157,11 @@ class CaseBench:
     def __init__(self, case: Case, device: torch.device):
         self.case = case
         self.device = device
-        self.clock = Clock(device)
+        world = World(rank=0, world_size=1, local_world_size=1, device=device)
+        self.clock = Clock(world)
         self.rng = torch.Generator(device).manual_seed(0)
         self.results = {name: Measured([], "") for name in CONTENDERS}
         self.feeds: dict[str, Feed] = {}
-        world = World(rank=0, world_size=1, local_world_size=1, device=device)
         for name, tier in {**TIERS, COLD: "disk"}.items():
             config = load_config(["--config", str(case.config), f"data.tier={tier}"], workloads.find_options)
             try:
@@ -177,7 +177,7 @@ class CaseBench:
         first_pool = next(iter(self.feeds["disk tier"].pools(0))).rows
         self.fixed_batch = first_pool.take(torch.arange(self.batch_size))
         self.step_flops = self._count_flops()
-        self.monitor = Monitor(machine_counters(world.gpus or []), poll_s=POLL_S)
+        self.monitor = Monitor(world, poll_s=POLL_S)
         self.loops = {name: self.start(name) for name in CONTENDERS if not self.results[name].note}
 
     def close(self) -> None:
@@ -226,13 +226,13 @@ class CaseBench:
                 break
         wait_for(self.device)
         self.clock.restart()
-        self.monitor.scalars()
+        self.monitor.take()
         t0 = time.perf_counter()
         while time.perf_counter() - t0 < seconds:
             next(steps)
         wait_for(self.device)
         interval = self.clock.take()
-        read = self.monitor.scalars()
+        read = self.monitor.take()
         counters = {tag: read[tag] for tag in COUNTERS if tag in read}
         wait_pct = 100 * interval.wait_s / interval.seconds
         self.results[name].rounds.append(Round(interval.steps / interval.seconds, wait_pct, counters))
@@ -258,8 +258,6 @@ def measure_case(case: Case, device: torch.device, effort: Effort) -> dict[str, 
             for name in names:
                 with kept_warm([case.file] if name == "disk tier" else []):
                     bench.measure(name, effort.seconds)
-        for missing in bench.monitor.take_missing():
-            say(f"  not measured here: {missing}")
         return {
             "batch_size": bench.batch_size,
             "row_bytes": case.row_bytes,

@@ -82,7 +82,7 @@ def start(arguments: list[str]) -> None:
 
     torch_s = time.time() - before_torch
     from fastgpu.run.run import Run
-    from fastgpu.telemetry.log import Log
+    from fastgpu.telemetry import TensorBoard
 
     times = {"import of torch": torch_s}
     count = Run.count
@@ -91,13 +91,13 @@ def start(arguments: list[str]) -> None:
         times.setdefault("first step", time.time() - begun)
         count(self, *args)
 
-    def note_first_point(self: Log, *args: Any) -> None:
+    def note_first_point(self: TensorBoard, *args: Any) -> None:
         times["first point of the log"] = time.time() - begun
         print(json.dumps(times), flush=True)
         os._exit(0)
 
     Run.count = note_first_step  # type: ignore[method-assign]
-    Log.scalars = note_first_point  # type: ignore[method-assign]
+    TensorBoard.write = note_first_point  # type: ignore[method-assign]
     sys.argv = ["train.py", *arguments]
     runpy.run_path("train.py", run_name="__main__")
 

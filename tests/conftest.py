@@ -5,7 +5,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -16,7 +15,6 @@ from harness import ITEMS, numbered, ragged, write_minimal
 from template import ALL_FILES, ROOT, tracked
 
 from fastgpu.process.signals import STOP
-from fastgpu.telemetry import log
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,13 +79,6 @@ def signal_handlers() -> Iterator[None]:
     yield
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def no_log_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log of a run that a test breaks off would write to a folder that is gone when Python ends."""
-    forget = SimpleNamespace(register=lambda function: None, unregister=lambda function: None)
-    monkeypatch.setattr(log, "atexit", forget)
 
 
 @pytest.fixture

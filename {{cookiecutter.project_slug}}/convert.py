@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 
 from fastgpu.convert.command_line import CommandLine, exit_on_signals
-from fastgpu.process.launch import Launch, UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -22,7 +22,7 @@ def parse(argv: list[str]) -> Namespace:
 
 def main(args: Namespace) -> int:
     """Run one command. Returns the exit code."""
-    with exit_with_message(Launch(), "interrupted"):
+    with exit_with_message("interrupted"):
         try:
             return args.run(args) or 0
         except BrokenPipeError:

@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import UserError, exit_with_message, read_launch
+from fastgpu.process.launch import UserError, exit_with_message
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -37,11 +37,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake is reported at once
-    launch = read_launch()
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
         raise SystemExit(0)
-    with exit_with_message(launch, "interrupted"):
+    with exit_with_message("interrupted"):
         args, train_argv = parse(sys.argv[1:])
         config = load_config(train_argv)
 
@@ -53,7 +52,7 @@ from fastgpu.diagnose import result
 from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.verdict import judge, settings_to_try
 from fastgpu.process.config import Config
-from fastgpu.process.world import World, join
+from fastgpu.process.world import World, init_distributed
 
 
 def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, object]:
@@ -81,7 +80,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
 
 
 if __name__ == "__main__":
-    with exit_with_message(launch, "interrupted"), join(launch, config.dist) as world:
+    with exit_with_message("interrupted"), init_distributed(config.dist) as world:
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             numbers = diagnose(config, world, args)
         if args.json:

@@ -49,7 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake is reported at once
     launch = read_launch()
-    with exit_with_message(launch, "interrupted"):
+    with exit_with_message("interrupted"):
         args = parse(sys.argv[1:])
         if launch.world_size > 1:
             raise UserError("predict.py is one process; start it by python, once for each part of the files")
@@ -68,7 +68,7 @@ from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
 from fastgpu.predict.model import Trained, check_labelled, export, find_checkpoint, load_model
 from fastgpu.predict.output import PredictionWriter, best_of, open_output
 from fastgpu.process.config import Dist
-from fastgpu.process.world import World, join
+from fastgpu.process.world import World, init_distributed
 from fastgpu.run.model_files import DescribedSource
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.training.evaluate import evaluate
@@ -159,9 +159,9 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
             trained.model,
             trained.workload,
             pools,
+            world,
             batch_size=args.batch_size,
             autocast=mixed_precision(args.precision, world.device).autocast,
-            world=world,
         )
     metrics = {name.removeprefix("val/"): value for name, value in metrics.items()}
     text = json.dumps(metrics) if args.json else "\n".join(f"{name} {value:.6g}" for name, value in metrics.items())
@@ -169,7 +169,7 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    with exit_with_message(launch, "interrupted"), join(launch, Dist(device=args.device)) as world:
+    with exit_with_message("interrupted"), init_distributed(Dist(device=args.device)) as world:
         terminal = sys.stdout
         with redirect_stdout(sys.stderr):
             main(args, world, terminal)

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fastgpu.process.launch import Launch, UserError, exit_with_message, stop_at_closed_pipe
+from fastgpu.process.launch import UserError, exit_with_message, stop_at_closed_pipe
 from fastgpu.report import page, results
 
 
@@ -53,5 +53,5 @@ def compare(folders: list[Path], path: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    with exit_with_message(Launch(), "interrupted"), stop_at_closed_pipe(sys.stdout):
+    with exit_with_message("interrupted"), stop_at_closed_pipe(sys.stdout):
         main(sys.argv[1:])

@@ -10,50 +10,44 @@ import sys
 
 import workloads
 from fastgpu.process.config_loader import load_config, read_options
-from fastgpu.process.launch import exit_with_message, read_launch
-from fastgpu.process.signals import end_with_launcher
+from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.run.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
-    launch = read_launch()
-    end_with_launcher(launch)
-    with exit_with_message(launch):
+    with exit_with_message():
         config = load_config(sys.argv[1:], workloads.find_options)
         refuse_taken(config.run)
 
-from collections.abc import Iterable
-from contextlib import closing
+from functools import partial
+from itertools import islice
+from math import cos, isfinite, pi
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastgpu.feed.echo import remaining_batches
-from fastgpu.feed.sizes import Sizes, choose_sizes
-from fastgpu.feed.sources import open_splits
-from fastgpu.feed.tiers import Feed, open_loaders
-from fastgpu.process.config import Config
-from fastgpu.process.world import World, join
-from fastgpu.rows.contract import Dataset, Pool
-from fastgpu.rows.order import BlockSampler, Shard, echo_passes
-from fastgpu.rows.rows import Rows
+from fastgpu.feed import Feed, Sizes, choose_sizes, echo, open_loaders, open_splits
+from fastgpu.process.config import Config, Optim
+from fastgpu.process.world import World, init_distributed
+from fastgpu.rows import BlockSampler, Dataset, Rows, Shard, echo_passes
 from fastgpu.run.checkpoint import Stateful
-from fastgpu.run.model_files import describe_model
 from fastgpu.run.record import describe_feed, identify_job
 from fastgpu.run.run import Run
-from fastgpu.training.evaluate import AveragedModel, evaluate
-from fastgpu.training.parallel import keep_state, make_seed, reseed, share_gradients, unused_gpus_hint
-from fastgpu.training.step import (
+from fastgpu.telemetry import Clock, Monitor, TensorBoard
+from fastgpu.training import (
+    AveragedModel,
     MixedPrecision,
     OptimizerState,
-    lr_factor,
-    make_optimizer,
+    apex_optimizer,
+    evaluate,
+    make_seed,
     micro_batches,
     mixed_precision,
-    prepare_to_skip,
+    reseed,
+    settle_buckets,
+    share_gradients,
     to_device,
 )
-from workloads import Workload
 
 
 class Parts(NamedTuple):
@@ -65,14 +59,13 @@ class Parts(NamedTuple):
     val_rows: Dataset
     loader: Feed  # PrefetchLoader: pools are read ahead. ResidentLoader: all rows stay on the device
     val_loader: Feed
-    workload: Workload
+    workload: workloads.Workload
     model: nn.Module
     ddp: nn.Module  # the same model; it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
     ema: AveragedModel | None = None  # its weights, averaged over the steps
 
-    @property
     def model_to_use(self) -> nn.Module:
         """The model that is validated and saved for use: the averaged one, if there is one."""
         return self.ema.module if self.ema and self.ema.has_average else self.model
@@ -91,76 +84,87 @@ def build(cfg: Config, world: World) -> Parts:
         options = read_options(cfg, kind.Options)
         workload = kind(options, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
+        n_batches = sizes.pool_batches
         shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)  # a DistributedSampler, but of blocks
-        sampler = BlockSampler(
-            train_rows, sizes.batch_size, shard=shard, pool_batches=sizes.pool_batches, seed=cfg.run.seed
-        )
-        val_sampler = BlockSampler(  # in the order of the file, to the last row
-            val_rows,
-            sizes.batch_size,
-            shard=Shard(world.rank, world.world_size),
-            pool_batches=sizes.pool_batches,
-            seed=None,
-            drop_last=False,
+        sampler = BlockSampler(train_rows, sizes.batch_size, shard=shard, pool_batches=n_batches, seed=cfg.run.seed)
+        shard = Shard(world.rank, world.world_size)
+        val_sampler = BlockSampler(
+            val_rows, sizes.batch_size, shard=shard, pool_batches=n_batches, seed=None, drop_last=False
         )
         sampler.n_epochs = val_sampler.n_epochs = cfg.train.epochs  # no rows are read ahead for an epoch after the last
-        samplers = sampler, val_sampler
-        loader, val_loader = open_loaders((train_rows, val_rows), samplers, sizes, world.device, loader=cfg.loader)
-    precision = mixed_precision(cfg.train.precision, world.device)
+        loader, val_loader = open_loaders(
+            (train_rows, val_rows), (sampler, val_sampler), sizes, world.device, loader=cfg.loader
+        )
+        torch.manual_seed(cfg.run.seed)
+        model = to_device(workload.model(), world.device)
+        optimizer = make_optimizer(model, cfg.optim)
+        precision = mixed_precision(cfg.train.precision, world.device, optimizer)
     for key, rows in (("data.train", train_rows), ("data.val", val_rows)):
         world.check_same({f"{key}: {name}": value for name, value in rows.identity.items()})
     world.check_same(
         identify_job(cfg.flat()) | {"the order of rows": sampler.identity, "train.precision": precision.name}
     )
-
-    torch.manual_seed(cfg.run.seed)
-    model = to_device(workload.model(), world.device)
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
-    with world.together():  # one rank may lack a package
-        optimizer = make_optimizer(model, cfg.optim)
-    prepare_to_skip(optimizer, precision)
-    has_ragged = any(field.is_ragged for field in train_rows.fields.values())
-    ddp = share_gradients(model, cfg.dist, world, static_graph=cfg.optim.accumulation_steps == 1, has_ragged=has_ragged)
+    ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
     if cfg.train.compile:
         ddp.compile()
-    resolved = cfg.resolved(
+    config = cfg.resolved(
         data=sizes.data_values(),
         loader=sizes.loader_values(),
         model=options.model_dump(),
         train={"precision": precision.name},
     )
-    return Parts(
-        resolved,
-        sizes,
-        train_rows,
-        val_rows,
-        loader,
-        val_loader,
-        workload,
-        model,
-        ddp,
-        optimizer,
-        precision,
-        ema,
-    )
+    world.print_once(describe_feed(train_rows, sizes, sampler))
+    world.print_once(workload.summary)
+    splits = train_rows, val_rows, loader, val_loader
+    return Parts(config, sizes, *splits, workload, model, ddp, optimizer, precision, ema)
 
 
-def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
-    """Forward, backward, update. Returns the mean loss on the device: nothing here waits for it."""
+def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """All with fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
+    ]
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.momentum > 0, fused=True)
+    return apex_optimizer(groups, optim)  # fused_adam or fused_lamb of NVIDIA Apex
+
+
+def learning_rate(share: float, optim: Optim) -> float:
+    """A linear rise, then a cosine to 0, a line to 0, or the peak. share: fresh rows / those of the whole run, so that
+    echoing a batch changes nothing here."""
+    if share < optim.warmup_share:
+        return optim.lr * (share / optim.warmup_share)
+    fall = min(1.0, (share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
+    if optim.schedule == "cosine":
+        return optim.lr * (0.5 * (1 + cos(pi * fall)))
+    return optim.lr * (1 - fall) if optim.schedule == "linear" else optim.lr
+
+
+def backward(parts: Parts, batch: Rows) -> Tensor:
+    """Forward and backward. Returns the mean loss on the device: nothing here waits for it."""
     accumulation_steps = parts.config.optim.accumulation_steps
-    max_norm = parts.config.optim.clip_grad_norm
-    optimizer = parts.optimizer
-    scaler = parts.precision.scaler
-    for group in optimizer.param_groups:
-        group["lr"] = lr
     losses = []
     for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
             with parts.precision.autocast:
                 loss = parts.workload.loss(parts.ddp, part) / accumulation_steps
-            scaler.scale(loss).backward()
+            parts.precision.scaler.scale(loss).backward()
         losses.append(loss.detach())
-    if max_norm:
+    return torch.stack(losses).sum()
+
+
+def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
+    """Forward, backward, update. Returns the mean loss on the device."""
+    optimizer, scaler = parts.optimizer, parts.precision.scaler
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = backward(parts, batch)
+    if max_norm := parts.config.optim.clip_grad_norm:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
     scaler.step(optimizer)
@@ -168,108 +172,68 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
     if parts.ema:
         parts.ema.update_parameters(parts.model)
     optimizer.zero_grad()
-    return torch.stack(losses).sum()
+    return loss
 
 
-def rehearse(parts: Parts, batch: Rows, world: World) -> None:
-    """Run two backward passes that change nothing, by which DDP chooses the places of the gradients in its buckets.
-
-    A place decides in which order the ranks' gradients are summed. Without the rehearsal, a resumed run would round its
-    first steps otherwise than a run that goes on.
-    """
-    *_, (part, _) = micro_batches(batch, parts.config.optim.accumulation_steps, parts.ddp)
-    with keep_state(parts.model, world):
-        for _ in range(2):
-            with parts.precision.autocast:
-                loss = parts.workload.loss(parts.ddp, part)
-            loss.backward()
-            parts.optimizer.zero_grad()
-
-
-def validate(parts: Parts, pools: Iterable[Pool], world: World) -> dict[str, float]:
-    """{"val/<metric>": mean over the validation rows}."""
-    return evaluate(
-        parts.model_to_use,
-        parts.workload,
-        pools,
-        batch_size=parts.sizes.batch_size,
-        autocast=parts.precision.autocast,
-        world=world,
-    )
-
-
-def check(cfg: Config, world: World) -> int:
-    """Build all that training needs, and stop. Returns the exit code."""
-    parts = build(cfg, world)
-    with closing(parts.loader), closing(parts.val_loader):
-        world.print_once(f"checked on {world}: {describe_feed(parts.train_rows, parts.sizes, parts.loader.order)}")
-    return 0
-
-
-def train(cfg: Config, world: World) -> int:
+def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
-    parts = build(cfg, world)
-    loader, workload = parts.loader, parts.workload
-    sources = parts.train_rows, parts.val_rows
-    epoch_rows = loader.order.total_size
-    planned_rows = cfg.train.epochs * epoch_rows
-    config = parts.config.flat()
-    card = workload.card()
-    description = describe_model(config, sources, card, workload.best)
-    with (
-        closing(loader),
-        closing(parts.val_loader),
-        closing(Run(cfg.run, parts.state, loader.order, world, config=config, description=description)) as run,
-    ):
+    cfg, order, workload = parts.config, parts.loader.order, parts.workload
+    planned_rows = cfg.train.epochs * order.total_size
+    with Run(parts, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
         at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
-        world.print_once(f"{run.folder}: {world}, {parts.precision.name}, at step {at.step}")
-        world.print_once(describe_feed(parts.train_rows, parts.sizes, loader.order))
-        world.print_once(workload.summary)
-        run.start(card)
+        clock = Clock(world)
+        losses: list[Tensor] = []
 
-        batch_size = parts.sizes.batch_size
-        is_rehearsed = world.world_size <= 2  # two summands have one order
+        def report(lr: float) -> None:
+            """Log the steps since the last report. In a pool, the host waits for the device only here."""
+            loss = world.mean(torch.stack(losses).mean())
+            losses.clear()
+            if not isfinite(loss):
+                raise UserError(
+                    f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr}) or optim.clip_grad_norm"
+                )
+            board.write(at.step, {"train/loss": loss, "train/lr": lr, **monitor.take()}, clock.take())
+
+        has_settled = world.world_size <= 2  # two summands have one order
         while at.epoch < cfg.train.epochs:
-            for pool in run.clock.timed(loader.pools(at.epoch, at.pool)):
-                place = (cfg.run.seed, at.epoch, pool.plan.number)
-                passes = echo_passes(cfg.data.echo, at.epoch * loader.order.pools_per_epoch + pool.plan.number)
-                fresh_rows = float(at.epoch * epoch_rows + loader.order.rows_before(at.pool))
-                step_rows = cfg.data.batch_size / passes  # an echoed batch counts as a part of a fresh one
-                for _ in range(at.pool_steps):  # trained on before the run was resumed
-                    fresh_rows += step_rows
-                seed = make_seed(world, *place)
-                for number, batch in remaining_batches(pool, batch_size, passes, seed, n_done=at.pool_steps):
-                    rng = reseed(world, *place, number)  # a resumed run draws the same numbers
-                    share = (fresh_rows + step_rows / 2) / planned_rows
-                    lr = cfg.optim.lr * lr_factor(share, cfg.optim.warmup_share)
-                    rows = workload.transform(batch, rng)
-                    if not is_rehearsed:
-                        rehearse(parts, rows, world)
-                        is_rehearsed = True
-                    loss = train_step(parts, rows, lr)
-                    fresh_rows += step_rows
-                    run.count(loss, step_rows, cfg.data.batch_size)
-                    if run.clock.steps == cfg.log.every_steps:
-                        run.report(fresh_rows, lr)  # inside a pool, the host waits for the device only here
-                    if run.is_asked_to_stop(parts.model_to_use):
-                        run.report(fresh_rows, lr)
-                        return run.stop()
-                at.pool = pool.plan.number + 1
-                at.pool_steps = 0
-                run.save_if_due(parts.model_to_use)
-            if run.clock.steps:  # none have been made if the run was resumed at the end of an epoch
-                run.report(fresh_rows, lr)
-
-            metrics = validate(parts, run.until_asked_to_stop(parts.val_loader.pools(at.epoch)), world)
-            if run.is_asked_to_stop(parts.model_to_use):
+            for pool in clock.timed(parts.loader.pools(at.epoch, at.pool)):
+                place = cfg.run.seed, at.epoch, at.pool  # of which all that is drawn at random is a function
+                passes = echo_passes(cfg.data.echo, at.epoch * order.pools_per_epoch + at.pool)  # 2.5: 2, 3, 2, 3, ...
+                fresh = cfg.data.batch_size / passes  # rows of an echoed batch that count as fresh ones
+                first_row = at.epoch * order.total_size + order.rows_before(at.pool)
+                batches = echo(pool.rows, parts.sizes.batch_size, passes, make_seed(world, *place))
+                for number, batch in islice(enumerate(batches), at.pool_steps, None):  # after those of a resumed run
+                    lr = learning_rate((first_row + (number + 0.5) * fresh) / planned_rows, cfg.optim)
+                    rows = workload.transform(batch, reseed(world, *place, number))
+                    if not has_settled:  # or a resumed run would add up the ranks' gradients in another order
+                        settle_buckets(parts.model, world, partial(backward, parts, rows))
+                        has_settled = True
+                    losses.append(train_step(parts, rows, lr))
+                    run.count()  # at.step, at.pool_steps
+                    clock.count(fresh, cfg.data.batch_size)
+                    board.count(fresh)
+                    if len(losses) == cfg.log.every_steps:
+                        report(lr)
+                    if run.is_asked_to_stop():
+                        if losses:
+                            report(lr)
+                        return run.stop()  # saves this very step
+                run.end_pool()  # at.pool; saves if run.checkpoint_every_steps says so
+            if losses:
+                report(lr)
+            pools = run.until_asked_to_stop(parts.val_loader.pools(at.epoch))
+            model, autocast = parts.model_to_use(), parts.precision.autocast
+            metrics = evaluate(model, workload, pools, world, batch_size=parts.sizes.batch_size, autocast=autocast)
+            if run.is_asked_to_stop():
                 return run.stop()
-            run.end_epoch(parts.model_to_use, metrics)
-        run.finish()
-    return 0
+            run.end_epoch(metrics)  # at.epoch; saves the last checkpoint, and the best one
+            board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)
+            clock.restart()
+        return run.finish()
 
 
 if __name__ == "__main__":
-    with exit_with_message(launch), join(launch, config.dist) as world:
-        world.print_once(unused_gpus_hint(world, config.dist, " ".join(sys.argv)))
-        exit_code = check(config, world) if config.run.check else train(config, world)
+    with exit_with_message(), init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
+        parts = build(config, world)
+        exit_code = 0 if config.run.check else train(parts, world)
     sys.exit(exit_code)

@@ -22,7 +22,7 @@ import yaml
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch
-from fastgpu.process.world import World, join
+from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
@@ -328,7 +328,7 @@ def _call(launch: Launch, port: int, function: Callable[..., Any], arguments: tu
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     try:
-        with join(launch, Dist(device="cpu", timeout_s=TIMEOUT_S)) as world:
+        with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:
             value = function(world, *arguments)
         answers.put((rank, value, None))
     except BaseException:

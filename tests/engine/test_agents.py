@@ -232,7 +232,7 @@ def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jo
     monkeypatch.setattr(
         minimal.Workload, "transform", lambda _, batch, rng: alone.append(batch["x"][:, 0].tolist()) or batch
     )
-    script.train(load_config([*words[1:], "run.name=alone"]), ALONE)
+    script.train(script.build(load_config([*words[1:], "run.name=alone"]), ALONE), ALONE)
     assert [row_ids for _, row_ids in batches] == alone  # none is lost, none is made twice
     ours, theirs = weights_of(folder / "runs/a"), weights_of(folder / "runs/alone")
     for name, values in ours.items():  # two ranks add the gradients in another order

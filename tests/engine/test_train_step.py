@@ -6,14 +6,14 @@ import torch.distributed as dist
 from harness import ALONE, in_world, needs_gpu, no_host_sync
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from train import Parts, train_step
+from train import Parts, make_optimizer, train_step
 
 from fastgpu.process.config import Config, Data, Dist, Optim, Precision
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import AveragedModel
 from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import make_optimizer, mixed_precision
+from fastgpu.training.step import mixed_precision
 
 
 class Regression:
@@ -150,7 +150,7 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
     gradients were averaged."""
     model = make_model()
     settings = Optim(name="sgd", accumulation_steps=accumulation_steps)
-    ddp = share_gradients(model, Dist(), world, static_graph=accumulation_steps == 1)
+    ddp = share_gradients(model, Dist(), world)
     n_averages = [0]
 
     def average(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
@@ -195,12 +195,12 @@ def test_the_average_of_the_weights_is_updated_once_a_step(accumulation_steps):
     model = make_model()
     parts = make_parts(model, settings)
     parts = parts._replace(ema=AveragedModel(model, 0.9))
-    assert parts.model_to_use is model  # nothing has been averaged yet
+    assert parts.model_to_use() is model  # nothing has been averaged yet
     expected = AveragedModel(model, 0.9)
     for number in range(4):
         train_step(parts, make_batch(seed=number), 0.1)
         expected.update_parameters(model)
-    assert parts.model_to_use is parts.ema.module
+    assert parts.model_to_use() is parts.ema.module
     assert parts.ema.n_averaged == 4
     for mine, theirs in zip(parts.ema.parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -229,7 +229,7 @@ def test_gradients_that_nccl_averages_over_one_rank_are_those_without_it():
     shared = make_model().to(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
-        for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared, static_graph=True))):
+        for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared))):
             parts = make_parts(model, Optim(), "bf16", ddp=ddp)
             for _ in range(3):
                 train_step(parts, batch, 0.1)

@@ -58,7 +58,7 @@ from fastgpu.convert.writer import WriteOptions, Writer
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config_loader import load_config, read_options
-from fastgpu.process.launch import Launch, exit_with_message
+from fastgpu.process.launch import exit_with_message
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.run import checkpoint
@@ -161,7 +161,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["step"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    to_use = ModelToUse(state["model"], describe_model(CONFIG, (source, source), {}, {"mse": "lower"}))
+    to_use = ModelToUse(state["model"], describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower")))
     progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse", direction="lower")
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
     if not has_state:
@@ -326,7 +326,7 @@ def _limit(folder: Path) -> None:
 
 def _outcome(work: Callable[[], object]) -> tuple[str, str]:
     try:
-        with exit_with_message(Launch(), "interrupted"):
+        with exit_with_message("interrupted"):
             value = work()
     except SystemExit as error:
         return ("refused", str(error.code)) if error.code else ("accepted", "")

@@ -62,7 +62,7 @@ import workloads  # noqa: E402
 from fastgpu.feed import sizes, sources, tiers  # noqa: E402
 from fastgpu.process.config import Config  # noqa: E402
 from fastgpu.process.config_loader import load_config  # noqa: E402
-from fastgpu.process.launch import Launch, exit_with_message  # noqa: E402
+from fastgpu.process.launch import exit_with_message  # noqa: E402
 from fastgpu.process.world import World  # noqa: E402
 from fastgpu.rows.order import BlockSampler, Shard  # noqa: E402
 
@@ -121,9 +121,8 @@ def columns_of(column: Any) -> Any:
 
 def exit_code_of(words: list[str]) -> int:
     """What train.py does with a command line up to the first step, in this process."""
-    launch = Launch()
     try:
-        with exit_with_message(launch):
+        with exit_with_message():
             cfg = load_config(words, workloads.find_options)
             train.build(cfg, World(0, 1, 1, CPU))
     except SystemExit as end:

@@ -90,7 +90,10 @@ def missing_modules(project: Path) -> set[str]:
                 if not (project / f"{module}.py").exists() and not (project / module).is_dir():
                     missing.add(f"{path.relative_to(project)}: {node.module}")
                 for alias in node.names:
-                    if (project / module).is_dir() and not (project / module / f"{alias.name}.py").exists():
+                    room = project / module
+                    if not room.is_dir() or alias.name in (room / "__init__.py").read_text():
+                        continue
+                    if not (room / f"{alias.name}.py").exists():
                         missing.add(f"{path.relative_to(project)}: {node.module}.{alias.name}")
     return missing
 

@@ -12,7 +12,7 @@ import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch
-from fastgpu.process.world import join
+from fastgpu.process.world import init_distributed
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def build(config: Config) -> Iterator[Callable[..., train.Parts]]:
 
         def make(*words: str) -> train.Parts:
             changed = load_config([*ON_A_CPU, *words], workloads.find_options)
-            world = stack.enter_context(join(Launch(), changed.dist))
+            world = stack.enter_context(init_distributed(changed.dist, Launch()))
             parts = train.build(changed, world)
             stack.callback(parts.loader.close)
             stack.callback(parts.val_loader.close)

@@ -25,29 +25,33 @@ def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
 
 
 @pytest.mark.parametrize(("local_rank", "message"), [(0, "error: too many\n"), (1, "")])
-def test_a_user_error_is_one_line_for_a_machine_and_the_same_exit_code_on_every_rank(capsys, local_rank, message):
-    with pytest.raises(SystemExit) as stop, exit_with_message(Launch(local_rank=local_rank)):
+def test_a_user_error_is_one_line_for_a_machine_and_the_same_exit_code_on_every_rank(
+    monkeypatch, capsys, local_rank, message
+):
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pytest.raises(SystemExit) as stop, exit_with_message():
         raise UserError("too many")
     assert stop.value.code == 2
     assert capsys.readouterr().err == message
 
 
-def test_an_error_of_one_rank_is_printed_by_that_rank(capsys):
-    with pytest.raises(SystemExit) as stop, exit_with_message(Launch(local_rank=3)):
+def test_an_error_of_one_rank_is_printed_by_that_rank(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(SystemExit) as stop, exit_with_message():
         raise RankError("my disk is gone")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: my disk is gone\n"
 
 
 def test_an_interruption_has_no_traceback(capsys):
-    with pytest.raises(SystemExit) as stop, exit_with_message(Launch()):
+    with pytest.raises(SystemExit) as stop, exit_with_message():
         raise KeyboardInterrupt
     assert stop.value.code == 130
     assert "run.resume=auto" in capsys.readouterr().err
 
 
 def test_a_message_does_not_repeat_a_whole_file(capsys):
-    with pytest.raises(SystemExit), exit_with_message(Launch()):
+    with pytest.raises(SystemExit), exit_with_message():
         raise UserError(f"x.csv:2: {'a' * 10**6} is no number\nx.csv:3: is empty")
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: x.csv:2: aaa")
@@ -56,7 +60,7 @@ def test_a_message_does_not_repeat_a_whole_file(capsys):
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError), exit_with_message(Launch()):
+    with pytest.raises(ZeroDivisionError), exit_with_message():
         raise ZeroDivisionError
 
 
@@ -79,7 +83,7 @@ HANGS = """
 import atexit, threading
 import h5py
 from h5py._objects import phil
-from fastgpu.process.launch import HangError, Launch, exit_with_message
+from fastgpu.process.launch import HangError, exit_with_message
 
 file = h5py.File("rows.h5", "w", driver="core", backing_store=False)
 def hang():
@@ -90,7 +94,7 @@ is_stuck = threading.Event()
 threading.Thread(target=hang, daemon=True).start()
 is_stuck.wait()
 atexit.register(print, "report written")
-with exit_with_message(Launch()):
+with exit_with_message():
     raise HangError("no rows have come")
 """
 

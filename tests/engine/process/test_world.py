@@ -11,7 +11,7 @@ from harness import ALONE, CPU, in_world
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, RankError, UserError
-from fastgpu.process.world import World, _check_device, join
+from fastgpu.process.world import World, _check_device, init_distributed
 
 
 def error_of(function: Callable[[], Any]) -> str | None:
@@ -104,10 +104,10 @@ def test_a_gpu_that_is_missing_is_an_error_if_one_is_required(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with (
         pytest.raises(UserError, match="dist.device is cuda, but torch .* sees no GPU.*dist.device=cpu"),
-        join(Launch(), Dist(device="cuda")),
+        init_distributed(Dist(device="cuda"), Launch()),
     ):
         pass
-    with join(Launch(), Dist(device="auto")) as world:
+    with init_distributed(Dist(device="auto"), Launch()) as world:
         assert world.device.type == "cpu"
 
 
@@ -115,7 +115,7 @@ def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with (
         pytest.raises(UserError, match="3 processes on a machine with 2 visible GPUs"),
-        join(Launch(2, 3, 2, 3), Dist()),
+        init_distributed(Dist(), Launch(2, 3, 2, 3)),
     ):
         pass
 
@@ -136,7 +136,7 @@ def store(monkeypatch) -> dist.Store:
 
 
 def end_by(error: Exception) -> None:
-    with join(Launch(0, 2, 0, 2), Dist(device="cpu")):
+    with init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2)):
         raise error
 
 

@@ -2,10 +2,12 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from harness import ALONE
 
 from fastgpu.process.config import Run
 from fastgpu.process.files import FolderLock
@@ -19,7 +21,7 @@ from fastgpu.run.folder import (
     find_folder,
     refuse_another,
 )
-from fastgpu.telemetry.log import Log
+from fastgpu.telemetry import TensorBoard
 
 CONFIG: dict[str, Any] = {
     "workload": "images",
@@ -167,10 +169,10 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
         create_folder(run)
     with pytest.raises(OSError, match="symbolic links"):
         FolderLock(run)
-    log = Log(run, planned_rows=1)
-    log.scalars(1, {"train/loss": 1.0})
-    (run / "metrics.jsonl").unlink()
-    log.scalars(2, {"train/loss": 1.0})
-    log.finish({})
-    assert "cannot write logs" in capsys.readouterr().out
+    started = SimpleNamespace(folder=run, config={"log.wandb": ""}, first_row=0, first_step=0)
+    with TensorBoard(started, 1, ALONE) as log:
+        log.write(1, {"train/loss": 1.0})
+        (run / "metrics.jsonl").unlink()
+        log.write(2, {"train/loss": 1.0})
+    assert "cannot log to" in capsys.readouterr().out
     assert victim.read_text() == "mine"

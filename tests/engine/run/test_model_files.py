@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
-from short_run import CARD, CONFIG
+from short_run import CONFIG
 from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
@@ -21,13 +21,15 @@ from fastgpu.run.model_files import (
 )
 from fastgpu.storage.arrays import ArrayDataset
 
+CARD = {"classes": ["a", "b"]}
+
 
 def make_source(**attributes):
     return ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
 
 
 def describe(source, card=CARD):
-    return describe_model(CONFIG, (source, source), card, {"score": "higher"})
+    return describe_model(CONFIG.flat(), (source, source), card, ("score", "higher"))
 
 
 def save(folder, model, description):

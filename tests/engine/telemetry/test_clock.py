@@ -3,7 +3,9 @@ from time import sleep
 
 import pytest
 import torch
+from harness import ALONE
 
+from fastgpu.process.world import World
 from fastgpu.telemetry import clock as clock_module
 from fastgpu.telemetry.clock import Clock, Throughput
 
@@ -23,7 +25,7 @@ def time(monkeypatch) -> FakeTime:
 
 
 def test_waits_and_rates(time):
-    clock = Clock(torch.device("cpu"))
+    clock = Clock(ALONE)
 
     def pools():
         for pool in range(3):
@@ -52,7 +54,7 @@ def test_waits_and_rates(time):
 
 
 def test_a_restart_forgets(time):
-    clock = Clock(torch.device("cpu"))
+    clock = Clock(ALONE)
     time.now += 100  # validation, say
     clock.restart()
     time.now += 1
@@ -61,10 +63,14 @@ def test_a_restart_forgets(time):
 
 
 def test_the_wait_is_that_of_the_slowest_rank(time):
-    clock = Clock(torch.device("cpu"))
+    class Slower(World):
+        def all_reduce_max(self, value: float) -> float:
+            return value + 1
+
+    clock = Clock(Slower(0, 2, 2, torch.device("cpu")))
     time.now += 4
     clock.count(8, 8)
-    assert clock.take(slowest=lambda own_wait_s: own_wait_s + 1).scalars()["data/wait_pct"] == 25
+    assert clock.take().scalars()["data/wait_pct"] == 25
 
 
 def test_intervals_add_up():
@@ -77,13 +83,13 @@ def test_an_error_of_the_feed_passes_through():
         raise EOFError("cut")
 
     with pytest.raises(EOFError):
-        list(Clock(torch.device("cpu")).timed(pools()))
+        list(Clock(ALONE).timed(pools()))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_work_still_queued_is_no_wait():
-    clock = Clock(torch.device("cuda", 0))
+    clock = Clock(World(0, 1, 1, torch.device("cuda", 0)))
     x = torch.randn(4096, 4096, device="cuda")
 
     def pools():
@@ -101,7 +107,7 @@ def test_on_a_gpu_work_still_queued_is_no_wait():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_wait_is_that_of_a_trace():
-    clock = Clock(torch.device("cuda", 0))
+    clock = Clock(World(0, 1, 1, torch.device("cuda", 0)))
     x = torch.randn(4096, 4096, device="cuda")
 
     def pools():

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from fake_nvml import Nvml, NvmlError
+from harness import ALONE, CPU
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import monitor as monitor_module
@@ -41,8 +42,8 @@ def start() -> Iterator[Callable[..., Monitor]]:
     """start(counters, ...) -> a Monitor that reads often and is closed after the test."""
     monitors = []
 
-    def make(counters: Counters | None, **options) -> Monitor:
-        monitors.append(Monitor(counters, poll_s=POLL_S, **options))
+    def make(counters: Counters, **options) -> Monitor:
+        monitors.append(Monitor(ALONE, counters, poll_s=POLL_S, **options))
         return monitors[-1]
 
     yield make
@@ -157,12 +158,12 @@ def test_means_between_two_calls_and_minima(start):
 
     monitor = start(Counters([("gpu0/", gpu)]))
     assert is_done.wait(30)
-    assert monitor.scalars() == {  # without the first read
+    assert monitor.take() == {  # without the first read
         "gpu0/util_pct": 90,
         "gpu0/util_min_pct": 70,
         "gpu0/power_w": 300,
     }
-    assert monitor.scalars() == {}
+    assert monitor.take() == {}
 
 
 def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch):
@@ -181,24 +182,24 @@ def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch
     counters.read()  # even if another thread has read before
     monitor = start(counters)
     for _ in range(2):
-        scalars = wait_for(monitor.scalars)
+        scalars = wait_for(monitor.take)
         assert scalars["host/cpu_user_pct"] == 12.0
         assert scalars["host/cpu_system_pct"] == 12.0
 
 
-def test_a_counter_that_breaks_during_the_run_is_told_once_and_does_not_reach_it(start):
+def test_a_counter_that_breaks_during_the_run_is_told_once_and_does_not_reach_it(start, capsys):
     nvml = Nvml("nvmlDeviceGetPowerUsage")
     monitor = start(machine_counters(["a"], nvml))
-    (text,) = monitor.take_missing()
-    assert text.startswith("gpu0/power (")
+    monitor.take()
+    assert capsys.readouterr().out.startswith("not measured here: gpu0/power (")
     nvml.missing += ("nvmlDeviceGetTemperature",)
-    missing = wait_for(monitor.take_missing)
-    assert missing == ["gpu0/temperature (nvmlDeviceGetTemperature Not Supported)"]
-    monitor.scalars()
-    scalars = wait_for(monitor.scalars)
+    told = wait_for(lambda: (monitor.take(), capsys.readouterr().out)[1])
+    assert told == "not measured here: gpu0/temperature (nvmlDeviceGetTemperature Not Supported)\n"
+    monitor.take()
+    scalars = wait_for(monitor.take)
     assert "gpu0/temperature_c" not in scalars
     assert scalars["gpu0/mem_used_gib"] == 5
-    assert monitor.take_missing() == []
+    assert capsys.readouterr().out == ""
 
 
 def test_closing_ends_the_thread(start):
@@ -209,11 +210,10 @@ def test_closing_ends_the_thread(start):
     assert not any(thread.name == "monitor" for thread in threading.enumerate())
 
 
-def test_without_counters_there_is_no_thread(start):
-    monitor = start(None)
+def test_without_counters_there_is_no_thread():
+    monitor = Monitor(World(1, 1, 1, CPU))  # of another rank than the first
     assert not any(thread.name == "monitor" for thread in threading.enumerate())
-    assert monitor.scalars() == {}
-    assert monitor.take_missing() == []
+    assert monitor.take() == {}
 
 
 @pytest.mark.gpu
@@ -224,14 +224,14 @@ def test_on_a_gpu_its_counters_are_there():
     busy = busy @ busy / 4096  # loads libraries, which may take seconds
     torch.cuda.synchronize()
     counters = machine_counters(gpus)
-    monitor = Monitor(counters, poll_s=0.2)
+    monitor = Monitor(ALONE, counters, poll_s=0.2)
     t0 = time.monotonic()
     while time.monotonic() - t0 < 3:
         busy = busy @ busy / 4096
         torch.cuda.synchronize()
     query = ["nvidia-smi", f"--id=GPU-{gpus[0]}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     used_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
-    scalars = monitor.scalars()
+    scalars = monitor.take()
     monitor.close()
     assert scalars["gpu0/util_pct"] > 50
     assert scalars["gpu0/mem_used_gib"] == pytest.approx(used_mib / 1024, abs=1)

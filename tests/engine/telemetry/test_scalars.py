@@ -5,25 +5,23 @@ import re
 import psutil
 import pytest
 import torch
+import train
 from fake_nvml import Nvml
-from harness import ROOT
-from short_run import started_run, train_epoch
-from torch import nn
+from harness import ALONE, ROOT
 
+from fastgpu.process.config_loader import load_config
 from fastgpu.report.results import read_metrics
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import machine_counters
 
 
 @pytest.fixture
-def logged(tmp_path, monkeypatch) -> set[str]:
+def logged(folder, monkeypatch) -> set[str]:
     """The names of all scalars of a short run, and of all counters of a machine with a GPU."""
-    model = nn.Linear(2, 2)
-    with started_run(tmp_path, model) as run:
-        train_epoch(run, model)
-        run.finish()
-        points = read_metrics(run.folder)
+    train.train(train.build(load_config(["train.epochs=1"]), ALONE), ALONE)
+    points = read_metrics(folder / "runs/a")
     names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
+    names.add("val/loss")  # of other workloads
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)
     counters = machine_counters(["a"], Nvml())

@@ -6,12 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from train import make_optimizer
 
 from fastgpu.process.config import Dist, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import make_optimizer
 
 CPU = torch.device("cpu")
 NAMES = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}

@@ -1,9 +1,9 @@
 import pytest
 import torch
 from torch import nn
+from train import make_optimizer
 
 from fastgpu.process.config import Optim
-from fastgpu.training.step import make_optimizer
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from torch import nn
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
+from fastgpu.run.model_files import DescribedSource
 from fastgpu.training.parallel import average_statistics, reseed, share_gradients, unused_gpus_hint
 
 
@@ -13,7 +14,7 @@ def three_backward_passes(world: World) -> tuple[list, list, float, int]:
     """Weights and gradients of a shared model, and the running statistics of a norm after averaging."""
     torch.manual_seed(world.rank)  # the wrapper must make the weights equal
     model = nn.Linear(2, 1)
-    shared = share_gradients(model, Dist(), world, static_graph=True)
+    shared = share_gradients(model, Dist(), world)
     for _ in range(3):
         shared(torch.full((4, 2), float(world.rank))).sum().backward()
     norm = nn.BatchNorm1d(1)
@@ -50,8 +51,11 @@ def test_alone_ddp_leaves_the_model_as_it_is_and_dp_wraps_it():
 
 
 def test_ragged_rows_cannot_be_cut_by_data_parallel():
+    rows = DescribedSource(
+        {"attributes": {}, "fields": {"x": {"dtype": "u1", "shape": [], "is_ragged": True, "n_items": None}}}
+    )
     with pytest.raises(UserError, match="dp, which cuts a batch into equal parts; rows are ragged: use ddp"):
-        share_gradients(nn.Linear(1, 1), Dist(strategy="dp"), ALONE, has_ragged=True)
+        share_gradients(nn.Linear(1, 1), Dist(strategy="dp"), ALONE, rows)
 
 
 def test_unused_gpus_are_told_with_the_command_that_uses_them(monkeypatch):

@@ -6,16 +6,14 @@ import pytest
 import torch
 from harness import CPU
 from torch import nn
+from train import learning_rate, make_optimizer
 
 from fastgpu.process.config import Optim
 from fastgpu.rows.rows import Rows
 from fastgpu.training.step import (
     OptimizerState,
-    lr_factor,
-    make_optimizer,
     micro_batches,
     mixed_precision,
-    prepare_to_skip,
     to_device,
 )
 
@@ -57,19 +55,28 @@ def test_a_model_without_ddp_is_cut_in_the_same_way():
     assert parts == [[0, 1], [2, 3], [4, 5]]
 
 
+def rate(share: float, warmup_share: float, schedule: str = "cosine") -> float:
+    return learning_rate(share, Optim(lr=2.0, warmup_share=warmup_share, schedule=schedule))
+
+
 def test_the_learning_rate_rises_linearly_and_follows_a_cosine():
-    assert lr_factor(0.0, 0.1) == 0
-    assert lr_factor(0.05, 0.1) == pytest.approx(0.5)
-    assert lr_factor(0.1, 0.1) == 1
-    assert lr_factor(0.55, 0.1) == pytest.approx(0.5)
-    assert lr_factor(1.0, 0.1) == pytest.approx(0)
-    assert lr_factor(1.2, 0.1) == pytest.approx(0)
+    assert rate(0.0, 0.1) == 0
+    assert rate(0.05, 0.1) == pytest.approx(1)
+    assert rate(0.1, 0.1) == 2
+    assert rate(0.55, 0.1) == pytest.approx(1)
+    assert rate(1.0, 0.1) == pytest.approx(0)
+    assert rate(1.2, 0.1) == pytest.approx(0)
 
 
 def test_the_learning_rate_without_warmup_and_with_nothing_else():
-    assert lr_factor(0.0, 0.0) == 1
-    assert lr_factor(0.25, 0.0) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
-    assert 0 < lr_factor(0.99, 1.0) <= 1
+    assert rate(0.0, 0.0) == 2
+    assert rate(0.25, 0.0) == pytest.approx(1 + math.cos(math.pi / 4))
+    assert 0 < rate(0.99, 1.0) <= 2
+
+
+def test_the_learning_rate_may_fall_in_a_line_or_stay():
+    assert [rate(share, 0.2, "linear") for share in (0.1, 0.2, 0.6, 1.0, 1.1)] == pytest.approx([1, 2, 1, 0, 0])
+    assert [rate(share, 0.2, "constant") for share in (0.1, 0.2, 0.6, 1.0)] == [1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +161,7 @@ def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():
     """torch.empty would: what is in the memory by chance."""
     model = nn.Linear(2, 2)
     optimizer = make_optimizer(model, Optim(name="sgd"))
-    precision = mixed_precision("fp16", CPU)
-    prepare_to_skip(optimizer, precision)
+    precision = mixed_precision("fp16", CPU, optimizer)
     precision.scaler.scale(model(torch.full((1, 2), torch.nan)).sum()).backward()
     precision.scaler.step(optimizer)
     assert all(not state["momentum_buffer"].any() for state in optimizer.state.values())

@@ -455,7 +455,7 @@ def image_folder(tmp_path, monkeypatch):
 
 
 def test_easy_images_are_learned(image_folder):
-    script.train(load_config([]), ALONE)
+    script.train(script.build(load_config([]), ALONE), ALONE)
     last = metrics_of(image_folder / "runs/a")[-1]
     assert last["val/top1_pct"] >= 90
 
@@ -486,7 +486,7 @@ def train_in(folder, name: str, pixels: np.ndarray, labels: np.ndarray, *setting
         file.create_dataset("images", data=pixels, chunks=(10, *pixels.shape[1:]))
         file["labels"] = labels
     paths = [f"data.train={file_name}", f"data.val={file_name}"]
-    script.train(load_config([f"run.name={name}", *paths, *settings]), ALONE)
+    script.train(script.build(load_config([f"run.name={name}", *paths, *settings]), ALONE), ALONE)
 
 
 def test_every_dtype_comes_through_every_tier_unchanged(image_folder, capsys):
@@ -575,7 +575,7 @@ def test_a_setting_of_another_workload_is_an_error(image_folder):
     text = (image_folder / "config.yaml").read_text()
     (image_folder / "config.yaml").write_text(text.replace("  flip: true", "  flip: true\n  hidden_dim: 200"))
     with pytest.raises(UserError, match=message):
-        script.train(load_config([]), ALONE)
+        script.train(script.build(load_config([]), ALONE), ALONE)
 
 
 @pytest.mark.slow

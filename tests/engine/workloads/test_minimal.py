@@ -50,7 +50,7 @@ def test_inputs_and_outputs_come_from_the_data():
 
 
 def test_training_improves_the_metric(folder):
-    script.train(load_config(["train.epochs=6", "model.hidden_dim=32", "optim.lr=0.01"]), ALONE)
+    script.train(script.build(load_config(["train.epochs=6", "model.hidden_dim=32", "optim.lr=0.01"]), ALONE), ALONE)
     errors = [point["val/mse"] for point in metrics_of(folder / "runs/a") if "val/mse" in point]
     assert len(errors) == 6
     assert errors[-1] < 0.7 * errors[0]

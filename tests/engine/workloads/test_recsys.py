@@ -14,18 +14,17 @@ import train as script
 import yaml
 from harness import ALONE, CPU, ROOT, check_workload, metrics_of, needs_gpu, no_host_sync, run_train, same_weights
 from torch import Tensor, nn
-from train import Parts, train_step
+from train import Parts, make_optimizer, train_step
 
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.predict.output import best_of
-from fastgpu.process.config import Config, Data, Dist, Optim, Precision
+from fastgpu.process.config import Config, Data, Optim, Precision
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
-from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import make_optimizer, mixed_precision
+from fastgpu.training.step import mixed_precision
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll
 
 ITEMS = 60
@@ -325,12 +324,6 @@ def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
     ]
 
 
-def test_data_parallel_cannot_cut_ragged_rows():
-    model = AutoEncoder(ITEMS, make_options())
-    with pytest.raises(UserError, match="dp, which cuts a batch into equal parts; rows are ragged: use ddp"):
-        share_gradients(model, Dist(strategy="dp"), ALONE, has_ragged=True)
-
-
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
@@ -358,7 +351,7 @@ def users_folder(write_users, tmp_path, monkeypatch) -> Path:
 
 
 def train(*overrides: str) -> None:
-    script.train(load_config(list(overrides)), ALONE)
+    script.train(script.build(load_config(list(overrides)), ALONE), ALONE)
 
 
 def last_scores(run: Path) -> dict[str, float]:

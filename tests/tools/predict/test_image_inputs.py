@@ -195,7 +195,7 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
     options = ["workload=images", "data.train=x-train.h5", "data.val=x-val.h5", "model.width=4", "data.batch_size=8"]
     (tmp_path / "empty.yaml").write_text("data: {fields: {images: images, labels: labels}}\n")
     config = load_config(["--config", "empty.yaml", *options, "run.name=a", "train.epochs=1", "dist.device=cpu"])
-    train.train(config, ALONE)
+    train.train(train.build(config, ALONE), ALONE)
     script.main(script.parse(["runs/a", "photos", "-o", "x.jsonl"]), ALONE, None)
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines] == sorted(line["file"] for line in lines)

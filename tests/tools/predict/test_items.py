@@ -28,7 +28,7 @@ def run_folder(tmp_path, monkeypatch):
     config = {"workload": "recsys", "data": data, "model": {"hidden_dim": 8, "latent_dim": 4}, "train": {"epochs": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
-    train.train(load_config(["run.name=a", "dist.device=cpu"]), ALONE)
+    train.train(train.build(load_config(["run.name=a", "dist.device=cpu"]), ALONE), ALONE)
     return tmp_path / "runs/a"
 
 

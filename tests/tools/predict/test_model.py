@@ -5,7 +5,7 @@ import pytest
 import torch
 import train
 from harness import ALONE
-from short_run import CARD, CONFIG
+from short_run import CONFIG
 from torch import nn
 
 from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_rows
@@ -54,7 +54,7 @@ def test_a_model_comes_back_as_it_was(folder):
     parts = train.build(load_config(["train.epochs=1", "model.hidden_dim=7"]), ALONE)
     parts.loader.close()
     parts.val_loader.close()
-    train.train(load_config(["train.epochs=1", "model.hidden_dim=7", "train.ema=0.5"]), ALONE)
+    train.train(train.build(load_config(["train.epochs=1", "model.hidden_dim=7", "train.ema=0.5"]), ALONE), ALONE)
     (best,) = (folder / "runs/a/checkpoints").glob("best-*")
     model, workload, card = load_model(best)
     assert not model.training
@@ -87,7 +87,7 @@ def test_damaged_descriptions_are_one_line(tmp_path, name, content):
 def save(folder):
     """A checkpoint of a small model. Returns its folder."""
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)})
-    to_use = ModelToUse(nn.Linear(2, 2), describe_model(CONFIG, (source, source), CARD, {"score": "higher"}))
+    to_use = ModelToUse(nn.Linear(2, 2), describe_model(CONFIG.flat(), (source, source), {}, ("score", "higher")))
     progress = checkpoint.Progress(step=7)
     assert checkpoint.save(folder, "last", progress, {"model": to_use.model}, order={}, to_use=to_use)
     return folder / "checkpoints/last-000000007"
@@ -127,7 +127,7 @@ def test_another_format_is_refused(tmp_path):
 
 
 def test_an_input_that_the_rows_do_not_have_is_told(folder, monkeypatch):
-    train.train(load_config(["train.epochs=1"]), ALONE)
+    train.train(train.build(load_config(["train.epochs=1"]), ALONE), ALONE)
     (best,) = (folder / "runs/a/checkpoints").glob("best-*")
     monkeypatch.setattr(minimal.Workload, "inputs", ("x", "z"))
     with pytest.raises(UserError, match=r"minimal.py: it declares the input z, which is no field of the rows; .* x, y"):

@@ -36,7 +36,7 @@ def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_minimal(folder, n_rows=320)
     with chdir(folder):
-        train.train(load_config(["train.epochs=2"]), ALONE)
+        train.train(train.build(load_config(["train.epochs=2"]), ALONE), ALONE)
     return folder
 
 

@@ -6,3 +6,11 @@ tiers.py     rows that are kept on the device, in host memory or on disk, with t
 prefetch.py  reader threads, staging memory and the copy stream
 echo.py      the batches of a pool, once or several times
 """
+
+from fastgpu.feed.echo import echo
+from fastgpu.feed.prefetch import PrefetchLoader
+from fastgpu.feed.sizes import Sizes, choose_sizes
+from fastgpu.feed.sources import open_splits
+from fastgpu.feed.tiers import Feed, ResidentLoader, open_loaders
+
+__all__ = ["Feed", "PrefetchLoader", "ResidentLoader", "Sizes", "choose_sizes", "echo", "open_loaders", "open_splits"]

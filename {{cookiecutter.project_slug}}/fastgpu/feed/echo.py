@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fastgpu.rows.contract import Pool
 from fastgpu.rows.rows import Rows
 
 
@@ -27,12 +26,3 @@ def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
     for _ in range(passes - 1):
         order = torch.randperm(len(rows), generator=rng, device=device)
         yield from map(rows.take, order.split(batch_size))
-
-
-def remaining_batches(
-    pool: Pool, batch_size: int, passes: int, seed: int, *, n_done: int
-) -> Iterator[tuple[int, Rows]]:
-    """(number, batch) of the batches of all passes over a pool, without the first `n_done`."""
-    for number, batch in enumerate(echo(pool.rows, batch_size, passes, seed)):
-        if number >= n_done:
-            yield number, batch

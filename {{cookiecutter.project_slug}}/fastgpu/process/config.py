@@ -120,8 +120,10 @@ class Optim(Section):
     """Weight decay of matrices and convolution kernels; biases and norms have none."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Nesterov momentum of SGD; first beta of the others."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """What the learning rate does after the warmup: it follows a cosine or a line to 0, or stays."""
     warmup_share: Share = 0.1
-    """Share of the run in which the learning rate rises linearly. Afterwards it follows a cosine to 0."""
+    """Share of the run in which the learning rate rises linearly."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the gradients. 0: no clipping."""
     accumulation_steps: Count = 1
@@ -150,6 +152,8 @@ class Dist(Section):
     nn.DataParallel in one process (slower)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: stop with an error if there is no GPU. auto: a GPU if there is one."""
+    find_unused_parameters: bool = False
+    """Let steps leave out parameters of the model, as the two steps of a GAN do. DDP is slower with it."""
     timeout_s: Count = 600
     """Seconds a rank waits for the others before it gives up."""
 

@@ -79,13 +79,14 @@ def warn(text: str) -> None:
 
 @contextmanager
 def exit_with_message(
-    launch: Launch, interrupted: str = "interrupted; run.resume=auto continues from the last checkpoint"
+    interrupted: str = "interrupted; run.resume=auto continues from the last checkpoint",
 ) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2 on every rank. Bugs keep their traceback.
 
     A fatal signal (a bug in a driver, a file truncated while it is mapped) leaves a traceback, too.
     """
     faulthandler.enable(sys.__stderr__ or 2)
+    launch = read_launch()
     try:
         yield
     except UserError as error:

@@ -96,8 +96,8 @@ def _is_reaper(parent: int) -> bool:
 
 AGREE_S = 1.0
 """About how often the ranks ask each other whether a signal came."""
-FIRST_AGREEMENTS = 10
-"""Steps between these questions until the first report tells how long a step takes."""
+FIRST_AGREEMENT = 10
+"""Steps until the first of these questions, which tells how long a step takes."""
 
 
 class Agreement:
@@ -109,21 +109,25 @@ class Agreement:
         self._world = world
         self._requests = Requests()
         self._next_step = 0
-        self._steps_between = FIRST_AGREEMENTS
+        self._asked = 0.0
+        self._asked_at = 0
 
-    def listen(self) -> None:
-        """Handle signals from now on. Call it in the main thread."""
+    def listen(self, step: int) -> None:
+        """Handle signals from now on, at this step. Call it in the main thread."""
         self._requests.listen()
-
-    def set_pace(self, steps_per_s: float) -> None:
-        """Tell how fast the steps are, on every rank the same."""
-        self._steps_between = max(1, int(AGREE_S * steps_per_s))
+        self._asked = time.monotonic()
+        self._asked_at = step
+        self._next_step = step + FIRST_AGREEMENT
 
     def is_asked_to_stop(self, step: int) -> bool:
         """Whether a signal to any rank asks for a stop at this step."""
         if step < self._next_step and self._world.world_size > 1:
             return False
-        self._next_step = step + self._steps_between
+        now = time.monotonic()
+        seconds = self._world.all_reduce_max(now - self._asked)  # all ranks ask again after the same number of steps
+        steps_per_s = (step - self._asked_at) / max(seconds, 1e-9)
+        self._next_step = step + max(1, int(AGREE_S * steps_per_s))
+        self._asked, self._asked_at = now, step
         self.stop_signal = int(self._world.all_reduce_max(self._requests.stop_signal))
         return self.stop_signal > 0
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, RankError, UserError, warn
-from fastgpu.process.signals import end_soon
+from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch, warn
+from fastgpu.process.signals import end_soon, end_with_launcher
 
 SAME = "all ranks need the same settings, rows and versions"
 
@@ -74,6 +74,10 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def mean(self, value: Tensor) -> float:
+        """The mean of a scalar over all ranks. The host waits for the device."""
+        return self.all_reduce_sum(value).item() / self.world_size
 
     def all_reduce_max(self, value: float) -> float:
         """The largest value of any rank."""
@@ -135,11 +139,14 @@ class World:
 
 
 @contextmanager
-def join(launch: Launch, settings: Dist) -> Iterator[World]:
+def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[World]:
     """Choose the device, join the process group, and leave it in order at the end.
 
-    A single process creates no process group and opens no port. Raises UserError if the device is not available.
+    A single process creates no process group and opens no port. launch: None stands for what torchrun says. Raises
+    UserError if the device is not available.
     """
+    launch = launch or read_launch()
+    end_with_launcher(launch)
     device = _choose_device(launch, settings.device)
     world = World(
         launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank, launch.is_launched

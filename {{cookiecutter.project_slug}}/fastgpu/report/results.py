@@ -25,7 +25,7 @@ Table = Sequence[Sequence[str]]
 """Lines of a table; the first one holds the titles of the columns."""
 
 WAIT_PCT = 10.0
-"""A run that waits for data for a larger part of its time is input-bound; telemetry/log.py warns at the same share."""
+"""A run that waits for data for a larger part of its time is input-bound; training warns at the same share."""
 IDLE_PCT = 20.0
 """A GPU that is idle for a larger part of the time, although it is fed, deserves a look."""
 

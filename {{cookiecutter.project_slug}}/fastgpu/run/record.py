@@ -29,42 +29,32 @@ from fastgpu.storage.store import HDF5Dataset
 PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
 
 
-class Record:
-    """The files of one start of a run; a resumed run adds run-2.json and config-2.yaml."""
+def write_record(folder: Path, config: Mapping[str, Any], best: Sequence[str]) -> None:
+    """Write run.json and config.yaml of a start of a run; a resumed run adds run-2.json and config-2.yaml.
 
-    def __init__(self, folder: Path):
-        number = 1 + len([*folder.glob("run*.json")])
-        suffix = f"-{number}" if number > 1 else ""
-        self._description = folder / f"run{suffix}.json"
-        self._config = folder / f"config{suffix}.yaml"
-
-    def write_description(self, card: Mapping[str, Any], best: Sequence[str]) -> None:
-        """Command, versions, environment, GPU, commit. card: what the workload says about the model.
-
-        best: the metric that counts, and which of its values are better.
-        """
-        versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-        for name in PACKAGES:
-            with suppress(PackageNotFoundError):
-                versions[name] = version(name)
-        description = {
-            "command": sys.argv,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "template_version": TEMPLATE_VERSION,
-            "versions": versions,
-            "environment": read_environment(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "machine": platform.platform(),
-            "git_commit": _git("rev-parse", "HEAD"),
-            "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
-            "model": dict(card),
-            "best": list(best),
-        }
-        write_or_warn(self._description, json.dumps(description, indent=2))
-
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """A valid --config file. config: {dotted key: value}."""
-        write_or_warn(self._config, yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True))
+    config: {dotted key: value}; the file is a valid --config file. best: see `Workload.best`.
+    """
+    number = 1 + len([*folder.glob("run*.json")])
+    suffix = f"-{number}" if number > 1 else ""
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    description = {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "template_version": TEMPLATE_VERSION,
+        "versions": versions,
+        "environment": read_environment(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "machine": platform.platform(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
+        "best": list(best),
+    }
+    write_or_warn(folder / f"run{suffix}.json", json.dumps(description, indent=2))
+    text = yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True)
+    write_or_warn(folder / f"config{suffix}.yaml", text)
 
 
 def write_or_warn(path: Path, text: str) -> None:
@@ -125,8 +115,3 @@ def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     elif order.total_size < len(source):
         text += f"\neach epoch: {order.total_size:,} of {len(source):,} rows; the rest does not fill a batch"
     return text
-
-
-def describe_metrics(metrics: Mapping[str, float]) -> str:
-    """`val/top1_pct 97.5, val/loss 0.0812`"""
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -2,5 +2,11 @@
 
 clock       rows per second, and the time that the device waits for rows
 monitor     GPUs, CPUs, memory and disks during the run, read by a thread
-log         where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
+tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
 """
+
+from fastgpu.telemetry.clock import Clock
+from fastgpu.telemetry.monitor import Monitor
+from fastgpu.telemetry.tensorboard import TensorBoard
+
+__all__ = ["Clock", "Monitor", "TensorBoard"]

@@ -6,10 +6,12 @@ stream of the loop. On a CPU nothing is queued and plain clocks give the same re
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
+
+from fastgpu.process.world import World
 
 T = TypeVar("T")
 
@@ -58,8 +60,9 @@ class Throughput(NamedTuple):
 class Clock:
     """Wraps the iterable of pools and counts the steps between them."""
 
-    def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, world: World):
+        self._world = world
+        self._is_cuda = world.device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
@@ -94,16 +97,16 @@ class Clock:
         self._fresh_rows += fresh_rows
         self._trained_rows += trained_rows
 
-    def take(self, slowest: Callable[[float], float] = float) -> Throughput:
+    def take(self) -> Throughput:
         """The interval since the last call; a new one begins. Call it where the host has just waited for the device.
 
-        slowest: turns the wait of this rank into the longest wait of any rank.
+        The wait is the longest one of any rank.
         """
         for begin, end in self._waits:
             end.synchronize()
             self._wait_s += begin.elapsed_time(end) / 1000
         seconds = time.perf_counter() - self._t0
-        wait_s = slowest(self._wait_s)
+        wait_s = self._world.all_reduce_max(self._wait_s)
         throughput = Throughput(seconds, wait_s, self._fresh_rows, self._trained_rows, self.steps)
         self.restart()
         return throughput

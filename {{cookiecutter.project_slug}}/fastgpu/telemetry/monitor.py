@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
 
 from fastgpu.process.machine import GIB
+from fastgpu.process.world import World
 
 POLL_S = 1.0
 MB = 1e6
@@ -33,7 +34,7 @@ class Counters:
         """counters: (prefix of the tags, counter)."""
         self._counters = list(counters)
         self.missing = list(missing)
-        """What could not be read, with the reason. It is not tried again. `Monitor.take_missing` empties this list."""
+        """What could not be read, with the reason. It is not tried again. `Monitor.take` empties this list."""
 
     def read(self) -> dict[str, float]:
         """{tag: value}. The first values of counters that compare with the read before are missing or 0."""
@@ -65,8 +66,10 @@ def machine_counters(gpus: Sequence[str], nvml: Any = None) -> Counters:
 class Monitor:
     """Reads counters in a thread from its creation to `close`."""
 
-    def __init__(self, counters: Counters | None, *, poll_s: float = POLL_S):
-        """counters: None if this process reads none."""
+    def __init__(self, world: World, counters: Counters | None = None, *, poll_s: float = POLL_S):
+        """counters: None stands for those of this machine, on rank 0, and for none on others."""
+        if counters is None and world.is_main:
+            counters = machine_counters(world.gpus)
         self._counters = counters or Counters([])
         self._poll_s = poll_s
         self._values: dict[str, list[float]] = {}
@@ -78,20 +81,23 @@ class Monitor:
             self._thread.start()
             self._is_ready.wait()
 
-    def scalars(self) -> dict[str, float]:
-        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def take(self) -> dict[str, float]:
+        """{tag: mean of the values since the last call}, the minimum for `*_min_pct`. Names what turned out to be
+        missing, once, on the terminal."""
+        missing = self._counters.missing
+        if missing:
+            print(f"not measured here: {', '.join(missing)}", flush=True)
+            missing.clear()
         with self._lock:
             values = self._values
             self._values = {}
-        scalars = {}
-        for tag, samples in values.items():
-            scalars[tag] = min(samples) if tag.endswith("_min_pct") else fmean(samples)
-        return scalars
-
-    def take_missing(self) -> list[str]:
-        """Counters that turned out to be unreadable since the last call, with the reason."""
-        missing = self._counters.missing
-        return [missing.pop(0) for _ in range(len(missing))]
+        return {tag: min(samples) if tag.endswith("_min_pct") else fmean(samples) for tag, samples in values.items()}
 
     def close(self) -> None:
         """End the thread."""

@@ -81,10 +81,10 @@ def evaluate(
     model: nn.Module,
     workload: Scorer,
     pools: Iterable[Pool],
+    world: World,
     *,
     batch_size: int,
     autocast: torch.autocast,
-    world: World,
 ) -> dict[str, float]:
     """{"val/<metric>": value} over the rows of all ranks. Each row counts once: padding is left out.
 

@@ -1,6 +1,7 @@
 """What the ranks share while they train: gradients, running statistics, and seeds that differ."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -12,16 +13,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
+from fastgpu.rows.contract import Dataset
 
 
-def share_gradients(
-    model: nn.Module, settings: Dist, world: World, *, static_graph: bool = False, has_ragged: bool = False
-) -> nn.Module:
+def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Dataset | None = None) -> nn.Module:
     """The module to train: it averages the gradients over the ranks.
 
-    static_graph: every step uses the same parameters. has_ragged: the batches have ragged rows, which nn.DataParallel
-    cannot cut. Raises UserError if the strategy does not fit the number of processes or is not available.
+    rows: what is trained on; nn.DataParallel cannot cut ragged rows. Raises UserError if the strategy does not fit the
+    number of processes or is not available.
     """
+    world.print_once(unused_gpus_hint(world, settings, " ".join(sys.argv)))
     strategy = settings.strategy
     if strategy == "apex":
         with explain_apex("dist.strategy is apex"):
@@ -34,7 +35,7 @@ def share_gradients(
                 f"dist.strategy is dp, which drives all GPUs from one process, but there are {world.world_size} "
                 "processes: use ddp"
             )
-        if has_ragged:
+        if rows is not None and any(field.is_ragged for field in rows.fields.values()):
             raise UserError("dist.strategy is dp, which cuts a batch into equal parts; rows are ragged: use ddp")
         return DataParallel(model)
     if world.world_size == 1:
@@ -43,7 +44,7 @@ def share_gradients(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        static_graph=static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
     )
     ddp.broadcast_buffers = False  # `average_statistics` does this when it matters, not in every forward pass
     return ddp
@@ -87,6 +88,18 @@ def keep_state(model: nn.Module, world: World) -> Iterator[None]:
         yield
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
+
+
+def settle_buckets(model: nn.Module, world: World, backward: Callable[[], object]) -> None:
+    """Run two backward passes that change nothing, by which DDP chooses the places of the gradients in its buckets.
+
+    A place decides in which order the ranks' gradients are summed. Without them, a resumed run would round its first
+    steps otherwise than a run that goes on.
+    """
+    with keep_state(model, world):
+        for _ in range(2):
+            backward()
+            model.zero_grad()
 
 
 def reseed(world: World, *numbers: int) -> torch.Generator:
