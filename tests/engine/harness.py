@@ -196,10 +196,20 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
     path.write_text(json.dumps(state | {"digest": digest_of(state)}))
 
 
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps that were done when a checkpoint was saved."""
+    step: int = json.loads((checkpoint / "state.json").read_text())["progress"]["step"]
+    return step
+
+
+def newest(run: Path, kind: str = "last") -> Path:
+    """The newest checkpoint of a run."""
+    return max(run.glob(f"checkpoints/{kind}-*"), key=lambda path: path.name)
+
+
 def weights_of(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
     """The model in the newest checkpoint of a run, or another part of it."""
-    newest = max(run.glob("checkpoints/last-*"), key=lambda path: int(path.name.removeprefix("last-")))
-    return torch.load(newest / f"{name}.pt", weights_only=True)
+    return torch.load(newest(run) / f"{name}.pt", weights_only=True)
 
 
 def same_weights(run: Path, other: Path, name: str = "model") -> bool:

@@ -74,7 +74,7 @@ MAX_MESSAGE_BYTES = 20_000
 FAULTS = ("wrong rows", "exception", "endless message", "crash", "hang", "memory", "leftovers")
 N_ROWS = 600
 IMAGES = numbered(40, (64,))
-SAVED = Path("run/checkpoints/last-000000007")
+SAVED = Path("run/checkpoints/last-000001")
 
 
 class Kind(NamedTuple):
@@ -163,6 +163,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
     to_use = ModelToUse(state["model"], describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower")))
     progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse", direction="lower")
+    SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
     if not has_state:
         (SAVED / "state.json").unlink()
@@ -208,7 +209,8 @@ def read_inputs() -> str:
 
 def read_checkpoint() -> str:
     state = new_state()
-    progress = checkpoint.resume(Path("run"), state, {"rows": 10}, torch.device("cpu"))
+    path = checkpoint.find_intact(Path("run"))
+    progress = checkpoint.load(path, state, {"rows": 10}, torch.device("cpu")) if path else None
     values = [value for part in state.values() for value in torch.utils._pytree.tree_leaves(part.state_dict())]
     return str((progress, [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]))
 

@@ -154,8 +154,8 @@ class Run:
         saved = set()
         for path in self.folder.glob("runs/*/checkpoints/last-*"):
             with suppress(FileNotFoundError):  # it was removed meanwhile
-                if path.suffix == "" and path.stat().st_mtime >= since:
-                    saved.add(int(path.name.removeprefix("last-")))
+                if path.stat().st_mtime >= since:
+                    saved.add(json.loads((path / "state.json").read_text())["progress"]["step"])
         return saved
 
     def processes(self) -> list[psutil.Process]:

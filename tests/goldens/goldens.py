@@ -132,7 +132,7 @@ def exit_code_of(words: list[str]) -> int:
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
     """The weights in the newest checkpoint of a run."""
-    newest = max(run.glob("checkpoints/last-*"), key=lambda path: int(path.name.removeprefix("last-")))
+    newest = max(run.glob("checkpoints/last-*"), key=lambda path: path.name)
     return torch.load(newest / "model.pt", weights_only=True)
 
 

@@ -193,7 +193,6 @@ def change(project: Path, workload: str) -> None:
         "train": "/nowhere/train.h5",
         "val": "/nowhere/val.h5",
         "fields": "{x: x, y: y}",
-        "val_fields": "{}",
         "batch_size": "48",
         "tier": "disk",
         "echo": "2",
@@ -203,6 +202,8 @@ def change(project: Path, workload: str) -> None:
         "epochs": "3",
         "every_steps": "7",
     }
+    if workload == "recsys":
+        values["val_fields"] = "{}"
     for key, value in values.items():
         replace(config, rf"^( *{key}:) (?=\S)(?:{{.*?}}|[^#\s]+)", rf"\1 {value}")
     replace(config, r"(?s)^model:.*?(?=^optim:)", "model: {hidden_dim: 8}\n")

@@ -20,6 +20,7 @@ from fastgpu.run.folder import (
     find_changes,
     find_folder,
     refuse_another,
+    save_times,
 )
 from fastgpu.telemetry import TensorBoard
 
@@ -45,7 +46,7 @@ def settings(folder: Path, name: str = "auto", resume: str = "never") -> Run:
 
 def make_run(path: Path, config: dict[str, Any] | None = None) -> Path:
     """A run with a checkpoint and a config."""
-    (path / "checkpoints" / "last-000000001").mkdir(parents=True)
+    (path / "checkpoints" / "last-000001").mkdir(parents=True)
     tree: dict[str, Any] = {}
     for key, value in (config or CONFIG).items():
         section, _, name = key.rpartition(".")
@@ -73,7 +74,7 @@ def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, m
 def test_resuming_takes_the_run_that_saved_last(tmp_path):
     for number, name in enumerate(("b", "c", "a")):
         make_run(tmp_path / name)
-        os.utime(tmp_path / name / "checkpoints" / "last-000000001", (number, number))
+        os.utime(tmp_path / name / "checkpoints" / "last-000001", (number, number))
     (tmp_path / "empty").mkdir()
     assert find_folder(settings(tmp_path, resume="auto")).name == "a"
 
@@ -81,7 +82,7 @@ def test_resuming_takes_the_run_that_saved_last(tmp_path):
 def test_what_a_run_recorded_counts_more_than_the_times_of_its_files(tmp_path):
     """A copy of a folder has new times, and a clock may be wrong."""
     for number, name in enumerate(("new", "middle", "old")):  # the old one has the newest files
-        state = make_run(tmp_path / name) / "checkpoints" / "last-000000001" / "state.json"
+        state = make_run(tmp_path / name) / "checkpoints" / "last-000001" / "state.json"
         state.write_text(json.dumps({"progress": {"saved_at": 86_400.0 * (9 - number)}}))
     chosen = find_folder(settings(tmp_path, resume="auto"))
     assert chosen.name == "new"
@@ -125,7 +126,7 @@ def test_the_newest_config_counts_and_none_before_the_first_checkpoint(tmp_path)
     later = make_run(tmp_path / "b", CONFIG | {"train.epochs": 30})
     (later / "config.yaml").rename(run / "config-2.yaml")
     assert find_changes(run, CONFIG) == {"train.epochs": ("30", "20")}
-    (run / "checkpoints" / "last-000000001").rmdir()
+    (run / "checkpoints" / "last-000001").rmdir()
     assert find_changes(run, CONFIG) == {}
 
 
@@ -163,10 +164,8 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
     victim.write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("metrics.jsonl", "run.json", ".writable", "lock"):
+    for name in ("metrics.jsonl", "lock"):
         (run / name).symlink_to(victim)
-    with pytest.raises(UserError, match="cannot write to"):
-        create_folder(run)
     with pytest.raises(OSError, match="symbolic links"):
         FolderLock(run)
     started = SimpleNamespace(folder=run, config={"log.wandb": ""}, first_row=0, first_step=0)
@@ -176,3 +175,23 @@ def test_nothing_in_the_folder_of_a_run_is_written_through_a_link(tmp_path, caps
         log.write(2, {"train/loss": 1.0})
     assert "cannot log to" in capsys.readouterr().out
     assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
+def test_files_that_only_describe_a_run_never_stop_it(tmp_path, content):
+    run = make_run(tmp_path / "a")
+    for name in ("config.yaml", "run.json", "metrics.jsonl"):
+        (run / name).write_bytes(content)
+    assert find_changes(run, CONFIG) == {}
+    assert find_folder(settings(tmp_path, resume="auto")) == run
+    started = SimpleNamespace(folder=run, config={"log.wandb": ""}, first_row=0, first_step=0)
+    with TensorBoard(started, 1, ALONE) as log:
+        log.write(1, {"val/x": 1.0})
+
+
+@pytest.mark.parametrize("saved_at", ["Infinity", "1e300", '"today"', "null", "-1.0"])
+def test_a_time_that_cannot_be_is_not_believed(tmp_path, saved_at):
+    state = make_run(tmp_path / "a") / "checkpoints" / "last-000001" / "state.json"
+    state.write_text(f'{{"progress": {{"saved_at": {saved_at}}}}}')
+    (time_s,) = save_times(tmp_path).values()
+    assert time_s == state.parent.stat().st_mtime

@@ -35,9 +35,10 @@ def describe(source, card=CARD):
 def save(folder, model, description):
     """A checkpoint with the model. Returns its folder."""
     progress = checkpoint.Progress(step=7)
+    (folder / "checkpoints").mkdir(exist_ok=True)
     to_use = ModelToUse(model, description)
     assert checkpoint.save(folder, "last", progress, {"model": model}, order={}, to_use=to_use)
-    return folder / "checkpoints/last-000000007"
+    return folder / "checkpoints/last-000001"
 
 
 def test_what_is_written_is_what_was_known(tmp_path):
@@ -97,6 +98,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(model_files, "save_model", refuse)
     to_use = ModelToUse(nn.Linear(2, 2), {})
+    (tmp_path / "checkpoints").mkdir()
     assert not checkpoint.save(tmp_path, "last", checkpoint.Progress(), {}, order={}, to_use=to_use)
     assert "was not written: Error while serializing: No space left" in capsys.readouterr().out
     assert not list(tmp_path.glob("checkpoints/last-*"))
@@ -113,5 +115,5 @@ def test_other_rows_are_refused_inside_an_epoch_only(tmp_path):
 
 def test_classes_with_other_numbers_are_refused(tmp_path):
     folder = save(tmp_path, nn.Linear(2, 2), describe(make_source(class_names=["cat", "dog"])))
-    with pytest.raises(UserError, match="label 0 is dog in data.train and cat in .*last-000000007"):
+    with pytest.raises(UserError, match="label 0 is dog in data.train and cat in .*last-000001"):
         compare_with(folder, describe(make_source(class_names=["dog", "cat"])), is_inside_epoch=False)

@@ -1,10 +1,13 @@
 import json
 import re
+import shutil
 import time
 from math import nan
 from pathlib import Path
 
 import pytest
+import torch
+from harness import newest, step_of
 from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
 from torch import nn
 
@@ -57,7 +60,7 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, mod
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record, "write_own", refuse)
+    monkeypatch.setattr(record, "write_whole", refuse)
     with started_run(tmp_path, model) as run:
         train_epoch(run)
     printed = capsys.readouterr().out
@@ -74,7 +77,7 @@ def test_a_short_run_from_start_to_end(tmp_path, model, capsys):
         train_epoch(run, score=1.0)
         run.finish()
     folder = tmp_path / "a"
-    assert checkpoints(folder) == ["best-000000004", "last-000000004", "last-000000008"]
+    assert checkpoints(folder) == ["best-000001", "last-000002", "last-000003"]
     assert "done: epoch 2, step 8; " in capsys.readouterr().out
 
 
@@ -83,8 +86,8 @@ def test_checkpoints_inside_an_epoch(tmp_path, model):
         for step in range(1, STEPS_PER_EPOCH + 1):
             run.count()
             run.end_pool()
-            assert (tmp_path / "a" / "checkpoints").exists() == (step >= 3)
-    assert checkpoints(tmp_path / "a") == ["last-000000003"]
+            assert bool(checkpoints(tmp_path / "a")) == (step >= 3)
+    assert checkpoints(tmp_path / "a") == ["last-000001"]
 
 
 def test_no_run_saves_earlier_than_one_before_whatever_the_clock_shows(tmp_path, model, monkeypatch):
@@ -109,8 +112,7 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model)
     with started_run(tmp_path, model) as run:
         for score in (3.0, 1.0, nan, 4.0, 2.0, 4.0):
             train_epoch(run, score=score)
-            (name,) = checkpoints(tmp_path / "a", "best")
-            kept.append(int(name.removeprefix("best-")) // STEPS_PER_EPOCH)
+            kept.append(step_of(newest(tmp_path / "a", "best")) // STEPS_PER_EPOCH)
     assert kept == [1, 1, 1, 4, 4, 4]
 
 
@@ -125,7 +127,7 @@ def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monke
     monkeypatch.setattr(checkpoint, "save", killed_before_the_last)
     with started_run(tmp_path, model) as run, pytest.raises(KeyboardInterrupt):
         train_epoch(run)
-    assert checkpoints(tmp_path / "a") == [f"best-{STEPS_PER_EPOCH:09d}"]
+    assert checkpoints(tmp_path / "a") == ["best-000001"]
 
 
 def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, model):
@@ -133,14 +135,14 @@ def test_a_first_value_that_is_not_a_number_does_not_stay_the_best(tmp_path, mod
         train_epoch(run, score=nan)
         assert checkpoints(tmp_path / "a", "best") == []
         train_epoch(run, score=0.1)
-        assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+        assert step_of(newest(tmp_path / "a", "best")) == 8
 
 
 def test_any_metric_may_decide_which_checkpoint_is_the_best(tmp_path, model):
     with started_run(tmp_path, model, best=("loss", "lower")) as run:
         for number, loss in enumerate((0.5, 0.3, 0.4)):
             train_epoch(run, loss=loss, score=number)  # the score is the best in the last epoch
-    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+    assert step_of(newest(tmp_path / "a", "best")) == 8
 
 
 def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
@@ -149,19 +151,62 @@ def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
     with started_run(tmp_path, model, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, score=0.0, loss=0.6)
         assert run.progress.best == 0.6
-    assert checkpoints(tmp_path / "a", "best") == ["best-000000008"]
+    assert step_of(newest(tmp_path / "a", "best")) == 8
 
 
-def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, capsys):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "checkpoints").touch()  # as good as a full disk
+def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
     with started_run(tmp_path, model) as run:
+        monkeypatch.setattr(torch, "save", full)
         train_epoch(run)
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
             run.finish()
     printed = capsys.readouterr().out
-    assert "last-000000004 was not written: " in printed
+    assert "last-000001 was not written: " in printed
     assert "done:" not in printed
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "deleted", "taken"])
+def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
+    folder = tmp_path / "a"
+    with started_run(tmp_path, model) as run:
+        train_epoch(run)
+        saved = checkpoints(folder)
+        if how == "removed":
+            (folder / "lock").unlink()
+        elif how == "moved":
+            folder.rename(tmp_path / "b")
+        elif how == "deleted":
+            shutil.rmtree(folder)
+        else:
+            (folder / "lock").unlink()
+            (folder / "lock").write_text("process 1 on another machine")
+        with pytest.raises(UserError, match="a/lock is no longer the lock of this process"):
+            train_epoch(run)
+    assert how == "moved" or not folder.exists() or checkpoints(folder) == saved
+    assert how != "moved" or not folder.exists()
+
+
+class Masked(nn.Module):
+    """A norm, and a mask of -inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+
+def test_statistics_that_became_nan_are_not_saved_and_a_mask_may_be_infinite(tmp_path):
+    model = Masked()
+    with started_run(tmp_path, model) as run:
+        train_epoch(run)
+        saved = checkpoints(tmp_path / "a")
+        model.norm.running_mean[0] = nan
+        with pytest.raises(UserError, match="statistics .* are not finite at step 8; nothing is saved"):
+            train_epoch(run)
+    assert checkpoints(tmp_path / "a") == saved
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -169,7 +214,7 @@ def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_pat
     lock = folder_module.lock
 
     def wait_for_the_other(path: Path):
-        (path / "checkpoints/last-000000001").mkdir(parents=True)
+        (path / "checkpoints/last-000001").mkdir(parents=True)
         return lock(path)
 
     monkeypatch.setattr(folder_module, "lock", wait_for_the_other)

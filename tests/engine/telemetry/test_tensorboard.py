@@ -126,7 +126,7 @@ def test_a_full_disk_warns_once_and_never_stops(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensorboard, "open_own", refuse)
+        patch.setattr(tensorboard, "open_to_append", refuse)
         patch.setattr(tensorboard.SummaryWriter, "add_scalar", refuse)
         for step in range(3):
             log.write(step, {"x/y": 1.0})

@@ -37,11 +37,11 @@ def trained_with(workload, fields) -> Trained:
 
 
 def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path):
-    for name in ("last-000000009", "last-1000000000"):
+    for name in ("last-000009", "last-1000000"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "checkpoints/last-1000000000 (copy)").mkdir()
-    assert find_checkpoint(tmp_path).name == "last-1000000000"
-    best = tmp_path / "checkpoints/best-000000003"
+    (tmp_path / "checkpoints/last-1000000 (copy)").mkdir()
+    assert find_checkpoint(tmp_path).name == "last-1000000"
+    best = tmp_path / "checkpoints/best-000003"
     best.mkdir()
     assert find_checkpoint(tmp_path) == best
     (best / "model.json").touch()
@@ -89,8 +89,9 @@ def save(folder):
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)})
     to_use = ModelToUse(nn.Linear(2, 2), describe_model(CONFIG.flat(), (source, source), {}, ("score", "higher")))
     progress = checkpoint.Progress(step=7)
+    (folder / "checkpoints").mkdir(exist_ok=True)
     assert checkpoint.save(folder, "last", progress, {"model": to_use.model}, order={}, to_use=to_use)
-    return folder / "checkpoints/last-000000007"
+    return folder / "checkpoints/last-000001"
 
 
 @pytest.mark.parametrize("name", ["model.json", "model.safetensors"])

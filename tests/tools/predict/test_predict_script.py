@@ -17,7 +17,7 @@ import predict as script
 import pytest
 import torch
 import train
-from harness import ALONE, ROOT, TIMEOUT_S, metrics_of, write_minimal
+from harness import ALONE, ROOT, TIMEOUT_S, metrics_of, newest, write_minimal
 from torch import nn
 
 from fastgpu.predict.model import load_model
@@ -146,11 +146,9 @@ def test_several_processes_are_refused_at_once():
 
 def test_evaluate_gives_the_metrics_of_the_run_exactly():
     logged = [point["val/mse"] for point in metrics_of(Path("runs/a")) if "val/mse" in point]
-    assert json.loads(run("runs/a/checkpoints/last-000000020", "--evaluate", "rows.h5::/val", "--json")) == {
-        "mse": logged[-1]
-    }
+    assert json.loads(run(str(newest(Path("runs/a"))), "--evaluate", "rows.h5::/val", "--json")) == {"mse": logged[-1]}
     assert run("runs/a", "--evaluate", "rows.h5::/val") == f"mse {min(logged):.6g}\n"
-    card = json.loads(Path("runs/a/checkpoints/last-000000020/model.json").read_text())
+    card = json.loads((newest(Path("runs/a")) / "model.json").read_text())
     assert card["metrics"] == {"mse": logged[-1]}
     assert (card["epoch"], card["step"]) == (2, 20)
 

@@ -127,10 +127,10 @@ def test_a_page_of_eight_gpus_and_a_long_run_is_small(tmp_path):
 
 def test_checkpoints_are_linked_relative_to_the_page(tmp_path):
     write_run(tmp_path)
-    (tmp_path / "checkpoints/best-000000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/best-000004").mkdir(parents=True)
     page = report_of(tmp_path)
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
-    assert links == ["checkpoints/best-000000004/"]
+    assert links == ["checkpoints/best-000004/"]
     assert (tmp_path / links[0]).is_dir()
 
 
@@ -152,7 +152,7 @@ def test_a_page_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capsys
         raise OSError(28, "No space left on device")
 
     write_run(tmp_path)
-    monkeypatch.setattr(page_module, "write_own", refuse)
+    monkeypatch.setattr(page_module, "write_whole", refuse)
     write_report(tmp_path)
     assert "warning: cannot write" in capsys.readouterr().out
 

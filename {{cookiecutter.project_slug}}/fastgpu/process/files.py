@@ -4,9 +4,10 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 import time
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from fastgpu.process.launch import UserError
 
@@ -33,18 +34,28 @@ def atomic_replace(partial: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def open_own(path: Path, mode: Literal["a", "w"]) -> TextIO:
-    """Open a text file in the folder of a run to write to it.
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file in the folder of a run to append to it.
 
     Raises OSError for a symbolic link: whoever may write to the folder could lead the run to any file of its user.
     """
-    return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
-def write_own(path: Path, text: str) -> None:
-    """Write a text file as a whole, as `open_own` does."""
-    with open_own(path, "w") as file:
-        file.write(text)
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under a name that nothing else has, and rename it: it is complete, or as before."""
+    mode = path.parent.stat().st_mode & 0o666
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 def flush(path: Path) -> None:
@@ -64,7 +75,8 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         until = time.monotonic() + PATIENCE_S
-        self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._path = folder / LOCK
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             while not self._try():
                 if time.monotonic() > until:
@@ -72,11 +84,25 @@ class FolderLock:
                     raise UserError(f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name")
                 time.sleep(POLL_S)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._holder = f"process {os.getpid()} on {socket.gethostname()} since {since}".encode()
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+            os.pwrite(self._descriptor, self._holder, 0)
         except BaseException:
             os.close(self._descriptor)
             raise
+
+    def check(self) -> None:
+        """Raise UserError if the lock is no longer that of the folder: it was removed, or the folder was moved."""
+        try:
+            is_own = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+            is_own = is_own and os.pread(self._descriptor, MAX_HOLDER_BYTES, 0) == self._holder
+        except OSError:
+            is_own = False
+        if not is_own:
+            raise UserError(
+                f"{self._path} is no longer the lock of this process: it was removed, or the folder was moved or "
+                "deleted. Nothing more is written; run.resume=auto continues from the last checkpoint"
+            )
 
     def close(self) -> None:
         """Release the lock."""

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
-from fastgpu.process.files import write_own
+from fastgpu.process.files import write_whole
 from fastgpu.process.launch import UserError, warn
 from fastgpu.report import results
 from fastgpu.report.results import Point, Table
@@ -40,7 +40,7 @@ def write_report(folder: Path) -> None:
     if not points:
         return
     try:
-        write_own(folder / "report.html", _run_page(folder, points))
+        write_whole(folder / "report.html", _run_page(folder, points))
     except OSError as error:
         warn(f"cannot write {folder / 'report.html'} ({error})")
 
@@ -63,7 +63,7 @@ def write_comparison(runs: Mapping[str, Path], path: Path) -> None:
 
 
 def _run_page(folder: Path, points: Sequence[Point]) -> str:
-    description = results.read_description(folder)
+    description = results.read_run(folder)
     verdict = results.run_verdict(points)
     line = f"<p>{html.escape(verdict.text)}</p>" if verdict else ""
     headline = HEADLINES[verdict.kind] if verdict else folder.name

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from fastgpu.run.folder import numbered, read_config, read_settings
+from fastgpu.run.folder import numbered, read_config, read_description, read_settings
 
 Point = Mapping[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {name of a scalar: value}. Such a name is
@@ -60,14 +60,15 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     it holds the only waiting for rows.
     """
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     points: list[dict[str, float]] = []
     part = 1.0
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):  # it is no point
             point = json.loads(line)
+            point["step"] + 0
             if point.get("part", 1) != part:
                 part = point["part"]
                 resumed_at = point["step"] - point.get("steps", 0)
@@ -83,11 +84,10 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return points
 
 
-def read_description(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> dict[str, Any]:
     """The newest run.json of a run; empty if there is none."""
-    with suppress(IndexError, OSError, ValueError):
-        return dict(json.loads(numbered(folder, "run*.json")[-1].read_text(encoding="utf-8")))
-    return {}
+    paths = numbered(folder, "run*.json")
+    return read_description(paths[-1]) if paths else {}
 
 
 # ---------------------------------------------------------------------------------------------- one value of a run
@@ -155,7 +155,7 @@ def charts(names: Iterable[str]) -> dict[str, list[str]]:
 
 def best(points: Iterable[Point], folder: Path) -> Best | None:
     """The best value of the metric that counts; of equal ones the first, whose checkpoint is the best one."""
-    metric, direction = read_description(folder).get("best", ("", ""))
+    metric, direction = read_run(folder).get("best", ("", ""))
     name = f"val/{metric}"
     sign = -1 if direction == "higher" else 1
     scored = [point for point in points if name in point and not isnan(point[name])]

@@ -1,14 +1,14 @@
 """Checkpoints: complete or absent, verified when read, never code (`weights_only=True`).
 
-    <run>/checkpoints/last-000000220/
-    <run>/checkpoints/last-000000240/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
-    <run>/checkpoints/best-000000200/                                    with train.ema: ema.pt (averaged weights)
-                                        model.json  model.safetensors: the model to use (model_files.py)
+    <run>/checkpoints/last-000011/
+    <run>/checkpoints/last-000012/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
+    <run>/checkpoints/best-000008/                                   with train.ema: ema.pt (averaged weights)
+                                     model.json  model.safetensors: the model to use (model_files.py)
 
-A checkpoint is written to a temporary folder, flushed to disk and renamed, so a crash at any point leaves the previous
-one intact. One that is saved again at the same step is called `.last-000000240.replaced` until the new one is in its
-place, and is read under that name after a crash in between. torch.load does not notice a flipped bit, hence the
-checksums. No random state is stored: `reseed` derives it from the seed and the position.
+The number counts the saves of the run. A checkpoint is written to a temporary folder, flushed to disk and renamed, and
+nothing is ever written over: a crash at any point leaves the others as they are, and the newest one is that of the
+highest number whose checksums hold. torch.load does not notice a flipped bit. No random state is stored: `reseed`
+derives it from the seed and the position.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import json
 import math
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,15 +27,16 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastgpu.process.files import atomic_replace
 from fastgpu.process.launch import UserError, warn
-from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, ModelToUse, compare_with, sha256_of, write_model
+from fastgpu.run.model_files import ModelToUse, compare_with, sha256_of, write_model
 
 Kind = Literal["last", "best"]
 Direction = Literal["higher", "lower"]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-REPLACED = ".replaced"
-"""End of the name of a checkpoint, which is hidden, while another one of the same step takes its place."""
-KEEP_LAST = 2
-"""How many checkpoints of kind "last" are kept: two, in case the newest turns out to be damaged."""
+FORMAT = 2
+KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
+"""How many checkpoints of a kind are kept: two of the last ones, in case the newest turns out to be damaged."""
+PARTIAL = ".partial-"
+"""Beginning of the names of folders that are being written."""
 ORDER_KEYS = {
     "rows": "the number of rows of data.train",
     "global_rows": "data.batch_size",
@@ -122,59 +124,84 @@ def save(
     order: Mapping[str, int],
     to_use: ModelToUse | None = None,
 ) -> bool:
-    """Write `<run>/checkpoints/<kind>-<step>`. False if the disk refused.
+    """Write `<run>/checkpoints/<kind>-<number>`, and remove those that it replaces. False if the disk refused.
 
     state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. to_use: the
     model for model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are
     still there, and training can go on.
     """
-    target = _path(run, kind, progress.step)
-    partial = target.with_name(f".{kind}.partial")
+    folder = run / "checkpoints"
+    numbers = [*_numbers(run, "last").values(), *_numbers(run, "best").values()]
+    target = folder / f"{kind}-{max(numbers, default=0) + 1:06d}"
+    partial = None
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it saved
-        partial.mkdir(parents=True)
-        sha256 = {}
+        partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))  # a name that nothing else has
+        partial.chmod(folder.stat().st_mode & 0o777)
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
-            sha256[name] = sha256_of(partial / f"{name}.pt")
         if to_use:
             write_model(partial, to_use)
-            sha256 |= {name: sha256_of(partial / name) for name in (DESCRIPTION, WEIGHTS)}
-        state_json: dict[str, Any] = {"progress": asdict(progress), "order": dict(order), "sha256": sha256}
-        state_json["digest"] = digest_of(state_json)
-        (partial / "state.json").write_text(json.dumps(state_json, indent=2))
-        replaced = target.with_name(f".{target.name}{REPLACED}")
-        if target.exists():  # a run may save a step twice
-            shutil.rmtree(replaced, ignore_errors=True)
-            target.rename(replaced)
+        content = {
+            "format": FORMAT,
+            "progress": asdict(progress),
+            "order": dict(order),
+            "sha256": {path.name: sha256_of(path) for path in sorted(partial.iterdir())},
+        }
+        (partial / "state.json").write_text(json.dumps({**content, "digest": digest_of(content)}, indent=2))
         atomic_replace(partial, target)
-        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial:
+            shutil.rmtree(partial, ignore_errors=True)
         warn(f"{target} was not written: {error}. Training goes on")
         return False
+    for old in newest_first(run, kind)[KEPT[kind] :]:
+        shutil.rmtree(old, ignore_errors=True)
     return True
 
 
-def prune(run: Path, kind: Kind, step: int) -> None:
-    """Remove the checkpoints that a new one replaces: all of kind "best", and of kind "last" all but the newest.
-
-    step: that of the new one.
-    """
-    kept = newest_first(run, "last")[:KEEP_LAST] if kind == "last" else [_path(run, kind, step)]
-    for old in {*_numbers(run, kind)} - {*kept}:
-        shutil.rmtree(old, ignore_errors=True)
+def remove_partial(run: Path) -> None:
+    """Remove what a process that was killed while it saved has left. Call it with the lock of the run."""
+    for path in run.glob(f"checkpoints/{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_first(run: Path, kind: Kind) -> list[Path]:
     """The checkpoints of a kind, by number: names sort wrongly once a number outgrows its zeros."""
     numbers = _numbers(run, kind)
-    superseded = {path.with_name(f".{path.name}{REPLACED}") for path in numbers}
-    return sorted(numbers.keys() - superseded, key=lambda path: numbers[path], reverse=True)
+    return sorted(numbers, key=numbers.__getitem__, reverse=True)
 
 
-def resume(
-    run: Path,
+def find_intact(run: Path) -> Path | None:
+    """The newest checkpoint of kind "last" that is intact; None if there are none. Call it with the lock of the run.
+
+    Damaged ones are renamed to damaged-last-<number>, so that they count no more. Raises UserError if all are damaged,
+    or if the newest one is of another version.
+    """
+    saved = newest_first(run, "last")
+    for path in saved:
+        try:
+            _, sha256 = _read_state(path)
+            for name, digest in sha256.items():
+                if sha256_of(path / name) != digest:
+                    raise ValueError(f"{name} does not match its checksum")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            if isinstance(error, UserError):
+                raise
+            warn(f"checkpoint {path} is damaged ({error}); trying the one before")
+            damaged = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(damaged, ignore_errors=True)
+            path.rename(damaged)
+            continue
+        return path
+    if saved:
+        raise UserError(
+            f"{run}/checkpoints holds checkpoints, but none is intact; restore one, or use another run.name"
+        )
+    return None
+
+
+def load(
+    path: Path,
     state: Mapping[str, Stateful],
     order: Mapping[str, int],
     device: torch.device,
@@ -182,55 +209,39 @@ def resume(
     description: Mapping[str, Any] | None = None,
     hint: str = "",
 ) -> Progress:
-    """Load the newest intact checkpoint of kind "last" into `state`. A fresh Progress if there is none.
+    """Load an intact checkpoint into `state`.
 
     description: what it is to be trained on (see `describe_model`), to be compared with what it was trained on. hint:
     what differs from the run that saved it, for the message if the checkpoint does not fit. Raises UserError if the
-    checkpoint belongs to another model, optimizer or classes, if it was saved inside an epoch with other rows or
-    another order of them, or if all checkpoints are damaged.
+    checkpoint belongs to another model, optimizer or classes, or if it was saved inside an epoch with other rows or
+    another order of them.
     """
-    saved = newest_first(run, "last")
-    for path in saved:
-        try:
-            content = _read_state(path)
-            names = [name for name in state if name != "ema" or name in content["sha256"]]  # train.ema may be new
-            for name in names:
-                if sha256_of(path / f"{name}.pt") != content["sha256"][name]:
-                    raise ValueError(f"{name}.pt does not match its checksum")
-            if (path / DESCRIPTION).exists() and sha256_of(path / DESCRIPTION) != content["sha256"].get(DESCRIPTION):
-                raise ValueError(f"{DESCRIPTION} does not match its checksum")
-            progress = _checked(content["progress"])
-            saved_order = content["order"]
-            loaded = {name: torch.load(path / f"{name}.pt", map_location=device, weights_only=True) for name in names}
-        except Exception as error:  # a damaged file can raise anything
-            warn(f"checkpoint {path} is damaged ({error}); trying the one before")
-            continue
-        changed = [
-            f"{ORDER_KEYS.get(name, name)} was {saved_order.get(name)}, is {order.get(name)}"
-            for name in {**saved_order, **order}
-            if saved_order.get(name) != order.get(name)
-        ]
-        is_inside_epoch = bool(progress.pool or progress.pool_steps)
-        if is_inside_epoch and changed:
-            raise UserError(
-                f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
-                f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
-            )
-        if description:
-            compare_with(path, description, is_inside_epoch=is_inside_epoch)
-        for name, values in loaded.items():
-            try:
-                state[name].load_state_dict(values)
-            except (RuntimeError, ValueError, KeyError) as error:
-                lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
-                reason = lines[min(1, len(lines) - 1)].strip()
-                raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
-        return progress
-    if saved:
+    content, sha256 = _read_state(path)
+    progress, saved_order = _checked(content["progress"]), content["order"]
+    changed = [
+        f"{ORDER_KEYS.get(name, name)} was {saved_order.get(name)}, is {order.get(name)}"
+        for name in {**saved_order, **order}
+        if saved_order.get(name) != order.get(name)
+    ]
+    is_inside_epoch = bool(progress.pool or progress.pool_steps)
+    if is_inside_epoch and changed:
         raise UserError(
-            f"{run}/checkpoints holds checkpoints, but none is intact; restore one, or use another run.name"
+            f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
+            f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
         )
-    return Progress()
+    if description:
+        compare_with(path, description, is_inside_epoch=is_inside_epoch)
+    for name, part in state.items():
+        if name == "ema" and "ema.pt" not in sha256:
+            continue  # train.ema is new
+        try:
+            values = torch.load(path / f"{name}.pt", map_location=device, weights_only=True)
+            part.load_state_dict(values)
+        except Exception as error:  # of many kinds
+            lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
+            reason = lines[min(1, len(lines) - 1)].strip()
+            raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
+    return progress
 
 
 def _checked(values: Mapping[str, Any]) -> Progress:
@@ -242,32 +253,29 @@ def _checked(values: Mapping[str, Any]) -> Progress:
         raise ValueError(f"{' '.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}") from None
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """The content of state.json. Raises ValueError if it is damaged.
-
-    Version 0.1.0, whose progress has no `metric`, wrote no digest.
-    """
-    description: dict[str, Any] = json.loads((path / "state.json").read_text())
-    digest = description.pop("digest", None)
-    if digest != digest_of(description) and (digest or "metric" in description["progress"]):
+def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of state.json, and {file: SHA-256}. Raises ValueError if it is damaged, UserError if it is older."""
+    content: dict[str, Any] = json.loads((path / "state.json").read_text())
+    digest = content.pop("digest", None)
+    if digest and digest != digest_of(content):
         raise ValueError("state.json does not match its digest")
-    return description
+    if content.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has format {content.get('format', 1)} and this version reads {FORMAT}; resume it with the version "
+            "that saved it, or use another run.name"
+        )
+    if not digest:
+        raise ValueError("state.json has no digest")
+    _checked(content["progress"])
+    return content, content["sha256"]
 
 
-def digest_of(description: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, Any]) -> str:
     """The `digest` of state.json: SHA-256 of its other values, however they are written."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-
-
-def _path(run: Path, kind: Kind, step: int) -> Path:
-    return run / "checkpoints" / f"{kind}-{step:09d}"
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
-    """{checkpoint: its step}, with those that are being replaced.
-
-    Folders with other names, such as copies that a person made, are left alone.
-    """
-    pattern = rf"{kind}-(\d+)|\.{kind}-(\d+){re.escape(REPLACED)}"
-    matches = {path: re.fullmatch(pattern, path.name) for path in run.glob(f"checkpoints/*{kind}-*")}
-    return {path: int(match[1] or match[2]) for path, match in matches.items() if match}
+    """{checkpoint: its number}. Folders with other names, such as copies that a person made, are left alone."""
+    matches = {path: re.fullmatch(rf"{kind}-([0-9]+)", path.name) for path in run.glob(f"checkpoints/{kind}-*")}
+    return {path: int(match[1]) for path, match in matches.items() if match}

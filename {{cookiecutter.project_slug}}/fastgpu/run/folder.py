@@ -1,6 +1,7 @@
 """The folder of a run: which one it is, and whether it belongs to the run that is asked for. Does not import torch."""
 
 import json
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 import yaml
 
 from fastgpu.process.config import Run
-from fastgpu.process.files import FolderLock, write_own
+from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
 
+DAY_S = 86_400.0
+"""A checkpoint that was saved later than a day from now was not: its clock, or the file, is wrong."""
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
 NOT_LEARNED = ("data.tier",)
@@ -24,7 +27,7 @@ def refuse_taken(settings: Run) -> None:
     """Raise UserError if a new run would mix its checkpoints with those of an older one."""
     folder = Path(settings.folder) / settings.name
     try:
-        is_taken = settings.resume == "never" and any(folder.glob("checkpoints/*"))
+        is_taken = settings.resume == "never" and any(folder.glob("checkpoints/*-[0-9]*"))
     except OSError:
         return  # `create_folder` says what is wrong
     if is_taken:
@@ -33,7 +36,7 @@ def refuse_taken(settings: Run) -> None:
 
 def refuse_begun(folder: Path) -> None:
     """Raise UserError if another process has begun a run in the folder since this one looked for checkpoints there."""
-    if any(folder.glob("checkpoints/*")):
+    if any(folder.glob("checkpoints/*-[0-9]*")):
         raise UserError(f"run.name: another process has begun a run in {folder} meanwhile; use another run.name")
 
 
@@ -60,13 +63,14 @@ def save_times(runs: Path) -> dict[Path, float]:
     Times of files, which a copy changes, count for checkpoints that have none there.
     """
     times: dict[Path, float] = {}
-    for path in runs.glob("*/checkpoints/*last-*"):
-        try:
-            time_s = float(json.loads((path / "state.json").read_text())["progress"]["saved_at"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            if not path.exists():
+    for path in runs.glob("*/checkpoints/last-*"):
+        progress = read_description(path / "state.json").get("progress")
+        time_s = progress.get("saved_at") if isinstance(progress, dict) else None
+        if not isinstance(time_s, float) or not 0 <= time_s <= time.time() + DAY_S:
+            try:
+                time_s = path.stat().st_mtime
+            except OSError:
                 continue  # its run has just removed it
-            time_s = path.stat().st_mtime
         run = path.parents[1]
         times[run] = max(time_s, times.get(run, 0.0))
     return dict(sorted(times.items(), key=lambda item: item[1], reverse=True))
@@ -86,9 +90,9 @@ def describe_choice(folder: Path, settings: Run) -> str:
 def create_folder(folder: Path) -> None:
     """Create the folder of a run if needed. Raises UserError if it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_own(folder / ".writable", "")
-        (folder / ".writable").unlink(missing_ok=True)  # another machine may try the same
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UserError(
             f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
@@ -106,6 +110,16 @@ def lock(folder: Path) -> FolderLock:
         ) from None
 
 
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of a JSON or YAML file that only describes a run; empty if it cannot be read: it stops nothing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """{dotted key: value} of the newest config.yaml of a run; empty if there is none."""
     paths = numbered(folder, "config*.yaml")
@@ -114,12 +128,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """{dotted key: value} of a config.yaml; empty if it cannot be read."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
     config: dict[str, Any] = {}
-    for name, value in tree.items():
+    for name, value in read_description(path).items():
         config |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
     return config
 
@@ -137,7 +147,7 @@ def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
 
     config: {dotted key: value}, without `auto`. Without checkpoints in the folder there is nothing to compare.
     """
-    saved = read_config(folder) if any(folder.glob("checkpoints/*last-*")) else {}
+    saved = read_config(folder) if any(folder.glob("checkpoints/last-*")) else {}
     changes = {}
     for key in config:
         is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED

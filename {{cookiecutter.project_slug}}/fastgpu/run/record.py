@@ -18,7 +18,7 @@ import yaml
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import nested
-from fastgpu.process.files import write_own
+from fastgpu.process.files import write_whole
 from fastgpu.process.launch import read_environment, warn
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
@@ -60,7 +60,7 @@ def write_record(folder: Path, config: Mapping[str, Any], best: Sequence[str]) -
 def write_or_warn(path: Path, text: str) -> None:
     """Write a file of the run. If the disk refuses, training goes on."""
     try:
-        write_own(path, text)
+        write_whole(path, text)
     except OSError as error:
         warn(f"cannot write {path} ({error}); training goes on")
 

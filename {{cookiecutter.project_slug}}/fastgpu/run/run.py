@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,17 +58,19 @@ class Run:
                     self._lock = folder.lock(path)  # before its checkpoints are read
                 changes = folder.find_changes(path, config) if is_resumed else {}
                 folder.refuse_another(path, settings, changes)
-                found = path, changes
+                found = path, changes, checkpoint.find_intact(path) if is_resumed else None
         self.folder: Path
-        self.folder, changes = world.broadcast(found)
+        self.folder, changes, intact = world.broadcast(found)
         world.print_once(folder.describe_choice(self.folder, settings))
         self.progress = checkpoint.Progress()
         with world.together():
-            if is_resumed:
+            if intact:
                 hint = folder.trained_with(self.folder, changes, "model.")
-                self.progress = checkpoint.resume(
-                    self.folder, self._state, self.order.identity, world.device, description=description, hint=hint
+                identity = self.order.identity
+                self.progress = checkpoint.load(
+                    intact, self._state, identity, world.device, description=description, hint=hint
                 )
+        self._finite = {key for key, value in _buffers(self._state).items() if bool(value.isfinite().all())}
         at = self.progress
         self._saved_step = at.step
         self.first_step = at.step
@@ -95,6 +97,7 @@ class Run:
                 if self._lock is None:
                     self._lock = folder.lock(self.folder)
                     folder.refuse_begun(self.folder)
+                checkpoint.remove_partial(self.folder)
                 (self.folder / STOPPED).unlink(missing_ok=True)
                 self.progress.saved_at = max(folder.save_times(self.folder.parent).values(), default=0.0)
                 write_record(self.folder, self.config, (self._best, self._direction))
@@ -187,11 +190,15 @@ class Run:
             if isinstance(part, nn.Module):
                 average_statistics(part, self._world)
         at = self.progress
-        if not _is_finite(self._state):
-            raise UserError(
-                f"weights or the state of the optimizer are not finite at step {at.step}; nothing is saved; "
-                "run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last checkpoint"
-            )
+        with self._world.together():
+            if not _is_finite(self._state, self._finite):
+                raise UserError(
+                    f"weights, statistics or the state of the optimizer are not finite at step {at.step}; nothing is "
+                    "saved; run.resume=auto with a lower optim.lr or optim.clip_grad_norm continues from the last "
+                    "checkpoint"
+                )
+            if self._lock:
+                self._lock.check()
         self._saved_step = at.step
         if not self._world.is_main:
             return
@@ -206,13 +213,21 @@ class Run:
             self._is_saved = checkpoint.save(
                 self.folder, kind, at, self._state, order=self.order.identity, to_use=to_use
             )
-            if self._is_saved:
-                checkpoint.prune(self.folder, kind, at.step)
 
 
-def _is_finite(state: Mapping[str, checkpoint.Stateful]) -> bool:
-    """Whether no weight and no value of the optimizer is NaN or infinite. Buffers may be: a mask, for instance."""
-    values: list[Any] = []
+def _buffers(state: Mapping[str, checkpoint.Stateful]) -> dict[str, Tensor]:
+    """{name: buffer of floats} of all modules."""
+    modules = [(name, part) for name, part in state.items() if isinstance(part, nn.Module)]
+    buffers = {f"{name}.{key}": buffer for name, part in modules for key, buffer in part.named_buffers()}
+    return {key: buffer for key, buffer in buffers.items() if buffer.is_floating_point()}
+
+
+def _is_finite(state: Mapping[str, checkpoint.Stateful], finite_buffers: Set[str]) -> bool:
+    """Whether no weight and no value of the optimizer is NaN or infinite, nor one of these buffers.
+
+    finite_buffers: those that were finite at the start. Others may be: a mask, for instance.
+    """
+    values: list[Any] = [buffer for key, buffer in _buffers(state).items() if key in finite_buffers]
     for part in state.values():
         values += part.parameters() if isinstance(part, nn.Module) else tree_leaves(part.state_dict())
     finite: dict[torch.device, list[Tensor]] = {}
