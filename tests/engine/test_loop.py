@@ -361,6 +361,14 @@ def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(fol
         train("run.name=new")
 
 
+def test_a_run_goes_on_with_its_own_settings_but_for_the_words(folder):
+    train("optim.lr=0.02", "model.hidden_dim=8", "train.epochs=1")
+    train("run.resume=runs/a", "train.epochs=2")
+    recorded = yaml.safe_load((folder / "runs/a/config-2.yaml").read_text())
+    assert (recorded["optim"]["lr"], recorded["model"]["hidden_dim"], recorded["train"]["epochs"]) == (0.02, 8, 2)
+    assert len(val_points(folder / "runs/a")) == 2
+
+
 # ---------------------------------------------------------------------------------------------- another run than before
 
 

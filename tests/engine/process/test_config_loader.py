@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from harness import run_train, write_minimal
 from pydantic import Field
 
@@ -328,3 +329,19 @@ def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):
     assert done.stderr == "error: command line: unknown key data.batch_siz (did you mean data.batch_size?)\n"
     done = run_train("data.batch_size=32", cwd=tmp_path, PYTHONPATH=str(trap))
     assert done.stderr == "torch was imported\n"  # the trap works
+
+
+def test_a_run_is_resumed_with_the_config_that_it_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorded = Config.model_validate(yaml.safe_load(BASE)).resolved(run={"name": "other"}, optim={"lr": 0.5})
+    run = tmp_path / "runs/a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded.resolved(optim={"lr": 0.1}).model_dump()))
+    (run / "config-2.yaml").write_text(yaml.safe_dump(recorded.model_dump()))
+    config = load_config(["run.resume=runs/a", "train.epochs=7"])
+    assert (config.run.folder, config.run.name, config.run.resume) == ("runs", "a", "auto")
+    assert (config.optim.lr, config.train.epochs) == (0.5, 7)
+    with pytest.raises(
+        UserError, match="run.resume is runs/b, which is no run with a config.yaml; use its folder, or auto"
+    ):
+        load_config(["run.resume=runs/b"])

@@ -4,6 +4,7 @@ import sys
 import pytest
 from harness import ROOT, TIMEOUT_S
 
+from fastgpu.process import launch as launch_module
 from fastgpu.process.launch import (
     Launch,
     RankError,
@@ -33,6 +34,18 @@ def test_a_user_error_is_one_line_for_a_machine_and_the_same_exit_code_on_every_
         raise UserError("too many")
     assert stop.value.code == 2
     assert capsys.readouterr().err == message
+
+
+def test_under_torchrun_the_first_rank_ends_first_so_that_its_message_is_seen(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(launch_module.time, "sleep", slept.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    for local_rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        with pytest.raises(SystemExit), exit_with_message():
+            raise UserError("too many")
+    assert slept == [launch_module.SPEAKER_S]
+    assert capsys.readouterr().err == "error: too many\n"
 
 
 def test_an_error_of_one_rank_is_printed_by_that_rank(monkeypatch, capsys):

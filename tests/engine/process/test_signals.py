@@ -72,6 +72,16 @@ def test_a_rank_that_is_told_to_end_may_say_why_first(what, code):
     assert done.returncode == code
 
 
+def test_a_signal_that_came_before_the_run_listened_asks_for_a_stop_and_ends_nothing():
+    script = (
+        "import os, signal, time; from fastgpu.process import signals; signals.LAST_WORDS_S = 0.5;"
+        "signal.signal(signal.SIGTERM, signals.end_soon); os.kill(os.getpid(), signal.SIGTERM);"
+        "requests = signals.Requests(); requests.listen(); time.sleep(1); print(requests.stop_signal)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)}\n")
+
+
 @pytest.mark.slow
 def test_an_orphan_is_asked_to_stop_and_then_ended():
     with subprocess.Popen([sys.executable, "-c", ORPHAN], cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:

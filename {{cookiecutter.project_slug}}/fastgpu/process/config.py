@@ -47,7 +47,8 @@ class Run(Section):
     seed: LargeCount = 0
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
-    """auto: continue from the last checkpoint of the run if there is one, else start a new run."""
+    """auto: continue from the last checkpoint of the run if there is one, else start a new run. On a command line also
+    the folder of a run, such as runs/first: it goes on with the config that it recorded, which other words change."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
     check: bool = False

@@ -92,6 +92,16 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     paths, overrides = _split(argv)
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    words = dict(override.partition("=")[::2] for override in overrides)
+    run = words.get("run.resume", "never")
+    if run not in ("never", "auto", ""):
+        paths = [_recorded(run), *paths]
+        overrides = [word for word in overrides if not word.startswith("run.resume=")]
+        overrides += [
+            "run.resume=auto",
+            f"run.folder={json.dumps(str(Path(run).parent))}",
+            f"run.name={Path(run).name}",
+        ]
     for path in paths or ["config.yaml"]:
         _merge(tree, _read_yaml(path, origins))
     for override in overrides:
@@ -104,6 +114,16 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         _merge(tree, branch)
         origins[key] = "command line"
     return tree, origins
+
+
+def _recorded(run: str) -> str:
+    """The newest config.yaml in the folder of a run: a resumed run adds config-2.yaml. Raises UserError for none."""
+    paths = sorted(Path(run).glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        raise UserError(
+            f"command line: run.resume is {run}, which is no run with a config.yaml; use its folder, or auto"
+        )
+    return str(paths[-1])
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, NamedTuple, NoReturn
@@ -16,6 +17,8 @@ from typing import IO, NamedTuple, NoReturn
 EXIT_S = 2.0
 """Time for what is registered with `atexit` if Python's own exit would hang."""
 
+SPEAKER_S = 3.0
+"""How long ranks wait until the first one has printed a message: torchrun ends all of them with the first that ends."""
 MAX_LINE = 1000
 """Characters of a line of a message. It may quote what a damaged file holds, whatever its length."""
 
@@ -94,6 +97,8 @@ def exit_with_message(
             lines = f"error: {error}".splitlines()
             lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in lines]
             print(*lines, sep="\n", file=sys.stderr, flush=True)
+        elif launch.is_launched:
+            time.sleep(SPEAKER_S)
         if isinstance(error, HangError):
             _exit_by_force(2)
         raise SystemExit(2) from None

@@ -30,6 +30,21 @@ ORPHAN_S = 4.0
 """An orphan is ended this long after its parent died."""
 
 
+_ending: list[tuple[int, threading.Timer]] = []
+"""The signal that `end_soon` has met, and the end that it will bring."""
+
+
+def end_soon(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by ending the process a little later, unless `Requests.listen` takes the request over.
+
+    torchrun sends SIGTERM as soon as one rank has ended, and the others should have the time to say what they know.
+    """
+    timer = threading.Timer(LAST_WORDS_S, os._exit, (128 + number,))
+    timer.daemon = True
+    _ending.append((number, timer))
+    timer.start()
+
+
 class Requests:
     """What this process has been asked to do, from `listen` to `close`."""
 
@@ -40,8 +55,12 @@ class Requests:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Handle the signals above from now on. Call it in the main thread."""
+        """Handle the signals above from now on, and one that came a moment ago. Call it in the main thread."""
         self._handlers = {number: signal.signal(number, self._handle) for number in STOP}
+        while _ending:
+            number, timer = _ending.pop()
+            timer.cancel()
+            self._handle(number, None)
 
     def outlive_run(self) -> None:
         """Keep the handlers when this is closed: the run is over, and a signal could only spoil its orderly end."""
@@ -61,16 +80,6 @@ class Requests:
         elif time.monotonic() - self._stop_time > ECHO_S:  # the person, or the cluster, is out of patience
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def end_soon(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by ending the process a little later.
-
-    torchrun sends SIGTERM as soon as one rank has ended, and the others should have the time to say what they know.
-    """
-    timer = threading.Timer(LAST_WORDS_S, os._exit, (128 + number,))
-    timer.daemon = True
-    timer.start()
 
 
 def end_with_launcher(launch: Launch) -> None:
