@@ -52,11 +52,12 @@ class Workload(images.Workload):
         self.names = [str(name) for name in train.attributes.get("target_names") or []]
         self.has_attributes = True  # of which mixup blends all
         self.n_outputs = labels.shape[0] if labels.shape else 1
-        self._label_summary = self._describe_labels(train.in_memory("labels"))
-        self._check_options(train)
+        self.label_summary = self.describe_numbers(train.in_memory("labels"))
+        self.is_pretrained = options.pretrained and len(train) > 0
+        self.check_options(train)
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
-    def _describe_labels(self, labels: np.ndarray | None) -> str:
+    def describe_numbers(self, labels: np.ndarray | None) -> str:
         text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict"
         if labels is None:
             return text

@@ -69,7 +69,7 @@ NOT_SHIPPED = {
     "run.check",
     *("data.val_fields", "data.balance", "data.dataset", "data.image_size", "data.min_crop_scale", "data.pool_batches"),
     *("loader.num_workers", "loader.timeout_s"),
-    "model.timm",
+    *("model.timm", "model.pretrained"),
     *("dist.strategy", "dist.device", "dist.find_unused_parameters", "dist.timeout_s"),
     "log.wandb",
 }

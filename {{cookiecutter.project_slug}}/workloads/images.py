@@ -46,8 +46,9 @@ class Workload(workloads.Workload):
         blocks: Count = 1
         """Residual blocks in each stage."""
         timm: str = ""
-        """Name of a network of timm, such as resnet50, which is trained from scratch in place of the one here: without
-        `width` and `blocks`."""
+        """Name of a network of timm, such as resnet50, in place of the one here: without `width` and `blocks`."""
+        pretrained: bool = False
+        """Start with the weights that timm has for its network."""
         flip: bool = False
         """Mirror images left-right at random (not for digits or text)."""
         crop_padding: CountOrZero = 1
@@ -67,28 +68,30 @@ class Workload(workloads.Workload):
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
         check_images(train, val)
-        images = train.fields["images"]
-        labels = train.fields["labels"]
-        _check_label_type(train.name, labels)
+        images, labels = train.fields["images"], train.fields["labels"]
+        check_label_type(train.name, labels)
         self.options = options
         self.dtype = images.dtype
         # The fields of a model.json have the size of validation images; its card has that of training images.
         self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *images.shape)[-3:]))
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
         self.has_attributes = bool(labels.shape)
+        self.n_outputs = labels.shape[0] if self.has_attributes else count_classes(train)
         if self.has_attributes:
-            self.n_outputs = labels.shape[0]
             self.best = ("accuracy_pct", "higher")
-        else:
-            self.n_outputs = count_classes(train)
         for source in (train, val):
             check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
-        self._label_summary = self._describe_labels(train.in_memory("labels"))
-        self._check_options(train)
+        self.is_pretrained = options.pretrained and len(train) > 0  # predict.py, which has no rows, loads its weights
+        kind = "attributes" if self.has_attributes else "classes"
+        self.label_summary = f"{self.n_outputs} {kind}{describe_labels(train.in_memory('labels'), self.n_outputs)}"
+        self.check_options(train)
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
-    def _check_options(self, train: Dataset) -> None:
+    def check_options(self, train: Dataset) -> None:
+        """Raise UserError if an option leaves nothing of an image, or has no effect."""
         o = self.options
+        if o.pretrained and not o.timm:
+            raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
         if o.min_crop_scale < 1 and train.encoded:
             warn(
                 f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
@@ -96,30 +99,21 @@ class Workload(workloads.Workload):
             )
         side = min(self.shape_CHW[1:])
         for name, pixels in (("crop_padding", o.crop_padding), ("cutout_size", o.cutout_size)):
-            if pixels >= side:  # little or nothing of an image would be left
+            if pixels >= side:
                 raise UserError(f"model.{name} is {pixels}, but images are {side} pixels high or wide; use fewer")
 
     @property
     def summary(self) -> str:
         C, H, W = self.shape_CHW
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {self._label_summary}"
-
-    def _describe_labels(self, labels: np.ndarray | None) -> str:
-        """labels: those of the training rows; None if they are not in memory."""
-        if self.has_attributes:
-            is_class = labels is not None and is_one_hot(labels)
-            hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))" if is_class else ""
-            return f"{self.n_outputs} attributes{hint}"
-        return describe_classes(labels, self.n_outputs)
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {self.label_summary}"
 
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K)."""
         o = self.options
-        network: nn.Module
         if o.timm:
-            network = make_timm(o.timm, self.shape_CHW[0], self.n_outputs)
+            network = make_timm(o.timm, self.shape_CHW[0], self.n_outputs, pretrained=self.is_pretrained)
         else:
-            network = ResNet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
+            network = resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
         return nn.Sequential(self.normalize, network)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
@@ -214,11 +208,8 @@ def check_images(train: Dataset, val: Dataset) -> None:
                 "them so by convert.py arrays ... --layout nhwc; otherwise give the file the attribute layout=nchw"
             )
     for name in ("images", "labels"):
-        ours = train.fields[name]
-        theirs = val.fields[name]
+        ours, theirs = train.fields[name], val.fields[name]
         are_labels = name == "labels" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
-        if ours.shape != theirs.shape and name == "images" and train.decoder and val.decoder:
-            continue  # they are decoded to sizes of their own
         if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
@@ -240,13 +231,15 @@ def count_classes(source: Dataset) -> int:
     return highest + 1
 
 
-def describe_classes(labels: np.ndarray | None, n_classes: int) -> str:
-    """How many classes there are, and how many of them have no label. labels: None if unknown."""
-    counts = np.ones(n_classes) if labels is None else np.bincount(labels.astype(np.int64), minlength=n_classes)
-    n_empty = int((counts[:n_classes] == 0).sum())
-    if not n_empty:
-        return f"{n_classes} classes"
-    return f"{n_classes} classes, {n_empty} of them without training rows (without gaps, they are 0, 1, 2...)"
+def describe_labels(labels: np.ndarray | None, n_classes: int) -> str:
+    """What is odd about the labels, in a few words. labels: None if they are not in memory."""
+    if labels is None:
+        return ""
+    if labels.ndim > 1:
+        hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))"
+        return hint if is_one_hot(labels) else ""
+    n_empty = n_classes - len(np.unique(labels))
+    return f", {n_empty} of them without training rows (without gaps, they are 0, 1, 2...)" if n_empty > 0 else ""
 
 
 def check_range(source: Dataset, highest: int) -> None:
@@ -263,7 +256,8 @@ def check_range(source: Dataset, highest: int) -> None:
     )
 
 
-def _check_label_type(name: str, labels: Field) -> None:
+def check_label_type(name: str, labels: Field) -> None:
+    """Raise UserError if labels are neither classes nor attributes."""
     if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1:
         raise UserError(
             f"{name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for attributes; "
@@ -335,38 +329,40 @@ class Block(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-class ResNet(nn.Sequential):
-    """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels."""
+def resnet(shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int) -> nn.Sequential:
+    """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels.
 
-    def __init__(self, shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int):
-        """blocks: in each stage."""
-        channels, height, width_px = shape_CHW
-        side, stride = min(height, width_px), 1 if min(height, width_px) <= 64 else 2
-        layers: list[nn.Module] = [
-            nn.Conv2d(channels, width, 3 if stride == 1 else 7, stride, 1 if stride == 1 else 3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-        ]
-        if stride == 2:
-            layers.append(nn.MaxPool2d(3, 2, 1))
-            side //= 4
-        features = width
-        for stage in range(4):
-            halve = stage > 0
-            if halve and side < 2 * MIN_SIDE:
-                break
-            side //= 2 if halve else 1
-            for number in range(blocks):
-                layers.append(Block(features, width << stage, 2 if halve and number == 0 else 1))
-                features = width << stage
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
+    Its layers can be sliced: resnet(...)[:-1] gives features. blocks: in each stage.
+    """
+    channels, *sides = shape_CHW
+    side = min(sides)
+    is_large = side > 64
+    size, stride, padding = (7, 2, 3) if is_large else (3, 1, 1)
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, size, stride, padding, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+    ]
+    if is_large:
+        layers.append(nn.MaxPool2d(3, 2, 1))
+        side //= 4
+    features = width
+    for stage in range(4):
+        if stage and side < 2 * MIN_SIDE:
+            break
+        side //= 2 if stage else 1
+        for number in range(blocks):
+            layers.append(Block(features, width << stage, 2 if stage and number == 0 else 1))
+            features = width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
 
 
-def make_timm(name: str, n_channels: int, n_outputs: int) -> nn.Module:
-    """A network of timm, newly initialised. Raises UserError if timm or the network is missing."""
+def make_timm(name: str, n_channels: int, n_outputs: int, *, pretrained: bool) -> nn.Module:
+    """A network of timm. Raises UserError if timm, the network or its weights are missing."""
     try:
-        return import_module("timm").create_model(name, in_chans=n_channels, num_classes=n_outputs)
+        create = import_module("timm").create_model
+        return create(name, pretrained=pretrained, in_chans=n_channels, num_classes=n_outputs)
     except ImportError as error:
         raise UserError(f"model.timm is {name}, but {error}; pip install timm") from None
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise UserError(f"model.timm is {name}: {error}; timm.list_models() names all") from None

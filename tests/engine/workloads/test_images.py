@@ -29,7 +29,8 @@ from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
-from workloads.images import Normalize, ResNet, Workload
+from fastgpu.training.parallel import freeze
+from workloads.images import Normalize, Workload, resnet
 
 OFF = {
     "flip": False,
@@ -69,22 +70,29 @@ def store(write) -> HDF5Dataset:
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (3, 218, 178), (1, 5, 90), (4, 1, 1), (3, 224, 224)])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_any_image_gives_logits_and_every_weight_a_gradient(shape, blocks):
-    model = ResNet(shape, 7, 4, blocks)
+    model = resnet(shape, 7, 4, blocks)
     logits = model(images((2, *shape)).float())
     assert logits.shape == (2, 7)
     logits.sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_layers_of_the_network_can_be_sliced():
+    network = resnet((3, 32, 32), 7, 4, 1)
+    assert network[:-1](images((2, 3, 32, 32)).float()).shape == (2, 32)
+    freeze(network[:3])
+    assert [p.requires_grad for p in network.parameters()][:4] == [False, False, False, True]
+
+
 def test_a_published_network_has_its_number_of_parameters():
     """He et al., arXiv:1512.03385, as torchvision builds it."""
     with torch.device("meta"):
-        resnet18 = ResNet((3, 224, 224), 1000, 64, 2)
+        resnet18 = resnet((3, 224, 224), 1000, 64, 2)
     assert sum(p.numel() for p in resnet18.parameters()) == 11_689_512
 
 
 def test_weights_keep_the_names_that_checkpoints_have():
-    names = [name for name, _ in ResNet((1, 8, 8), 7, 4, 1).named_parameters()]
+    names = [name for name, _ in resnet((1, 8, 8), 7, 4, 1).named_parameters()]
     norms = [f"{module}.{kind}" for module in ("body.1", "body.4", "shortcut.2") for kind in ("weight", "bias")]
     inner = [f"3.{name}" for name in ("body.0.weight", *norms[:2], "body.3.weight", *norms[2:4])]
     outer = [name.replace("3.", "4.", 1) for name in inner] + [
@@ -108,14 +116,18 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(store, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
     assert workload.model()(images((2, 3, 8, 8))).shape == (2, 4)
-    assert made == {"in_chans": 3, "num_classes": 4}
+    assert made == {"in_chans": 3, "num_classes": 4, "pretrained": False}
+    make_workload(store, timm="resnet50", pretrained=True).model()
+    assert made["pretrained"]
+    with pytest.raises(UserError, match=r"model.pretrained is true, but only networks of timm have such weights"):
+        make_workload(store, pretrained=True)
     with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); timm.list_models"):
         make_workload(store, timm="resnet5").model()
 
 
 @pytest.mark.parametrize(("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45)])
 def test_small_images_keep_their_resolution_in_the_first_stage(shape, side):
-    model = ResNet(shape, 7, 4, 1)
+    model = resnet(shape, 7, 4, 1)
     widths = []
     first = next(layer for layer in model if type(layer).__name__ == "Block")
     first.register_forward_hook(lambda _, __, out: widths.append(out.shape[-1]))
@@ -546,7 +558,7 @@ from workloads import images
 
 class Workload(images.Workload):
     def model(self):
-        backbone = images.ResNet(self.shape_CHW, 16, width=4, blocks=1)
+        backbone = images.resnet(self.shape_CHW, 16, width=4, blocks=1)
         backbone.load_state_dict(torch.load("pretrained.pt", weights_only=True))
         backbone[0].requires_grad_(False)
         return nn.Sequential(self.normalize, backbone, nn.Linear(16, self.n_outputs))
@@ -559,14 +571,14 @@ def test_an_own_network_is_a_subclass_of_a_few_lines(image_folder):
     root = copy_project(image_folder)
     (root / "workloads/own.py").write_text(OWN_WORKLOAD)
     torch.manual_seed(1)
-    pretrained = ResNet((1, 8, 8), 16, 4, 1).state_dict()
+    pretrained = resnet((1, 8, 8), 16, 4, 1).state_dict()
     torch.save(pretrained, image_folder / "pretrained.pt")
     settings = ("workload=own", "train.epochs=1", "optim.lr=0.01", "optim.weight_decay=0")
     done = run_train(*settings, ranks=2, cwd=image_folder, root=root)
     assert done.returncode == 0, done.stderr
     trained = weights_of(image_folder / "runs/a")
     assert torch.equal(trained["1.0.weight"], pretrained["0.weight"])
-    learned = [name for name, _ in ResNet((1, 8, 8), 16, 4, 1).named_parameters() if name != "0.weight"]
+    learned = [name for name, _ in resnet((1, 8, 8), 16, 4, 1).named_parameters() if name != "0.weight"]
     assert any(not torch.equal(trained[f"1.{name}"], pretrained[name]) for name in learned)
 
 
