@@ -4,14 +4,17 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import h5py
 import numpy as np
+import psutil
 import pytest
 import torch
-from harness import TIMEOUT_S, check_workload
+from harness import TIMEOUT_S, check_workload, run_train, same_weights, train_command
 from PIL import Image
 from template import PROJECT, ROOT
 from test_recipes import commands_in
@@ -231,3 +234,55 @@ def test_numbers_are_mixed_like_their_images_and_predicted_by_their_names():
     assert list(workload.predict(workload.model().eval(), batch)) == ["height", "age"]
     with pytest.raises(UserError, match="model.label_smoothing is 0.1, but labels are no classes; allowed is 0"):
         numbered((), label_smoothing=0.1)
+
+
+# ---------------------------------------------------------------------------------------------- killed and resumed
+
+
+def write_images(project: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "images": rng.integers(0, 256, (240, 3, 16, 16), dtype=np.uint8),
+        "masks": rng.integers(0, 3, (240, 16, 16), dtype=np.uint8),
+        "labels": rng.random((240, 2), np.float32),
+        "text": rng.integers(97, 102, (240, 33), dtype=np.uint8),
+    }
+    with h5py.File(project / "data/images.h5", "w") as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array, chunks=(8, *array.shape[1:]))
+        file.attrs["n_classes"] = 3
+
+
+OWN = {"gan": ["model.width=4"], "contrastive": ["model.width=4", "model.queue=96"], "segmentation": ["model.width=4"]}
+RESUMED = ("gan", "contrastive", "segmentation", "letters", "image_numbers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if n > 1 else ()) for n, name in enumerate(RESUMED)]
+)
+def test_an_example_is_killed_on_two_ranks_and_resumed_to_the_same_weights(project, name):
+    take(project, name)
+    write_images(project)
+    if (EXAMPLES / f"{name}.diff").exists():
+        subprocess.run(["git", "apply", EXAMPLES / f"{name}.diff"], cwd=project, check=True)
+    words = [
+        *("--config", f"configs/{name}.yaml", "data.train=data/images.h5", "data.val=20%", "data.batch_size=16"),
+        *("train.epochs=4", "run.checkpoint_every_steps=3", "data.pool_batches=2", "data.tier=disk", "dist.device=cpu"),
+        *OWN.get(name, []),
+    ]
+    whole = run_train(*words, "run.name=whole", ranks=2, cwd=project, root=project)
+    assert whole.returncode == 0, whole.stderr
+    with subprocess.Popen(
+        train_command(*words, "run.name=killed", ranks=2, root=project), cwd=project, stdout=subprocess.DEVNULL
+    ) as process:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list((project / "runs/killed").glob("checkpoints/last-00000[5-9]")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.kill()
+    resumed = run_train("run.resume=runs/killed", ranks=2, cwd=project, root=project)
+    assert resumed.returncode == 0, resumed.stderr
+    assert same_weights(project / "runs/whole", project / "runs/killed")
