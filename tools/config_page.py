@@ -3,11 +3,12 @@
 Workloads that only some projects have stand between the Jinja conditions under which the hook keeps them.
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 from template import PROJECT, condition_of
 
 import workloads
+from fastgpu.process.config import MAX_COUNT, Config, Section
 from fastgpu.process.config_loader import keys
 
 HEAD = """# Configuration
@@ -27,10 +28,47 @@ TABLE_HEAD = """\
 |---|---|---|---|"""
 
 
-def print_table(described: Mapping[str, tuple[str, str, str]]) -> None:
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+"""{word of JSON schema: what the page says}"""
+
+
+def describe_allowed(field: dict[str, Any]) -> str:
+    """The allowed values of a field of a JSON schema, in words."""
+    if "anyOf" in field:
+        return " or ".join(map(describe_allowed, field["anyOf"]))
+    values = field.get("enum", [field["const"]] if "const" in field else [])
+    if values:
+        return ", ".join(f"`{value}`" for value in values)
+    kind = field.get("type", "any value")
+    if kind == "array":
+        return f"list of {describe_allowed(field.get('items', {}))}"
+
+    def is_told(bound: str) -> bool:
+        return bound in field and not (kind == "integer" and bound == "maximum" and field[bound] >= MAX_COUNT)
+
+    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if is_told(name)]
+    return " ".join(["mapping" if kind == "object" else kind, *bounds])
+
+
+def allowed_values(root: type[Section], prefix: str = "") -> dict[str, str]:
+    """{dotted key: allowed values as Markdown}"""
+    allowed: dict[str, str] = {}
+    properties = root.model_json_schema()["properties"] if root.model_fields else {}
+    for name, field in root.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            allowed |= allowed_values(kind, f"{prefix}{name}.")
+        else:
+            allowed[prefix + name] = describe_allowed(properties[name])
+    return allowed
+
+
+def print_table(root: type[Section], prefix: str = "") -> None:
     """Print one line for each key."""
     print(TABLE_HEAD)
-    for key, (default, allowed, description) in described.items():
+    allowed_of = allowed_values(root, prefix)
+    for key, (default, description) in keys(root, prefix).items():
+        allowed = allowed_of[key]
         cells = [f"`{key}`", "required" if default == "(required)" else f"`{default}`", allowed, description]
         escaped = [" ".join(cell.split()).replace("|", r"\|") for cell in cells]
         print(f"| {' | '.join(escaped)} |")
@@ -38,11 +76,11 @@ def print_table(described: Mapping[str, tuple[str, str, str]]) -> None:
 
 if __name__ == "__main__":
     print(HEAD)
-    print_table(keys())
+    print_table(Config)
     for path in sorted(PROJECT.glob("workloads/[a-z]*.py")):
         condition = condition_of(f"workloads/{path.name}")
         print(f"{{%- if {condition} %}}\n" if condition else "")
         print(WORKLOAD_HEAD.format(name=path.stem))
-        print_table(keys(workloads.find_options(path.stem), "model."))
+        print_table(workloads.find_options(path.stem), "model.")
         if condition:
             print("{%- endif %}")

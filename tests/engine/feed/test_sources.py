@@ -116,7 +116,9 @@ def test_sources_whose_labels_mean_other_classes_are_refused():
     write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
     write_labels("b.h5", np.arange(5), class_names=["cow", "cat", "dog"])
     write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
-    message = r": label 0 is cow in b.h5 and cat in a.h5 \(attribute class_names\); convert them together"
+    message = (
+        r": number 0 of the labels is cow in b.h5 and cat in a.h5 \(attribute class_names\); convert them together"
+    )
     refused("data.train" + message, ["a.h5", "b.h5"])
     refused("data.train" + message, {"a.h5": 1, "b.h5": 2})
     refused("data.val" + message, "a.h5", "b.h5")

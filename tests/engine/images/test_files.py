@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from fastgpu.images.files import Preprocessing, decode, decode_pair, looks_like_nhwc
+from fastgpu.convert.images.masks import decode_pair
+from fastgpu.images.files import Preprocessing, decode, looks_like_nhwc
 from fastgpu.process.launch import UserError
 
 

@@ -28,7 +28,7 @@ def test_a_section_by_itself_has_defaults_that_a_function_can_take():
 
 
 def test_required_keys_have_no_default():
-    required = {key for key, (default, _, _) in keys().items() if default == "(required)"}
+    required = {key for key, (default, _) in keys().items() if default == "(required)"}
     assert required == {"workload", "data.train", "data.val", "data.fields"}
 
 

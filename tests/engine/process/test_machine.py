@@ -56,15 +56,6 @@ def test_cpus_where_there_is_no_affinity(monkeypatch, cgroup):
             },
             2 * GIB + MIB,
         ),
-        (
-            {
-                "cgroup": "5:cpuset:/job\n4:memory,hugetlb:/job/step\n",
-                "memory.limit_in_bytes": str(4 * GIB),
-                "memory.usage_in_bytes": str(3 * GIB),
-                "memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
-            },
-            2 * GIB,
-        ),
     ],
 )
 def test_free_memory_is_that_of_the_machine_or_of_its_cgroup(monkeypatch, cgroup, files, free):

@@ -115,5 +115,5 @@ def test_other_rows_are_refused_inside_an_epoch_only(tmp_path):
 
 def test_classes_with_other_numbers_are_refused(tmp_path):
     folder = save(tmp_path, nn.Linear(2, 2), describe(make_source(class_names=["cat", "dog"])))
-    with pytest.raises(UserError, match="label 0 is dog in data.train and cat in .*last-000001"):
+    with pytest.raises(UserError, match="number 0 of the labels is dog in data.train and cat in .*last-000001"):
         compare_with(folder, describe(make_source(class_names=["dog", "cat"])), is_inside_epoch=False)

@@ -15,10 +15,12 @@ def test_items_have_the_same_numbers_in_all_sources(capsys):
     check_meaning("data.val", source("a", item_ids=ids), source("b", item_ids=[7, 3, 9]))
     check_meaning("data.val", source("a", item_ids=[0, 1, 2]), source("b"))  # a matrix with all its columns
     assert not capsys.readouterr().out
-    with pytest.raises(UserError, match="data.val: b numbers its items in another way than a"):
+    with pytest.raises(
+        UserError, match="number 0 of the items is 3 in b and 7 in a .attribute item_ids.; convert them together"
+    ):
         check_meaning("data.val", source("a", item_ids=ids), source("b", item_ids=[3, 7, 9]))
     check_meaning("data.val", source("a", item_ids=ids), source("b"))
-    assert "b has no item_ids, so its item numbers are taken for places in those of a" in capsys.readouterr().out
+    assert "b has no item_ids; its items 0, 1, 2... would be 7, 3, 9 as in a, in this order" in capsys.readouterr().out
 
 
 def test_pixels_and_encoded_images_may_show_the_same(capsys):
@@ -32,7 +34,7 @@ def test_pixels_and_encoded_images_may_show_the_same(capsys):
 
 def test_numbers_to_predict_have_one_order():
     check_meaning("data.val", source("a", target_names=["row", "column"]), source("b"))
-    with pytest.raises(UserError, match="the columns of labels are column, row in b and row, column in a"):
+    with pytest.raises(UserError, match="number 0 of the columns of labels is column in b and row in a"):
         check_meaning(
             "data.val", source("a", target_names=["row", "column"]), source("b", target_names=["column", "row"])
         )

@@ -243,5 +243,5 @@ def test_labels_that_may_mean_other_classes_are_not_mixed_in_silence(write, caps
         UserError, match=r"1.h5 has no class_names; its labels 0, 1, 2... would be 0, 1, 10, 2 as in .*"
     ):
         open_with(write, {"class_names": ["0", "1", "10", "2"]}, {})
-    with pytest.raises(UserError, match="label 0 is b in .*1.h5 and a in .*0.h5"):
+    with pytest.raises(UserError, match="number 0 of the labels is b in .*1.h5 and a in .*0.h5"):
         open_with(write, {"class_names": ["a", "b"]}, {"class_names": ["b", "a"]})

@@ -166,7 +166,7 @@ def test_labels_are_evaluated_as_the_classes_that_the_model_knows(tmp_path, caps
     with h5py.File(tmp_path / "rows.h5", "r+") as file:
         file["val"].attrs["class_names"] = ["dog", "cat"]
     args = script.parse(["runs/a", "--evaluate", f"{tmp_path}/rows.h5::/val"])
-    with pytest.raises(UserError, match="--evaluate: label 0 is dog in .* and cat in the training rows"):
+    with pytest.raises(UserError, match="--evaluate: number 0 of the labels is dog in .* and cat in the training rows"):
         script.open_rows(args, trained)
 
 

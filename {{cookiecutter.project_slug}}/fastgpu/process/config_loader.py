@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from fastgpu.process.config import MAX_COUNT, SECTIONS, Config, Section
+from fastgpu.process.config import SECTIONS, Config, Section
 from fastgpu.process.launch import UserError
 
 OptionsT = TypeVar("OptionsT", bound=Section)
 FindOptions = Callable[[str], type[Section]]
 """Name of a workload -> the class of its settings."""
-BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
-"""{word of JSON schema: what --help says}"""
 MAX_SHOWN = 200
 """Length of a value in a message."""
 TORCHRUN_FLAGS = ("nproc-per-node", "nnodes", "node-rank", "standalone", "rdzv-", "max-restarts", "master-")
@@ -50,10 +48,9 @@ def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
         raise UserError("\n       ".join(lines)) from None
 
 
-def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str, str]]:
-    """{dotted key: (default as JSON, or "(required)"; allowed values as Markdown; description)} of every key."""
-    described: dict[str, tuple[str, str, str]] = {}
-    properties = root.model_json_schema()["properties"] if root.model_fields else {}
+def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """{dotted key: (default as JSON, or "(required)"; description)} of every key."""
+    described: dict[str, tuple[str, str]] = {}
     for name, field in root.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
@@ -62,26 +59,8 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str,
             default = "(required)"
             if not field.is_required():
                 default = json.dumps(field.get_default(call_default_factory=True), default=str)
-            described[prefix + name] = (default, _describe_allowed(properties[name]), field.description or "")
+            described[prefix + name] = (default, field.description or "")
     return described
-
-
-def _describe_allowed(field: dict[str, Any]) -> str:
-    """The allowed values of a field of a JSON schema, in words."""
-    if "anyOf" in field:
-        return " or ".join(map(_describe_allowed, field["anyOf"]))
-    values = field.get("enum", [field["const"]] if "const" in field else [])
-    if values:
-        return ", ".join(f"`{value}`" for value in values)
-    kind = field.get("type", "any value")
-    if kind == "array":
-        return f"list of {_describe_allowed(field.get('items', {}))}"
-
-    def is_told(bound: str) -> bool:
-        return bound in field and not (kind == "integer" and bound == "maximum" and field[bound] >= MAX_COUNT)
-
-    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if is_told(name)]
-    return " ".join(["mapping" if kind == "object" else kind, *bounds])
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -150,23 +129,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. Every error is a YAMLError with its line."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Refuse what looks like a number or a date, and is none."""
-        kind = node.tag.rpartition(":")[2]
-        try:
-            return super().construct_object(node, deep)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            raise _refuse(node, f"{_shorten(str(node.value))} is no {kind}") from None
-
-
-class _RefusedError(yaml.MarkedYAMLError):
-    """What is YAML, but no sane config."""
-
-
-def _refuse(place: Any, problem: str) -> _RefusedError:
-    return _RefusedError(problem=problem, problem_mark=place.start_mark)
+    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2."""
 
 
 def _shorten(text: str) -> str:
@@ -204,20 +167,15 @@ def _parse(text: str, origin: str, prefix: str, origins: dict[str, str]) -> Any:
     """The value of a YAML text. Refuses a key that occurs twice; records the line of each key in `origins`."""
 
     def walk(node: yaml.Node, path: str) -> None:
-        if isinstance(node, yaml.SequenceNode):
-            for element in node.value:
-                walk(element, path)
-        if not isinstance(node, yaml.MappingNode):
-            return
+        for element in node.value if isinstance(node, yaml.SequenceNode) else ():
+            walk(element, path)
         seen: dict[str, int] = {}
-        for key, value in node.value:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise _refuse(key, "a key should be a single word")
             dotted = f"{path}.{key.value}".lstrip(".")
-            if key.value in seen:
-                raise UserError(f"{origin}:{line}: {dotted} stands twice, first in line {seen[key.value]}: keep one")
-            seen[key.value] = line
+            if dotted in seen:
+                raise UserError(f"{origin}:{line}: {dotted} stands twice, first in line {seen[dotted]}: keep one")
+            seen[dotted] = line
             origins[dotted] = f"{origin}:{line}"
             walk(value, dotted)
 
@@ -228,14 +186,21 @@ def _parse(text: str, origin: str, prefix: str, origins: dict[str, str]) -> Any:
             return None
         walk(node, prefix)
         return loader.construct_document(node)
-    except RecursionError:
-        raise UserError(f"{origin}: is nested too deeply; name a YAML file with settings only") from None
-    except yaml.YAMLError as error:
+    except UserError:
+        raise
+    except (
+        yaml.YAMLError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        what = "" if isinstance(error, _RefusedError) else "is not YAML: "
-        raise UserError(f"{origin}{line}: {what}{problem}") from None
+        raise UserError(f"{origin}{line}: is not YAML: {_shorten(problem)}") from None
 
 
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -274,10 +239,6 @@ def _explain(error: ValidationError, origins: dict[str, str], root: type[Section
         hint = f' (did you mean "{close[0]}"?)' if close else ""
         if key == "data.val" and isinstance(value, (int, float)):
             hint = f" (did you mean {100 * value if value < 1 else value:g}%?)"
-        elif allowed == ["be a valid string"] and isinstance(value, (int, float)):
-            hint = f""" (did you mean "{value}", with the quotes? On a command line: '{key}="{value}"')"""
-        elif (value is None and "fields" in key) or (isinstance(value, dict) and None in value.values()):
-            hint = " (a name without a value: put a space after the colon, as in {images: images})"
         should = "hold keys of its own" if key in SECTIONS else " or ".join(dict.fromkeys(allowed))
         lines.append(f"{origin}: {key} is {_shorten(json.dumps(value, default=str))}; it should {should}{hint}")
     return lines
@@ -313,13 +274,13 @@ def _help(argv: list[str], find_options: FindOptions | None) -> str:
     lines = [
         "usage: train.py [--config FILE]... [section.key=value]...",
         "",
-        "Keys, defaults and (allowed values):",
+        "Keys and defaults:",
     ]
     described = keys()
     if find_options:
         tree, _ = _read([word for word in argv if word not in ("-h", "--help")])
         if "workload" in tree:
             described |= keys(find_options(str(tree["workload"])), "model.")
-    for key, (default, allowed, description) in described.items():
-        lines.append(f"  {key}={default}  ({allowed.replace('`', '')})\n      {' '.join(description.split())}")
+    for key, (default, description) in described.items():
+        lines.append(f"  {key}={default}\n      {' '.join(description.split())}")
     return "\n".join(lines)

@@ -9,9 +9,6 @@ import psutil
 GIB = 1 << 30
 MIB = 1 << 20
 CGROUPS = "/sys/fs/cgroup"
-CGROUP_V2 = ("memory.max", "memory.current", "")
-CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-"""(file with the limit, file with what is used, beginning of the names in memory.stat)"""
 
 
 def available_cpus() -> int:
@@ -36,29 +33,22 @@ def free_host_bytes() -> int:
 
 
 def _free_in_cgroups() -> Iterator[int]:
-    """What is left of each limit on this process: that of its cgroup, and those of the cgroups around it."""
+    """What is left of each limit on this process: of its cgroup (version 2), and of those around it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().split()
     except OSError:
-        lines = ["0::/"]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        lines = []
+    own = Path(CGROUPS, next((line for line in lines if line.startswith("0::/")), "0::/").removeprefix("0::/"))
+    for folder in [own, *own.parents[: len(own.parts) - len(Path(CGROUPS).parts)]]:
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            stat = (folder / "memory.stat").read_text().split()
+        except OSError:  # a container may not see the folder of its cgroup, but sees it as the root
             continue
-        root = Path(CGROUPS, controllers and "memory")  # version 1 has a tree for each controller
-        limit_name, used_name, prefix = CGROUP_V1 if controllers else CGROUP_V2
-        own = Path(root, path.lstrip("/"))
-        for folder in [own, *own.parents[: len(own.parts) - len(root.parts)]]:
-            try:
-                limit = (folder / limit_name).read_text().strip()
-                used = int((folder / used_name).read_text())
-                stat = (folder / "memory.stat").read_text().split()
-            except OSError:  # a container may not see the folder of its cgroup, but sees it as the root
-                continue
-            values = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
-            in_page_cache = values.get(f"{prefix}inactive_file", 0) + values.get(f"{prefix}active_file", 0)
-            if limit != "max":
-                yield max(0, int(limit) - used + in_page_cache)
+        values = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
+        if limit != "max":
+            yield max(0, int(limit) - used + values.get("inactive_file", 0) + values.get("active_file", 0))
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -77,14 +77,10 @@ def save_times(runs: Path) -> dict[Path, float]:
 
 
 def describe_choice(folder: Path, settings: Run) -> str:
-    """Which run run.name=auto resumes, and which others there are; empty if nothing had to be chosen."""
+    """Which run run.name=auto resumes; empty if nothing had to be chosen."""
     if settings.name != "auto" or settings.resume != "auto" or not folder.exists():
         return ""
-    times = save_times(folder.parent)
-    texts = [f"{run} (saved {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(times[run]))})" for run in times]
-    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
-    others = f"; older: {', '.join(texts[1:4])}{more}" if texts[1:] else ""
-    return f"run.name=auto resumes {texts[0]}{others}"
+    return f"run.name=auto resumes {folder}, which saved last of {len(save_times(folder.parent))} runs"
 
 
 def create_folder(folder: Path) -> None:

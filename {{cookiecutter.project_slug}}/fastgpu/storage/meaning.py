@@ -4,11 +4,15 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
+
+NUMBERED = {"class_names": "labels", "target_names": "columns of labels", "item_ids": "items"}
+"""{attribute that says what numbers stand for: the numbers}"""
 
 
 class Described(Protocol):
@@ -25,76 +29,51 @@ def check_meaning(key: str, *sources: Described, labels: bool = True, preparatio
     were prepared in other ways, or if only some of the sources say what their numbers mean. labels: compare classes and
     numbers to predict. preparation: compare how images were prepared.
     """
-    if labels:
-        _check_classes(key, *sources)
-        _check_targets(key, *sources)
-    _check_items(key, *sources)
+    for attribute in NUMBERED if labels else ("item_ids",):
+        _check_numbers(key, sources, attribute)
     if preparation:
-        _warn_of_other_preparation(key, *sources)
+        _warn_of_other_preparation(key, sources)
 
 
-def _check_targets(key: str, *sources: Described) -> None:
-    named = [source for source in sources if source.attributes.get("target_names")]
-    for other in named[1:]:
-        names, other_names = (list(source.attributes["target_names"]) for source in (named[0], other))
-        if names != other_names:
-            raise UserError(
-                f"{key}: the columns of labels are {', '.join(other_names)} in {other.name} and {', '.join(names)} in "
-                f"{named[0].name} (attribute target_names); convert them in one order"
-            )
-
-
-def _check_items(key: str, *sources: Described) -> None:
-    known = [source for source in sources if len(source.attributes.get("item_ids", ()))]
-    if not known:
-        return
-    first = known[0]
-    ids = np.asarray(first.attributes["item_ids"])
-    for other in known[1:]:
-        if not np.array_equal(ids, other.attributes["item_ids"]):
-            raise UserError(
-                f"{key}: {other.name} numbers its items in another way than {first.name} (attribute item_ids); convert "
-                "them together"
-            )
-    unknown = [source for source in sources if source not in known]
-    if unknown and not np.array_equal(ids, np.arange(len(ids))):
-        warn(
-            f"{key}: {unknown[0].name} has no item_ids, so its item numbers are taken for places in those of "
-            f"{first.name}"
-        )
-
-
-def _check_classes(key: str, *sources: Described) -> None:
-    named = [source for source in sources if source.attributes.get("class_names")]
-    unnamed = [source for source in sources if not source.attributes.get("class_names")]
+def _check_numbers(key: str, sources: Sequence[Described], attribute: str) -> None:
+    """Each number stands for the same in all sources that say it."""
+    named = [source for source in sources if len(source.attributes.get(attribute, ()))]
     if not named:
         return
     first = named[0]
+    names = np.asarray(first.attributes[attribute])
+    what = NUMBERED[attribute]
     for other in named[1:]:
-        names = zip(first.attributes["class_names"], other.attributes["class_names"], strict=False)
-        for label, (name, other_name) in enumerate(names):
-            if name != other_name:
-                raise UserError(
-                    f"{key}: label {label} is {other_name} in {other.name} and {name} in {first.name} (attribute "
-                    "class_names); convert them together"
-                )
-    classes = [str(name) for name in first.attributes["class_names"]]
-    if not unnamed or classes == [str(label) for label in range(len(classes))]:
+        others = np.asarray(other.attributes[attribute])
+        n = min(len(names), len(others))
+        differ = np.flatnonzero(names[:n] != others[:n])
+        if len(differ):
+            number = differ[0]
+            raise UserError(
+                f"{key}: number {number} of the {what} is {others[number]} in {other.name} and {names[number]} in "
+                f"{first.name} (attribute {attribute}); convert them together"
+            )
+        if len(names) != len(others) and attribute != "class_names":  # the classes of one file may be the first ones
+            raise UserError(
+                f"{key}: {other.name} has {len(others):,} {what} and {first.name} {len(names):,} (attribute "
+                f"{attribute}); convert them together"
+            )
+    unnamed = [source.name for source in sources if source not in named]
+    if not unnamed or names.astype(str).tolist() == [str(number) for number in range(len(names))]:
         return
-    text = f"{key}: {unnamed[0].name} has no class_names; its labels 0, 1, 2... would be {', '.join(classes[:20])}"
-    if all(name.isdecimal() for name in classes):  # as of folders, which are sorted as text: 0, 1, 10, 11, 2
+    text = f"{key}: {unnamed[0]} has no {attribute}; its {what} 0, 1, 2... would be {', '.join(map(str, names[:20]))}"
+    if attribute == "class_names" and all(str(name).isdecimal() for name in names):  # sorted as text: 0, 1, 10, 11, 2
         raise UserError(f"{text} as in {first.name}: other numbers; convert them together")
     warn(f"{text} as in {first.name}, in this order")
 
 
-def _warn_of_other_preparation(key: str, *sources: Described) -> None:
+def _warn_of_other_preparation(key: str, sources: Sequence[Described]) -> None:
     known = [(source.name, settings) for source in sources if (settings := _read_preparation(source))]
     for name, settings in known[1:]:
-        first_name, first_settings = known[0]
-        if settings != first_settings:
+        if settings != known[0][1]:
             warn(
-                f"{key}: the images of {name} were prepared with {settings}, those of {first_name} with "
-                f"{first_settings}: they show other parts or proportions"
+                f"{key}: the images of {name} were prepared with {settings}, those of {known[0][0]} with "
+                f"{known[0][1]}: they show other parts or proportions"
             )
             return
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from fastgpu.convert.images.masks import decode_pair
 from fastgpu.convert.reading import (
     SPLIT_OF_WORD,
     BrokenRowError,
@@ -29,7 +30,6 @@ from fastgpu.images.files import (
     SIXTEEN_BITS,
     Preprocessing,
     decode,
-    decode_pair,
     describe_changes,
     format_size,
     is_image,
