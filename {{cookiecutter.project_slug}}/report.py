@@ -1,11 +1,12 @@
-"""What a run did: its table and report.html, also after a kill. With --compare: how runs differ.
+"""What a run did: a summary and report.html, also after a kill. With --compare: one line a run, the best one first.
 
-python report.py runs/a                                    print the table, write runs/a/report.html
-python report.py --compare runs/a runs/b                   settings, speed, waiting and metrics that differ
-python report.py --compare runs/a runs/b -o ab.html        the same as a page, with the curves of all runs
+python report.py runs/a                      print the summary, write runs/a/report.html
+python report.py --compare runs/*            metric, speed, data wait, and the settings that differ
+python report.py --compare runs/* --csv      the same for a spreadsheet
 """
 
 import argparse
+import csv
 import sys
 from pathlib import Path
 
@@ -17,39 +18,25 @@ def main(argv: list[str]) -> None:
     """Report on the runs that are named on the command line. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run")
-    parser.add_argument("--compare", action="store_true", help="show how the runs differ, instead of each alone")
-    parser.add_argument("-o", "--output", "--html", metavar="FILE", type=Path, help="with --compare: write this page")
+    parser.add_argument("--compare", action="store_true", help="one line for each run")
+    parser.add_argument("--csv", action="store_true", help="with --compare: as CSV")
     args = parser.parse_args(argv)
-    if args.output and not args.compare:
-        raise UserError(f"-o is {args.output}; it names the page of --compare: give both")
-    for folder in args.runs:
-        if not results.read_metrics(folder):
-            raise UserError(
-                f"{folder} holds no metrics.jsonl with points; name the folder of a run, such as runs/first"
-            )
+    if args.csv and not args.compare:
+        raise UserError("--csv belongs to --compare: give both")
+    runs = [run for run in map(results.read_run, args.runs) if run.points]
+    empty = [run for run in args.runs if run not in {each.folder for each in runs}]
+    if empty and (not args.compare or not runs):
+        raise UserError(f"{empty[0]} holds no metrics.jsonl with points; name the folder of a run, such as runs/first")
     if args.compare:
-        compare(args.runs, args.output)
+        table = results.compare(runs)
+        if args.csv:
+            csv.writer(sys.stdout, lineterminator="\n").writerows(table)
+        else:
+            print(results.as_text(table))
         return
-    for folder in args.runs:
-        points = results.read_metrics(folder)
-        print(results.table(points))
-        if verdict := results.run_verdict(points):
-            print(verdict.text)
-        page.write_report(folder)
-        print(folder / "report.html")
-
-
-def compare(folders: list[Path], path: Path | None) -> None:
-    """Print how runs differ and, if a path is given, write it as a page."""
-    names = [folder.resolve().name for folder in folders]
-    labels = names if len({*names}) == len(names) else [str(folder) for folder in folders]
-    runs = dict(zip(labels, folders, strict=True))
-    print(results.as_text(results.differing_settings(runs)))
-    print()
-    print(results.as_text(results.differing_values(runs)))
-    if path:
-        page.write_comparison(runs, path)
-        print(path)
+    for run in runs:
+        print(results.as_text([[f"  {name}", value] for name, value in results.describe(run)]))
+        print(page.write_report(run))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from torch.utils.data import Dataset
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
-from fastgpu.report.results import read_metrics
+from fastgpu.report.results import read_run
 from workloads import minimal
 
 STEPS_PER_EPOCH = 21
@@ -192,7 +192,7 @@ def test_a_signal_saves_the_step_that_it_meets(folder, monkeypatch, capsys, numb
     assert f"asked to stop at step {stop_at}, which is saved" in capsys.readouterr().out
     assert json.loads((run / "stopped.json").read_text())["step"] == stop_at
     assert saved_steps(run)[-1] == stop_at
-    assert [point["step"] for point in read_metrics(run) if "train/loss" in point][-1] == stop_at
+    assert [point["step"] for point in read_run(run).points if "train/loss" in point][-1] == stop_at
     assert train("run.name=stopped", "run.resume=auto", *options) == 0
     assert not (run / "stopped.json").exists()
     assert same_weights(folder / "runs/whole", run)

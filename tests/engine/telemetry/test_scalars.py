@@ -10,7 +10,7 @@ from fake_nvml import Nvml
 from harness import ALONE, ROOT
 
 from fastgpu.process.config_loader import load_config
-from fastgpu.report.results import read_metrics
+from fastgpu.report.results import read_run
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import machine_counters
 
@@ -19,7 +19,7 @@ from fastgpu.telemetry.monitor import machine_counters
 def logged(folder, monkeypatch) -> set[str]:
     """The names of all scalars of a short run, and of all counters of a machine with a GPU."""
     train.train(train.build(load_config(["train.epochs=1"]), ALONE), ALONE)
-    points = read_metrics(folder / "runs/a")
+    points = read_run(folder / "runs/a").points
     names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
     names.add("val/loss")  # of other workloads
 

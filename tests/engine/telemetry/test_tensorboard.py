@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.report.results import read_metrics
+from fastgpu.report.results import read_run
 from fastgpu.telemetry import tensorboard
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.tensorboard import CHARTS, TensorBoard
@@ -110,7 +110,7 @@ def test_points_that_a_resumed_run_trains_again_count_once(tmp_path):
         for step in (25, 30, 35):
             log.write(step, {"train/loss": loss}, STEP)
         log.__exit__(None)
-    points = read_metrics(tmp_path)
+    points = read_run(tmp_path).points
     assert [(p["step"], p["train/loss"]) for p in points] == [(10, 1), (20, 1), (25, 3), (30, 3), (35, 3)]
     assert [point["part"] for point in points] == [1, 1, 3, 3, 3]
     assert all(before["time_s"] <= after["time_s"] for before, after in pairwise(points))

@@ -1,6 +1,8 @@
 """The command `python report.py`."""
 
+import csv
 import os
+import re
 import subprocess
 import sys
 
@@ -17,17 +19,21 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_page_of_a_run_that_was_killed(tmp_path):
     done = run(write_run(tmp_path / "a"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "fed: 3.0 % of the time was spent waiting for data\n" in done.stdout
+    assert re.search(r"  data/wait_pct +3.008\n", done.stdout)
     assert (tmp_path / "a" / "report.html").exists()
 
 
-def test_runs_of_one_name_in_two_folders_are_compared(tmp_path):
+def test_runs_are_compared_and_folders_without_points_are_left_out(tmp_path):
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a", 9)]
-    done = run("--compare", *runs, "-o", tmp_path / "ab.html")
+    (tmp_path / "empty").mkdir()
+    done = run("--compare", *runs, tmp_path / "empty")
     assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 3
     assert all(str(folder) in done.stdout for folder in runs)
-    assert (tmp_path / "ab.html").exists()
     assert not (runs[0] / "report.html").exists()
+    lines = [*csv.reader(run("--compare", "--csv", *runs).stdout.splitlines())]
+    assert lines[0][:2] == ["run", "best top1_pct"]
+    assert len(lines) == 3
 
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
@@ -50,8 +56,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere holds no metrics.jsonl with points; name the folder of a run"),
-        (["-o", "x.html", "a"], "-o is x.html; it names the page of --compare: give both"),
-        (["--compare", "{a}", "--html", "/nowhere/x.html"], "-o /nowhere/x.html: No such file or directory; name"),
+        (["--csv", "{a}"], "--csv belongs to --compare: give both"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, arguments, message):

@@ -2,6 +2,6 @@
 
 Nothing else imports this room: delete `fastgpu/report` and `report.py` if you do not need it.
 
-    results.py   values of the whole run, verdicts, and how runs differ
-    page.py      report.html and the page that compares runs
+    results.py   what a run did: its values, its best metric, what differs between runs
+    page.py      report.html
 """

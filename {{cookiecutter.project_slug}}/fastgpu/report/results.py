@@ -1,247 +1,143 @@
-"""What a run did, read from the files that it left: values of the whole run, verdicts, and how runs differ.
-
-It does not import torch, so `python report.py` answers at once.
-"""
+"""What a run did, read from the files that it left. It does not import torch, so `python report.py` answers at once."""
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
-from math import isnan, prod
+from itertools import pairwise
+from math import isnan
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from fastgpu.run.folder import numbered, read_config, read_description, read_settings
+from fastgpu.process.config_loader import keys
+from fastgpu.run.folder import numbered, read_config, read_description
 
-Point = Mapping[str, float]
+Point = dict[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {name of a scalar: value}. Such a name is
 `group/name_unit`."""
-OverRun = Literal["seconds", "steps", "fresh_rows", "minimum", "maximum", "last"]
-"""How the points of a scalar become one value of the run. A field of `Throughput` is the weight of a mean: rows per
-second weighted by seconds are all rows over all seconds."""
 Table = Sequence[Sequence[str]]
 """Lines of a table; the first one holds the titles of the columns."""
-
-WAIT_PCT = 10.0
-"""A run that waits for data for a larger part of its time is input-bound; training warns at the same share."""
-IDLE_PCT = 20.0
-"""A GPU that is idle for a larger part of the time, although it is fed, deserves a look."""
-
-
-UNITS = {"pct": "%", "rows_per_s": "rows/s", "ms": "ms", "gib": "GiB", "mb_per_s": "MB/s", "w": "W", "c": "°C"}
-"""{end of the name of a scalar: its unit}"""
-
-
-class Best(NamedTuple):
-    """The best value of the metric that decides which checkpoint is kept."""
-
-    metric: str
-    value: float
-    step: float
+WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
+"""{scalar: the sum that weights its mean}. For all others it is `seconds`: rows per second are all rows over all
+seconds."""
+SHOWN = {
+    "train/trained_rows_per_s": "trained rows/s",
+    "data/wait_pct": "% data wait",
+    "gpu0/util_pct": "% GPU-Util",
+    "train/loss": "train/loss",
+}
+"""{scalar: what a comparison calls it}"""
 
 
-class Verdict(NamedTuple):
-    """Whether a run is fed."""
+class Run(NamedTuple):
+    """What the folder of a run holds."""
 
-    kind: Literal["fed", "idle", "waits"]
-    text: str
-
-
-# ---------------------------------------------------------------------------------------------- what a run left
-
-
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The points of metrics.jsonl. A last line that was cut off is left out, and so are points that a resumed run
-    trained again because they came after its checkpoint.
-
-    The first point of a part has `counts` if it is not only about the start: the others are about less than a pool, so
-    it holds the only waiting for rows.
-    """
-    try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    points: list[dict[str, float]] = []
-    part = 1.0
-    for line in lines:
-        with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):  # it is no point
-            point = json.loads(line)
-            point["step"] + 0
-            if point.get("part", 1) != part:
-                part = point["part"]
-                resumed_at = point["step"] - point.get("steps", 0)
-                points = [earlier for earlier in points if earlier["step"] <= resumed_at]
-            points.append(point)
-    config = read_config(folder)
-    sizes = [config.get("data.pool_batches"), config.get("data.batch_size")]
-    pool_rows = prod(size if isinstance(size, int) else 0 for size in sizes)
-    for _, group in groupby(points, lambda point: point.get("part", 1)):
-        first, *others = group
-        if sum(point.get("fresh_rows", 0) for point in others) < pool_rows:
-            first["counts"] = 1.0
-    return points
+    folder: Path
+    points: list[Point]
+    config: dict[str, Any]
+    """{dotted key: value} of the newest config.yaml"""
+    description: dict[str, Any]
+    """The newest run.json"""
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """The newest run.json of a run; empty if there is none."""
-    paths = numbered(folder, "run*.json")
-    return read_description(paths[-1]) if paths else {}
+def read_run(folder: Path) -> Run:
+    """Whatever can be read. Points that a resumed run trained again, because they came after its checkpoint, are left
+    out."""
+    points: list[Point] = []
+    with suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):  # it is no point
+                point = json.loads(line)
+                if points and point.get("part", 1) != points[-1].get("part", 1):
+                    resumed_at = point["step"] - point.get("steps", 0)
+                    points = [earlier for earlier in points if earlier["step"] <= resumed_at]
+                if point["step"] >= 0:
+                    points.append(point)
+    written = numbered(folder, "run*.json")
+    return Run(folder, points, read_config(folder), read_description(written[-1]) if written else {})
 
 
-# ---------------------------------------------------------------------------------------------- one value of a run
-
-
-def over_run(name: str) -> OverRun:
-    """How the points of a scalar become one value of the run."""
-    if name.startswith(("val/", "train/loss", "train/lr")):
-        return "last"
-    if "_min_" in name:
-        return "minimum"
-    if "_peak_" in name:
-        return "maximum"
-    if name == "train/step_ms":
-        return "steps"
-    return "fresh_rows" if name == "data/echo" else "seconds"
-
-
-def steady(points: Iterable[Point], name: str) -> list[Point]:
-    """The points with this scalar. Speeds and shares of the time are without the first one of each part, which holds
-    what happens only at the start, unless it `counts` (see `read_metrics`); a last value and a peak are those of all
-    points."""
-    logged = [point for point in points if name in point]
-    if over_run(name) in ("last", "maximum"):
-        return logged
-    first = {point.get("part", 1): point for point in reversed(logged)}
-    return [point for point in logged if "counts" in point or point is not first[point.get("part", 1)]] or logged
-
-
-def combine(points: Sequence[Point], name: str) -> float:
-    """One value of several points that have this scalar. A mean is weighted (see `OverRun`): it is a sum divided by a
-    sum. A point without the weight counts as 1."""
-    values = [point[name] for point in points]
-    how = over_run(name)
-    if how == "last":
-        return values[-1]
-    if how == "minimum":
-        return min(values)
-    if how == "maximum":
-        return max(values)
-    weights = [point.get(how, 1.0) for point in points]
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-
-
-def summary(points: Sequence[Point]) -> dict[str, float]:
-    """{name of a scalar: its value over the whole run}"""
-    return {name: combine(steady(points, name), name) for name in scalars_of(points)}
-
-
-def scalars_of(points: Iterable[Point]) -> list[str]:
+def scalars_of(points: Sequence[Point]) -> list[str]:
     """The names of all scalars that were logged, in the order in which they came."""
     return list(dict.fromkeys(name for point in points for name in point if "/" in name))
 
 
-def charts(names: Iterable[str]) -> dict[str, list[str]]:
-    """{title of a chart: the scalars in it}: those of a group that have one unit; a scalar without a unit is alone."""
-    drawn: dict[str, list[str]] = {}
-    for name in names:
-        group = re.sub(r"\d+$", "", name.partition("/")[0])  # gpu0 and gpu1 together
-        unit = next((unit for end, unit in UNITS.items() if name.endswith(f"_{end}")), "")
-        title = f"{group}, {unit}" if unit else name
-        drawn.setdefault("loss" if name.endswith("/loss") else title, []).append(name)
-    return drawn
+def combine(points: Sequence[Point], name: str) -> float:
+    """One value of several points that have this scalar: the last metric or loss, the extreme of a minimum or peak, or
+    a mean, which is a sum divided by a sum."""
+    values = [point[name] for point in points]
+    if name.startswith(("val/", "train/loss", "train/lr")):
+        return values[-1]
+    if "_min_" in name or "_peak_" in name:
+        return min(values) if "_min_" in name else max(values)
+    weights = [point.get(WEIGHTS.get(name, "seconds"), 1) for point in points]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (sum(weights) or 1)
 
 
-def best(points: Iterable[Point], folder: Path) -> Best | None:
-    """The best value of the metric that counts; of equal ones the first, whose checkpoint is the best one."""
-    metric, direction = read_run(folder).get("best", ("", ""))
-    name = f"val/{metric}"
+def over_run(points: Sequence[Point], name: str) -> float | None:
+    """A scalar over the whole run. A mean is without the first point of each part, which holds what happens only at the
+    start, if there are others."""
+    logged = [point for point in points if name in point]
+    later = [after for before, after in pairwise(logged) if after.get("part") == before.get("part")]
+    is_mean = not (name.startswith(("val/", "train/loss", "train/lr")) or "_min_" in name or "_peak_" in name)
+    chosen = later if is_mean and later else logged
+    return combine(chosen, name) if chosen else None
+
+
+def best_of(run: Run) -> tuple[str, float, float] | None:
+    """(name, best value, step) of the metric that counts: of equal values the first, whose checkpoint is the best."""
+    metric, direction = run.description.get("best", ("", ""))
     sign = -1 if direction == "higher" else 1
-    scored = [point for point in points if name in point and not isnan(point[name])]
-    point = min(scored, key=lambda point: sign * point[name], default=None)
-    return Best(metric, point[name], point["step"]) if point else None
+    scored = [point for point in run.points if not isnan(point.get(f"val/{metric}", float("nan")))]
+    best = min(scored, key=lambda point: sign * point[f"val/{metric}"], default=None)
+    return (metric, best[f"val/{metric}"], best["step"]) if best else None
 
 
-# ---------------------------------------------------------------------------------------------- verdicts
+def changed_settings(run: Run) -> dict[str, Any]:
+    """{key: value} of what differs from the defaults, and of all settings of the workload, but not names of files."""
+    defaults = {key: json.loads(default) for key, (default, _) in keys().items() if default != "(required)"}
+    return {
+        key: value
+        for key, value in run.config.items()
+        if key.startswith("model.") or (key in defaults and value != defaults[key] and not key.startswith("run."))
+    }
 
 
-def run_verdict(points: Sequence[Point]) -> Verdict | None:
-    """Whether the run was fed; None if nothing was logged about it."""
-    values = summary(points)
-    if "data/wait_pct" not in values:
-        return None
-    return feed_verdict(values["data/wait_pct"], values.get("gpu0/util_pct"))
+def describe(run: Run) -> Iterator[tuple[str, str]]:
+    """The summary: quality first, then speed, then the rest."""
+    if best := best_of(run):
+        yield f"best {best[0]}", f"{number(best[1])} at step {best[2]:,.0f}"
+    names = scalars_of(run.points)
+    order = {name: place for place, name in enumerate(SHOWN)}
+    for name in sorted(names, key=lambda name: (not name.startswith("val/"), order.get(name, len(order)))):
+        value = over_run(run.points, name)
+        if value is not None:
+            yield name, number(value)
 
 
-def feed_verdict(wait_pct: float, util_pct: float | None = None) -> Verdict:
-    """Whether a run is fed, in one line. wait_pct: its data wait. util_pct: GPU-Util, if there is a GPU."""
-    if wait_pct > WAIT_PCT:
-        text = f"input-bound: {wait_pct:.0f} % of the time was spent waiting for data; run `python diagnose.py`"
-        return Verdict("waits", text)
-    if util_pct is not None and util_pct < 100 - IDLE_PCT:
-        idle_pct = 100 - util_pct
-        return Verdict(
-            "idle", f"fed, but the GPU was idle {idle_pct:.0f} % of the time; `python diagnose.py` tells why"
-        )
-    return Verdict("fed", f"fed: {wait_pct:.1f} % of the time was spent waiting for data")
+def compare(runs: Sequence[Run]) -> Table:
+    """A line for each run: its metric, its speed and the settings that differ. The best run comes first."""
+    found = [best_of(run) for run in runs]
+    metrics = sorted({best[0] for best in found if best})
+    sign = -1 if any(run.description.get("best", ("", ""))[1] == "higher" for run in runs) else 1
+    configs = [run.config for run in runs]
+    every = dict.fromkeys(key for config in configs for key in config if not key.startswith("run.name"))
+    differing = [key for key in every if len({json.dumps(config.get(key)) for config in configs}) > 1]
+    shown = [name for name in SHOWN if any(name in point for run in runs for point in run.points)]
+    lines = []
+    for run, best in zip(runs, found, strict=True):
+        values = [over_run(run.points, name) for name in shown]
+        line = [str(run.folder), *(number(best[1]) if best and best[0] == name else "-" for name in metrics)]
+        line += ["-" if value is None else number(value) for value in values]
+        line += [f"{run.points[-1]['step']:.0f}", *(_text_of(run.config, key) for key in differing)]
+        lines.append((sign * best[1] if best else float("inf"), line))
+    lines.sort(key=lambda each: each[0])
+    head = ["run", *(f"best {name}" for name in metrics), *(SHOWN[name] for name in shown), "steps", *differing]
+    return [head, *(line for _, line in lines)]
 
 
-# ---------------------------------------------------------------------------------------------- tables
-
-
-def table(points: Sequence[Point]) -> str:
-    """The summary for a terminal; empty if nothing was logged."""
-    return as_text([[f"  {name}", f"{number(value):>10}"] for name, value in summary(points).items()])
-
-
-def differing_settings(runs: Mapping[str, Path]) -> Table:
-    """The keys of the config that differ between runs, or between the parts of a run, but not the names of the runs.
-
-    runs: {label: folder}. A cell of a run whose parts differ is `64, then 128`.
-    """
-    parts_of = [[read_settings(path) for path in numbered(folder, "config*.yaml")] for folder in runs.values()]
-    keys = dict.fromkeys(key for parts in parts_of for config in parts for key in config)
-    lines = [["setting", *runs]]
-    for key in keys:
-        cells = []
-        for parts in parts_of:
-            values = [json.dumps(config[key], ensure_ascii=False) if key in config else "-" for config in parts]
-            cells.append(", then ".join(value for value, _ in groupby(values)) or "-")
-        if (len(set(cells)) > 1 or ", then " in cells[0]) and key != "run.name":
-            lines.append([key, *cells])
-    return lines
-
-
-def differing_values(runs: Mapping[str, Path]) -> Table:
-    """The summaries of several runs side by side: `value [minimum, median, maximum of the points]`. runs: {label:
-    folder}. A mean over the run is also shown as a multiple of that of the first run."""
-    lines = [["value over the run [minimum, median, maximum of its points]", *runs]]
-    points_of = [read_metrics(folder) for folder in runs.values()]
-    found = [best(points, run) for points, run in zip(points_of, runs.values(), strict=True)]
-    if any(found):
-        lines.append(["best", *(f"{b.metric} {number(b.value)} at step {b.step:,.0f}" if b else "-" for b in found)])
-    for name in scalars_of(point for points in points_of for point in points):
-        lines.append([name, *_side_by_side([steady(points, name) for points in points_of], name)])
-    return lines
-
-
-def _side_by_side(points_of: Sequence[Sequence[Point]], name: str) -> list[str]:
-    """The cells of one scalar; points_of: the points of each run."""
-    has_ratio = over_run(name) not in ("last", "minimum", "maximum")
-    cells: list[str] = []
-    first = 0.0
-    for points in points_of:
-        if not points:
-            cells.append("-")
-            continue
-        values = [point[name] for point in points]
-        value = combine(points, name)
-        ratio = f" = {value / first:.2f} x" if first and has_ratio else ""
-        spread = ", ".join(map(number, (min(values), median(values), max(values))))
-        cells.append(f"{number(value)}{ratio} [{spread}]")
-        first = first or value
-    return cells
+def _text_of(config: Mapping[str, Any], key: str) -> str:
+    value = config.get(key, "-")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def as_text(lines: Table) -> str:
@@ -253,5 +149,5 @@ def as_text(lines: Table) -> str:
 
 
 def number(value: float) -> str:
-    """A value with three figures or, above 100, without decimals."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """A value with four figures or, above 1000, without decimals."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
