@@ -84,40 +84,27 @@ def build(cfg: Config, world: World) -> Parts:
         options = read_options(cfg, kind.Options)
         workload = kind(options, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
-        n_batches = sizes.pool_batches
         shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)  # a DistributedSampler, but of blocks
-        sampler = BlockSampler(train_rows, sizes.batch_size, shard=shard, pool_batches=n_batches, seed=cfg.run.seed)
+        sampler = BlockSampler(train_rows, sizes.batch_size, shard, sizes.pool_batches, seed=cfg.run.seed)
         shard = Shard(world.rank, world.world_size)
-        val_sampler = BlockSampler(
-            val_rows, sizes.batch_size, shard=shard, pool_batches=n_batches, seed=None, drop_last=False
-        )
+        val_sampler = BlockSampler(val_rows, sizes.batch_size, shard, sizes.pool_batches, seed=None)  # in order, all
         sampler.n_epochs = val_sampler.n_epochs = cfg.train.epochs  # no rows are read ahead for an epoch after the last
-        loader, val_loader = open_loaders(
-            (train_rows, val_rows), (sampler, val_sampler), sizes, world.device, loader=cfg.loader
-        )
+        splits, samplers = (train_rows, val_rows), (sampler, val_sampler)
+        loader, val_loader = open_loaders(splits, samplers, sizes, world.device, loader=cfg.loader)
         torch.manual_seed(cfg.run.seed)
         model = to_device(workload.model(), world.device)
         optimizer = make_optimizer(model, cfg.optim)
         precision = mixed_precision(cfg.train.precision, world.device, optimizer)
-    for key, rows in (("data.train", train_rows), ("data.val", val_rows)):
-        world.check_same({f"{key}: {name}": value for name, value in rows.identity.items()})
-    world.check_same(
-        identify_job(cfg.flat()) | {"the order of rows": sampler.identity, "train.precision": precision.name}
-    )
+    world.check_same(identify_job(cfg.flat(), splits, sampler, precision.name))
     ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
     ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
     if cfg.train.compile:
         ddp.compile()
-    config = cfg.resolved(
-        data=sizes.data_values(),
-        loader=sizes.loader_values(),
-        model=options.model_dump(),
-        train={"precision": precision.name},
-    )
+    chosen = {**sizes.chosen, "model": options.model_dump(), "train": {"precision": precision.name}}
     world.print_once(describe_feed(train_rows, sizes, sampler))
     world.print_once(workload.summary)
-    splits = train_rows, val_rows, loader, val_loader
-    return Parts(config, sizes, *splits, workload, model, ddp, optimizer, precision, ema)
+    parts = (*splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
+    return Parts(cfg.resolved(**chosen), sizes, *parts)
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

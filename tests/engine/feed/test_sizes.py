@@ -171,19 +171,17 @@ def test_all_sizes_together(memory):
 
 def test_values_name_the_keys_that_were_chosen(memory):
     chosen = sizes_of(data(), Loader(), (Shape(2000), Shape(10)), ALONE)
-    assert chosen.data_values() == {"tier": "device", "pool_batches": 31}
-    assert chosen.loader_values() == {"num_readers": 8}
-    assert data().model_copy(update=chosen.data_values()).tier == "device"  # they are fields of their sections
-    assert set(chosen.data_values()) <= set(Data.model_fields)
-    assert set(chosen.loader_values()) <= set(Loader.model_fields)
+    assert chosen.chosen == {"data": {"tier": "device", "pool_batches": 31}, "loader": {"num_readers": 8}}
+    assert set(chosen.chosen["data"]) <= set(Data.model_fields)
+    assert set(chosen.chosen["loader"]) <= set(Loader.model_fields)
 
 
 def test_numbers_that_a_person_chose_are_kept(memory):
     chosen = sizes_of(
         data(tier="disk", pool_batches=3, batch_size=32), Loader(num_readers=5), (Shape(2000), Shape(10)), ALONE
     )
-    assert chosen.data_values() == {"tier": "disk", "pool_batches": 3}
-    assert chosen.loader_values() == {"num_readers": 5}
+    assert chosen.chosen["data"] == {"tier": "disk", "pool_batches": 3}
+    assert chosen.chosen["loader"] == {"num_readers": 5}
     assert chosen.batch_size == 32
 
 
@@ -192,7 +190,7 @@ def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory
     source = ItemDataset("Images", Images(), fields)
     chosen = sizes_of(data(), Loader(num_workers=2), (source, source), ALONE)
     assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
-    assert chosen.loader_values() == {"num_workers": 2}
+    assert chosen.chosen["loader"] == {"num_workers": 2}
 
 
 def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(memory, monkeypatch):

@@ -5,7 +5,7 @@ Every function raises UserError with the key, the value, what is allowed and the
 
 from collections.abc import Mapping
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,13 +45,12 @@ class Sizes(NamedTuple):
     free: Mapping[str, int]
     """{"device": bytes, "host": bytes} that are free for each rank."""
 
-    def data_values(self) -> dict[str, object]:
-        """The values of section `data` that were chosen."""
-        return {"tier": self.tier, "pool_batches": self.pool_batches}
-
-    def loader_values(self) -> dict[str, object]:
-        """The values of section `loader` that were chosen."""
-        return {"num_workers" if self.uses_workers else "num_readers": self.n_readers}
+    @property
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """{section: values that were chosen}"""
+        readers = "num_workers" if self.uses_workers else "num_readers"
+        data = {"tier": self.tier, "pool_batches": self.pool_batches}
+        return {"data": data, "loader": {readers: self.n_readers}}
 
 
 def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World) -> Sizes:

@@ -47,20 +47,22 @@ class BlockSampler(DistributedSampler):
     rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on this
     rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file. drop_last: leave
     out the rows at the end of each canonical rank that do not fill a batch (other rows in each epoch); if False,
-    canonical ranks are padded to equal length by repeating their last row. Raises ValueError if the numbers do not
-    fit together.
+    canonical ranks are padded to equal length by repeating their last row; None: if they are shuffled. Raises
+    ValueError if the numbers do not fit together.
     """
 
     def __init__(
         self,
         rows: Dataset | np.ndarray | Share | Mixture,
         batch_size: int,
-        *,
         shard: Shard = Shard(),  # noqa: B008 (an immutable tuple)
         pool_batches: int = 1,
+        *,
         seed: int | None = 0,
-        drop_last: bool = True,
+        drop_last: bool | None = None,
     ):
+        if drop_last is None:
+            drop_last = seed is not None
         if isinstance(rows, Dataset):
             rows = rows.block_rows if rows.selection is None else rows.selection
         self.selection = AllRows(rows) if isinstance(rows, np.ndarray) else rows

@@ -78,18 +78,20 @@ MAY_DIFFER = ("data.train", "data.val", "data.tier")
 are compared. The others decide how rows are read, not which."""
 
 
-def identify_job(config: Mapping[str, object]) -> dict[str, object]:
-    """{name of a setting or a library: its value or version}.
-
-    config: {dotted key: value}.
-    """
+def identify_job(
+    config: Mapping[str, object], splits: tuple[Dataset, Dataset], order: BlockSampler, precision: str
+) -> dict[str, object]:
+    """{what all ranks must have the same: its value}. config: {dotted key: value}."""
     settings = {key: value for key, value in config.items() if key not in MAY_DIFFER and not key.startswith("loader.")}
     versions = {
         "fastgpu.TEMPLATE_VERSION": TEMPLATE_VERSION,
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
     }
-    return versions | settings
+    rows: dict[str, object] = {}
+    for key, part in zip(("data.train", "data.val"), splits, strict=True):
+        rows |= {f"{key}: {name}": value for name, value in part.identity.items()}
+    return {**rows, **versions, **settings, "the order of rows": order.identity, "train.precision": precision}
 
 
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
