@@ -10,7 +10,6 @@ Shapes: B users of a batch, N items of all these users, I items in total, H hidd
 """
 
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Annotated, Any
 
 import torch
@@ -19,18 +18,14 @@ from pydantic import Field as Limits
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.training.ranking import rank
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)
-LOOK_AT_USERS = 1000
-"""Validation users whose held-out items are compared with their other items when a run starts."""
 
 
 class Workload(workloads.Workload):
@@ -71,8 +66,7 @@ class Workload(workloads.Workload):
             raise UserError(f"{val.name}: no user has anything held out, so nothing can be scored")
         if n_empty:
             warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
-        if len(val):  # those of predict.py are none
-            _warn_of_known_items(val)
+        self.has_warned = False
 
     def model(self) -> nn.Module:
         """Items (N,), offsets (B + 1,) -> logits (B, I), penalty."""
@@ -97,10 +91,17 @@ class Workload(workloads.Workload):
         values = {f"ndcg_at_{NDCG_AT}": ranking.ndcg}
         values |= {f"recall_at_{k}": ranking.recall[k] for k in RECALL_AT}
         counts_B = ranking.has_held_out
-        return {"users": counts_B.sum(), **{name: (value_B * counts_B).sum() for name, value_B in values.items()}}
+        sums = {name: (value_B * counts_B).sum() for name, value_B in values.items()}
+        return {**sums, "users": counts_B.sum(), "lost": ranking.n_lost}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Means over the users that have something held out."""
+        """Means over the users that have something held out. Tells of held-out items that can never be found."""
+        if sums["lost"] and not self.has_warned:
+            self.has_warned = True
+            warn(
+                f"{sums['lost']:.0f} held-out items are among the items of their user, or twice: these cannot be "
+                "found, so the metrics are too low; leave them out"
+            )
         names = (f"ndcg_at_{NDCG_AT}", *(f"recall_at_{k}" for k in RECALL_AT))
         return {name: float(sums[name] / sums["users"]) for name in names}
 
@@ -129,23 +130,6 @@ def _count_items(source: Dataset, name: str, key: str) -> int:
             f"{source.name}: {name} is {field}; the recsys workload needs a CSR matrix: `python convert.py`"
         )
     return field.n_items
-
-
-def _warn_of_known_items(val: Dataset) -> None:
-    """Say how many of the first users have held-out items twice, or among their `items`: these can never be found."""
-    order = BlockSampler(val.block_rows, min(LOOK_AT_USERS, len(val)), seed=None, drop_last=False)
-    order.n_epochs = 1
-    with closing(make_feed(val, order, Placement("disk", torch.device("cpu"), 1))) as feed:
-        rows = next(feed.pools(0)).rows
-        items, held_out = (rows[name].rows.long() << 32 | rows[name].values for name in ("items", "held_out"))
-    values, counts = held_out.unique(return_counts=True)
-    lost = values[torch.isin(values, items) | (counts > 1)]
-    n_users = len((lost >> 32).unique())
-    if n_users:
-        warn(
-            f"{n_users:,} of the first {order.batch_size:,} users of {val.name} have held_out items twice, or among "
-            "their items, too: these cannot be found, so the metrics are too low; leave them out"
-        )
 
 
 # ---------------------------------------------------------------------------------------------- the network

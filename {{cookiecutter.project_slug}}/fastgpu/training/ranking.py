@@ -26,6 +26,8 @@ class Ranking(NamedTuple):
     """(B,)"""
     has_held_out: Tensor
     """(B,) bool: whether the user has held-out items."""
+    n_lost: Tensor
+    """Held-out items that are among those seen, or stand there twice: they are never found."""
 
 
 def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
@@ -38,6 +40,7 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
     scores_BI.index_put_((seen.rows, seen.values), scores_BI.new_full((), -torch.inf))
     is_held_out_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
     is_held_out_BI.index_put_((held_out.rows, held_out.values), is_held_out_BI.new_ones(()))
+    n_lost = len(held_out.values) - is_held_out_BI.sum() + is_held_out_BI[seen.rows, seen.values].sum()
     n_best = min(n_items, max((ndcg_at, *recall_at)))
     best_BK = scores_BI.topk(n_best, dim=1).indices
     hits_BK = is_held_out_BI.gather(1, best_BK).to(scores_BI.dtype)
@@ -48,4 +51,4 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
     ideal_B = gain_K.cumsum(0)[n_held_out_B.clamp(1, ndcg_at) - 1]
     hits_BK = hits_BK[:, :ndcg_at]
     ndcg_B = (hits_BK * gain_K[: hits_BK.shape[1]]).sum(1) / ideal_B  # autocast would round a matrix product
-    return Ranking(recall, ndcg_B, n_held_out_B > 0)
+    return Ranking(recall, ndcg_B, n_held_out_B > 0, n_lost)
