@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.convert.writer import Writer
 from fastgpu.convert.writing import complete_or_absent
-from fastgpu.images.encoded import random_box
+from fastgpu.images.parts import random_box
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.rows import Field, Ragged, Rows
 

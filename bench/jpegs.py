@@ -27,7 +27,7 @@ from peers import SHARD_BYTES, Batch, Task, convert_once, permutation
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fastgpu.images.encoded import N_DRAWS, Box, random_box
+from fastgpu.images.parts import N_DRAWS, Box, random_box
 
 SIZE = (224, 224)
 MIN_SCALE = 0.08
@@ -70,7 +70,7 @@ def read_by_simplejpeg(path: Path) -> torch.Tensor:
 def feed(task: Task, *, n_readers: int | None = None) -> Epochs:
     """This project's feed, with as many rows ahead as a DataLoader has."""
     from fastgpu.feed.tiers import Placement, make_feed
-    from fastgpu.images.decoded import ImageDecoder
+    from fastgpu.images.column import ImageDecoder
     from fastgpu.rows.order import BlockSampler
     from fastgpu.storage.store import open_store
 

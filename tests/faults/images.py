@@ -43,7 +43,7 @@ from mutations import flip
 from PIL import Image
 
 from fastgpu.feed.tiers import Placement, make_feed
-from fastgpu.images.decoded import ImageDecoder
+from fastgpu.images.column import ImageDecoder
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset, Reads

@@ -11,7 +11,7 @@ import pytest
 from harness import PLAN, reads_of
 from PIL import Image
 
-from fastgpu.images.decoded import ImageDecoder
+from fastgpu.images.column import ImageDecoder
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage import file as file_room
 from fastgpu.storage.store import open_store

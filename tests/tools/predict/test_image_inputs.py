@@ -12,7 +12,7 @@ from harness import ALONE, ROOT, convert, read_rows
 from PIL import Image
 from torch import nn
 
-from fastgpu.images.decoded import ImageDecoder
+from fastgpu.images.column import ImageDecoder
 from fastgpu.images.files import Preprocessing
 from fastgpu.predict.image_inputs import open_images
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools

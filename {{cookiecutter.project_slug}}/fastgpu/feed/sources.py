@@ -146,7 +146,7 @@ def decode_images(source: Dataset, size: tuple[int, int], **options: float | boo
     room = find_spec("fastgpu.images")
     if not (room and room.origin):  # Python takes a folder without modules for a package, too, which has no origin
         raise UserError(f"{source.name} has encoded images, which a project without an image workload does not decode")
-    return import_module("fastgpu.images.decoded").ImageDecoder(size, **options).decoded(source)
+    return import_module("fastgpu.images.column").ImageDecoder(size, **options).decoded(source)
 
 
 def _open_files(data: Data, split: Literal["train", "val"], loader: Loader) -> Dataset:

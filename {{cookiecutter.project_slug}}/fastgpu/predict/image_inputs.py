@@ -8,7 +8,7 @@ from threading import Lock
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from fastgpu.images.encoded import decode_centre
+from fastgpu.images.decode import decode_centre
 from fastgpu.images.files import (
     SIXTEEN_BITS,
     Preprocessing,

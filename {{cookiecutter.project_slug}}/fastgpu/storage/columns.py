@@ -2,7 +2,7 @@
 
 rows of one shape     `InMemory`, or a `Layout` (layout.py): where they lie in a file
 rows of any length    `RaggedColumn`: the values, which are one of these, and where those of each row begin
-encoded images        `ImageColumn` (images/decoded.py): a ragged column of bytes, and how they become pixels
+encoded images        `ImageColumn` (images/column.py): a ragged column of bytes, and how they become pixels
 """
 
 from bisect import bisect_right

@@ -23,7 +23,7 @@ from fastgpu.convert.reading import (
     group_splits,
     list_first,
 )
-from fastgpu.images.encoded import Box, EncodedImage
+from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import (
     EXIF_ORIENTATION,
     IGNORED_CLASS,
@@ -36,6 +36,7 @@ from fastgpu.images.files import (
     open_file,
     open_image,
 )
+from fastgpu.images.parts import Box
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS, Field
 

@@ -12,8 +12,9 @@ from PIL import Image
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
 from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.images.decoded import CENTRE_SHARE, ImageDecoder
-from fastgpu.images.encoded import Box, EncodedImage, decode_centre, draw, random_box
+from fastgpu.images.column import CENTRE_SHARE, ImageDecoder
+from fastgpu.images.decode import EncodedImage, decode_centre
+from fastgpu.images.parts import Box, draw, random_box
 from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.process.machine import available_cpus
@@ -134,7 +135,7 @@ def test_a_field_may_have_any_name(store, tmp_path):
 def test_a_row_that_hangs_ends_the_run(store, monkeypatch):
     source = ImageDecoder(SIZE, 0.5).decoded(store)
     released = threading.Event()
-    monkeypatch.setattr("fastgpu.images.decoded.ImageDecoder.decode", lambda *arguments: released.wait())
+    monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", lambda *arguments: released.wait())
     order = BlockSampler(source.block_rows, 8, seed=5)
     feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
     with pytest.raises(HangError, match=r"no rows have come from \S+encoded\.h5: it hangs"):
@@ -150,7 +151,7 @@ def test_want_of_memory_is_no_damage(store, monkeypatch, error):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("fastgpu.images.decoded.ImageDecoder.decode", fail)
+    monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", fail)
     with pytest.raises(RankError, match=f"{error}; free some memory"):
         read_rows(ImageDecoder(SIZE).decoded(store))
 
@@ -159,7 +160,7 @@ def test_the_reason_is_one_line(store, monkeypatch):
     def complain(*arguments: object) -> None:
         raise ValueError("two\n  lines")
 
-    monkeypatch.setattr("fastgpu.images.decoded.ImageDecoder.decode", complain)
+    monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", complain)
     with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
         read_rows(ImageDecoder(SIZE).decoded(store))
 

@@ -7,9 +7,10 @@ from PIL import Image
 from test_files import encoded, pixels
 
 from fastgpu.convert.images.image_files import Kept, keep
-from fastgpu.images import encoded as module
-from fastgpu.images.encoded import N_DRAWS, Box, EncodedImage, centre_box, draw, random_box
+from fastgpu.images import decode as module
+from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import Preprocessing, decode
+from fastgpu.images.parts import N_DRAWS, Box, centre_box, draw, random_box
 
 KINDS = {
     "baseline": ("RGB", "JPEG", {"quality": 95}),

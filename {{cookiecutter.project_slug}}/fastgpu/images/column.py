@@ -6,8 +6,9 @@ from copy import copy
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from fastgpu.images.encoded import EncodedImage, centre_box, decode_plain, draw, random_box, simplejpeg
+from fastgpu.images.decode import EncodedImage, decode_plain, simplejpeg
 from fastgpu.images.files import Preprocessing
+from fastgpu.images.parts import centre_box, draw, random_box
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import Dataset, PoolPlan
 from fastgpu.rows.rows import Field

@@ -1,0 +1,66 @@
+"""Which part of an image a row shows: the centre, or a random part that is a function of (seed, epoch, row) alone."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+N_TRIES = 10
+"""Boxes that are tried until one lies inside of the image, as torchvision's RandomResizedCrop does it."""
+N_DRAWS = 2 * N_TRIES + 2
+"""Random numbers for one box."""
+MAX_LOG_RATIO = math.log(4 / 3)
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Box(NamedTuple):
+    """A part of an upright image, in its pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def draw(seed: tuple[int, int], rows: np.ndarray) -> np.ndarray:
+    """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of seed and row alone.
+
+    seed: (seed of the run, epoch).
+
+    Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
+    generators", 2014), so that the rows of a block cost a few array operations.
+    """
+    (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
+    z = start + steps * np.uint64(GOLDEN_GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)) * 2.0**-53
+
+
+def random_box(draws: Sequence[float], height: int, width: int, min_scale: float) -> Box:
+    """A part of `min_scale` to 1 of the area with an aspect ratio of 3:4 to 4:3, as torchvision's RandomResizedCrop.
+
+    If no try lies inside of the image, it is the largest part in the centre with such a ratio. draws: (N_DRAWS,).
+    Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842.
+    """
+    for number in range(0, 2 * N_TRIES, 2):
+        area = (min_scale + (1 - min_scale) * draws[number]) * height * width
+        ratio = math.exp((2 * draws[number + 1] - 1) * MAX_LOG_RATIO)
+        box_height = round(math.sqrt(area / ratio))
+        box_width = round(math.sqrt(area * ratio))
+        if 0 < box_height <= height and 0 < box_width <= width:
+            top = int(draws[-2] * (height - box_height + 1))
+            left = int(draws[-1] * (width - box_width + 1))
+            return Box(top, left, box_height, box_width)
+    return centre_box(height, width, (min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))))
+
+
+def centre_box(height: int, width: int, shape: tuple[int, int], share: float = 1.0) -> Box:
+    """The largest part in the centre with the aspect ratio of `shape`, or a share of its sides."""
+    scale = share * min(height / shape[0], width / shape[1])
+    box_height = max(1, min(height, round(scale * shape[0])))
+    box_width = max(1, min(width, round(scale * shape[1])))
+    return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
