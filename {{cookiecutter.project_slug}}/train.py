@@ -145,21 +145,21 @@ def backward(parts: Parts, batch: Rows) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def train_step(parts: Parts, batch: Rows, lr: float) -> Tensor:
-    """Forward, backward, update. Returns the mean loss on the device."""
+def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
+    """Forward, backward, update. Returns what is logged of it, {tag: scalar on the device}: nothing here waits."""
     optimizer, scaler = parts.optimizer, parts.precision.scaler
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = backward(parts, batch)
+    numbers = {"train/loss": backward(parts, batch)}
     if max_norm := parts.config.optim.clip_grad_norm:
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
+        numbers["train/grad_norm"] = nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
     scaler.step(optimizer)
     scaler.update()
     if parts.ema:
         parts.ema.update_parameters(parts.model)
     optimizer.zero_grad()
-    return loss
+    return numbers
 
 
 def train(parts: Parts, world: World) -> int:
@@ -169,17 +169,17 @@ def train(parts: Parts, world: World) -> int:
     with Run(parts, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
         at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
         clock = Clock(world)
-        losses: list[Tensor] = []
+        steps: list[dict[str, Tensor]] = []  # since the last report
 
         def report(lr: float) -> None:
-            """Log the steps since the last report. In a pool, the host waits for the device only here."""
-            loss = world.mean(torch.stack(losses).mean())
-            losses.clear()
-            if not isfinite(loss):
+            """Log the means of these steps. In a pool, the host waits for the device only here."""
+            means = world.means({tag: torch.stack([step[tag] for step in steps]).mean() for tag in steps[0]})
+            steps.clear()
+            if not isfinite(loss := means["train/loss"]):
                 raise UserError(
                     f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr}) or optim.clip_grad_norm"
                 )
-            board.write(at.step, {"train/loss": loss, "train/lr": lr, **monitor.take()}, clock.take())
+            board.write(at.step, {**means, "train/lr": lr, **monitor.take()}, clock.take())
 
         has_settled = world.world_size <= 2  # two summands have one order
         while at.epoch < cfg.train.epochs:
@@ -195,18 +195,18 @@ def train(parts: Parts, world: World) -> int:
                     if not has_settled:  # or a resumed run would add up the ranks' gradients in another order
                         settle_buckets(parts.model, world, partial(backward, parts, rows))
                         has_settled = True
-                    losses.append(train_step(parts, rows, lr))
+                    steps.append(train_step(parts, rows, lr))
                     run.count()  # at.step, at.pool_steps
                     clock.count(fresh, cfg.data.batch_size)
                     board.count(fresh)
-                    if len(losses) == cfg.log.every_steps:
+                    if len(steps) == cfg.log.every_steps:
                         report(lr)
                     if run.is_asked_to_stop():
-                        if losses:
+                        if steps:
                             report(lr)
                         return run.stop()  # saves this very step
                 run.end_pool()  # at.pool; saves if run.checkpoint_every_steps says so
-            if losses:
+            if steps:
                 report(lr)
             pools = run.until_asked_to_stop(parts.val_loader.pools(at.epoch))
             model, autocast = parts.model_to_use(), parts.precision.autocast

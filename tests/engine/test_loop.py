@@ -43,6 +43,7 @@ from workloads import minimal
 STEPS_PER_EPOCH = 21
 TAGS = {
     "train/loss",
+    "train/grad_norm",
     "train/lr",
     "train/trained_rows_per_s",
     "train/step_ms",

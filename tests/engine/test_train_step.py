@@ -71,7 +71,7 @@ def test_a_step_is_that_of_a_plain_loop(name):
     for number in range(5):
         batch = make_batch(seed=number)
         lr = 0.01 * (number + 1)
-        loss = train_step(parts, batch, lr)
+        loss = train_step(parts, batch, lr)["train/loss"]
         for group in optimizer.param_groups:
             group["lr"] = lr
         expected = nn.functional.mse_loss(plain(batch["x"]), batch["y"])
@@ -86,7 +86,7 @@ def test_a_step_is_that_of_a_plain_loop(name):
 
 def test_the_loss_has_no_graph_and_no_gradient_is_left():
     model = make_model()
-    loss = train_step(make_parts(model, Optim()), make_batch(), 0.1)
+    loss = train_step(make_parts(model, Optim()), make_batch(), 0.1)["train/loss"]
     assert loss.shape == ()
     assert not loss.requires_grad
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -97,9 +97,9 @@ def test_accumulated_parts_are_one_big_batch(accumulation_steps):
     whole = make_model()
     cut = make_model()
     settings = Optim(name="sgd", weight_decay=0.0, momentum=0.0)
-    loss = train_step(make_parts(whole, settings), make_batch(), 0.1)
+    loss = train_step(make_parts(whole, settings), make_batch(), 0.1)["train/loss"]
     settings = settings.model_copy(update={"accumulation_steps": accumulation_steps})
-    loss_of_parts = train_step(make_parts(cut, settings), make_batch(), 0.1)
+    loss_of_parts = train_step(make_parts(cut, settings), make_batch(), 0.1)["train/loss"]
     torch.testing.assert_close(loss_of_parts, loss)
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(one, other)
@@ -140,7 +140,7 @@ def test_a_maximum_norm_of_0_clips_nothing():
 def test_lower_precision_learns_and_keeps_its_weights_in_fp32(precision):
     model = make_model()
     parts = make_parts(model, Optim(lr=0.01, weight_decay=0.0), precision)
-    losses = [train_step(parts, make_batch(), 0.01).item() for _ in range(30)]
+    losses = [train_step(parts, make_batch(), 0.01)["train/loss"].item() for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 

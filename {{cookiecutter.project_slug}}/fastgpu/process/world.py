@@ -79,9 +79,10 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def mean(self, value: Tensor) -> float:
-        """The mean of a scalar over all ranks. The host waits for the device."""
-        return self.all_reduce_sum(value).item() / self.world_size
+    def means(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """The mean of each scalar over all ranks. The host waits for the device, once."""
+        sums = self.all_reduce_sum(torch.stack([value.float() for value in values.values()])).tolist()
+        return {name: total / self.world_size for name, total in zip(values, sums, strict=True)}
 
     def all_reduce_max(self, value: float) -> float:
         """The largest value of any rank."""
