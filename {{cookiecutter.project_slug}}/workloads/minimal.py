@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 
 
 class Workload(workloads.Workload):
@@ -33,9 +32,7 @@ class Workload(workloads.Workload):
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         for source in (train, val):
             if not {"x", "y"} <= source.fields.keys():
-                raise UserError(
-                    f"{source.name}: data.fields has {', '.join(source.fields)}; this workload needs x and y"
-                )
+                raise UserError(f"{source.name}: data.fields has {', '.join(source.fields)}; it needs x and y")
         self.options = options
         self.n_inputs = int(torch.Size(train.fields["x"].shape).numel())
         self.n_outputs = int(torch.Size(train.fields["y"].shape).numel())
@@ -48,8 +45,8 @@ class Workload(workloads.Workload):
         return batch
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        prediction = model(batch["x"].reshape(len(batch), -1).float())
-        return F.mse_loss(prediction.float(), batch["y"].float().view_as(prediction))
+        prediction = self.predict(model, batch)["prediction"]
+        return F.mse_loss(prediction, batch["y"].float().view_as(prediction))
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         return {"mse": self.loss(model, batch) * len(batch)}
