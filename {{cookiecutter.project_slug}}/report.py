@@ -28,11 +28,10 @@ def main(argv: list[str]) -> None:
     if empty and (not args.compare or not runs):
         raise UserError(f"{empty[0]} holds no metrics.jsonl with points; name the folder of a run, such as runs/first")
     if args.compare:
-        table = results.compare(runs)
         if args.csv:
-            csv.writer(sys.stdout, lineterminator="\n").writerows(table)
+            csv.writer(sys.stdout, lineterminator="\n").writerows(results.compare(runs, repr))
         else:
-            print(results.as_text(table))
+            print(results.as_text(results.compare(runs, results.number)))
         return
     for run in runs:
         print(results.as_text([[f"  {name}", value] for name, value in results.describe(run)]))

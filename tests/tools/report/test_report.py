@@ -13,7 +13,7 @@ from written_run import write_points, write_run
 from fastgpu.process.launch import UserError
 from fastgpu.report import page as page_module
 from fastgpu.report.page import MAX_POINTS, write_report
-from fastgpu.report.results import as_text, best_of, changed_settings, compare, describe, over_run, read_run
+from fastgpu.report.results import as_text, best_of, changed_settings, compare, describe, number, over_run, read_run
 from fastgpu.telemetry.clock import Throughput
 
 EVIL = '</script><img src=x onerror="alert(1)">'
@@ -104,7 +104,7 @@ def test_runs_are_compared_in_one_line_each_the_best_first_with_the_settings_tha
         )
         (folder / "run.json").write_text('{"best": ["mse", "lower"]}')
         runs.append(read_run(folder))
-    table = compare(runs)
+    table = compare(runs, number)
     assert table[0] == ["run", "best mse", "% data wait", "train/loss", "steps", "optim.lr"]
     assert [Path(line[0]).name for line in table[1:]] == ["b", "a", "c"]
     assert [line[1:] for line in table[1:]] == [
@@ -112,6 +112,8 @@ def test_runs_are_compared_in_one_line_each_the_best_first_with_the_settings_tha
         ["0.5", "2.5", "1", "8", "0.1"],
         ["-", "2.5", "1", "8", "0.1"],
     ]
+    runs[0].points[1]["data/wait_pct"] = 12345.678
+    assert compare(runs, repr)[2][2] == "12345.678"  # a number for a program
 
 
 def test_the_columns_of_a_table_are_aligned():

@@ -1,7 +1,7 @@
 """What a run did, read from the files that it left. It does not import torch, so `python report.py` answers at once."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import isnan
@@ -114,21 +114,24 @@ def describe(run: Run) -> Iterator[tuple[str, str]]:
             yield name, number(value)
 
 
-def compare(runs: Sequence[Run]) -> Table:
+def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> Table:
     """A line for each run: its metric, its speed and the settings that differ. The best run comes first."""
     found = [best_of(run) for run in runs]
     metrics = sorted({best[0] for best in found if best})
     sign = -1 if any(run.description.get("best", ("", ""))[1] == "higher" for run in runs) else 1
     configs = [run.config for run in runs]
-    every = dict.fromkeys(key for config in configs for key in config if not key.startswith("run.name"))
+    every = dict.fromkeys(
+        key for config in configs for key in config if key == "run.seed" or not key.startswith("run.")
+    )
     differing = [key for key in every if len({json.dumps(config.get(key)) for config in configs}) > 1]
     shown = [name for name in SHOWN if any(name in point for run in runs for point in run.points)]
     lines = []
     for run, best in zip(runs, found, strict=True):
-        values = [over_run(run.points, name) for name in shown]
-        line = [str(run.folder), *(number(best[1]) if best and best[0] == name else "-" for name in metrics)]
-        line += ["-" if value is None else number(value) for value in values]
-        line += [f"{run.points[-1]['step']:.0f}", *(_text_of(run.config, key) for key in differing)]
+        values = [best[1] if best and best[0] == name else None for name in metrics]
+        values += [over_run(run.points, name) for name in shown]
+        cells = ["-" if value is None else text_of(value) for value in values]
+        settings = [_text_of(run.config, key) for key in differing]
+        line = [str(run.folder), *cells, f"{run.points[-1]['step']:.0f}", *settings]
         lines.append((sign * best[1] if best else float("inf"), line))
     lines.sort(key=lambda each: each[0])
     head = ["run", *(f"best {name}" for name in metrics), *(SHOWN[name] for name in shown), "steps", *differing]
