@@ -27,6 +27,7 @@ from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
 from fastgpu.run.checkpoint import digest_of
+from fastgpu.storage.store import HDF5Dataset
 from workloads import Workload
 
 ROOT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
@@ -117,6 +118,11 @@ def no_host_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def by_h5py(store: HDF5Dataset) -> bool:
+    """Whether only the HDF5 library can read the rows, one thread at a time."""
+    return store._files[0].largest._chunks is None
 
 
 # ---------------------------------------------------------------------------------------------- workloads

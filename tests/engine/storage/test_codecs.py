@@ -4,7 +4,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import PLAN, numbered, numbers_of, reads_of
+from harness import PLAN, by_h5py, numbered, numbers_of, reads_of
 
 from fastgpu.process.launch import RankError
 from fastgpu.storage import codecs
@@ -42,7 +42,7 @@ def test_chunks_decode_to_what_the_library_gives(tmp_path, name, dtype):
 def test_a_store_decodes_in_its_own_threads(write, monkeypatch, name):
     store = open_store("data.train", write(50, (1, 96, 96), 8, **OPTIONS[name]), {"images": "images"})
     monkeypatch.setattr(h5py, "File", lambda *_, **__: pytest.fail("read through h5py"))
-    assert not store.by_h5py
+    assert not by_h5py(store)
     out = {"images": np.zeros((50, 1, 96, 96), np.uint8)}
     for block, rows in enumerate(store.block_rows.tolist()):
         store.read(PLAN, reads_of((8 * block, np.arange(block * 8, block * 8 + rows))), out)

@@ -4,7 +4,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import numbers_of
+from harness import by_h5py, numbers_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import RankError, UserError
@@ -48,7 +48,7 @@ def test_plain_layouts_do_not_go_through_the_hdf5_library(write, monkeypatch):
     stores = [open_store("data.train", write(100, BIG, chunk, name=f"{chunk}.h5"), FIELDS) for chunk in (8, None)]
     monkeypatch.setattr(h5py, "File", lambda *_, **__: pytest.fail("read through h5py"))
     for store in stores:
-        assert not store.by_h5py
+        assert not by_h5py(store)
         assert numbers_of(read_scattered(store)["images"]) == list(range(100))
 
 
@@ -59,7 +59,7 @@ def test_chunks_that_split_rows_and_foreign_byte_order(tmp_path):
         file.create_dataset("labels", data=np.arange(20.0, dtype=">f8"))
     store = open_store("data.train", str(tmp_path / "x.h5"), FIELDS)
     rows = read_scattered(store)
-    assert store.by_h5py
+    assert by_h5py(store)
     assert rows["images"].dtype.isnative
     np.testing.assert_array_equal(rows["images"], wide)
     np.testing.assert_array_equal(rows["labels"], np.arange(20.0))
@@ -121,7 +121,7 @@ def test_rows_in_one_piece_that_were_never_written(tmp_path):
 def test_a_filter_that_nothing_here_can_undo(write, monkeypatch):
     path = write(40, compression=hdf5plugin.Bitshuffle())
     store = open_store("data.train", path, FIELDS)
-    assert store.by_h5py
+    assert by_h5py(store)
     assert store.filters == "bitshuffle"
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)

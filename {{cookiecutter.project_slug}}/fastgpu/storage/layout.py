@@ -124,11 +124,6 @@ class Layout:
         return codecs.name_of(self._filters)
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the rows are read without the HDF5 library."""
-        return self._chunks is not None
-
-    @property
     def is_around_page_cache(self) -> bool:
         """Whether the rows are read without the page cache."""
         return self._file.is_direct

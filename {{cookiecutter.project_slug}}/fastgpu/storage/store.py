@@ -50,8 +50,6 @@ class HDF5Dataset(ColumnDataset):
         self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
         self.filters = first.largest.filters
         """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
-        self.by_h5py = not first.largest.is_direct
-        """Whether only the HDF5 library can read the rows, one thread at a time."""
         self.around_page_cache = first.largest.is_around_page_cache
         """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
