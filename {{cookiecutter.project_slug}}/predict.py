@@ -10,6 +10,7 @@ training data is not needed. INPUT: image files, folders of images and globs, or
 """
 
 import argparse
+import signal
 import sys
 
 from fastgpu.process.launch import UserError, exit_with_message, read_launch, warn
@@ -23,12 +24,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
     parser.add_argument("--id", metavar="FIELD", help="of INPUT, such as user: its value is written beside each row")
     parser.add_argument("--top", type=int, help="number of classes or items for each row, best first")
+    parser.add_argument("--all", action="store_true", help="write the probability of every class, by its name, too")
     parser.add_argument(
         "--on-error", choices=("stop", "skip"), default="stop", help="at a broken image; skip writes why"
     )
     parser.add_argument("--evaluate", metavar="FILE.h5", help="print the metrics over this file, which has labels")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
-    parser.add_argument("--export", metavar="FILE", help="write FILE.pt2 or FILE.onnx")
+    parser.add_argument("--export", metavar="FILE", help="write FILE.pt2 or FILE.onnx, with model.json in it")
+    parser.add_argument("--force", action="store_true", help="replace the file of -o or --export, if there is one")
     parser.add_argument("--batch-size", type=int, help="rows of a batch; default: as in training")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: as in training")
@@ -40,8 +43,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
     if args.export and not args.export.endswith((".pt2", ".onnx")):
         raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
-    if (args.json and not args.evaluate) or (not args.inputs and (args.output != "-" or args.top or args.id)):
-        raise UserError("--json belongs to --evaluate; -o, --id and --top belong to INPUT")
+    if (args.json and not args.evaluate) or (
+        not args.inputs and (args.output != "-" or args.top or args.all or args.id)
+    ):
+        raise UserError("--json belongs to --evaluate; -o, --id, --top and --all belong to INPUT")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args
@@ -66,7 +71,7 @@ from tqdm import tqdm
 
 from fastgpu.predict.inputs import Inputs, make_order, open_inputs, open_pools
 from fastgpu.predict.model import Trained, check_labelled, export, find_checkpoint, load_model
-from fastgpu.predict.output import PredictionWriter, best_of, open_output
+from fastgpu.predict.output import PredictionWriter, all_of, best_of, open_output
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, init_distributed
 from fastgpu.run.model_files import DescribedSource
@@ -113,7 +118,7 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
     order = make_order(inputs.source, args.batch_size)
     autocast = mixed_precision(args.precision, world.device).autocast
     with (
-        open_output(args.output, terminal) as file,
+        open_output(args.output, terminal, replace=args.force) as file,
         open_pools(inputs.source, order, world.device) as pools,
         tqdm(total=len(inputs.source), unit=" rows", disable=None) as bar,
     ):
@@ -125,7 +130,10 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
                 batch_ids = row_ids[start : start + order.batch_size]
                 with torch.inference_mode(), autocast:
                     rows = pool.rows.slice(start, start + len(batch_ids))
-                    values = best_of(trained.workload.predict(trained.model, rows), args.top)
+                    predicted = trained.workload.predict(trained.model, rows)
+                values = best_of(predicted, args.top)
+                if args.all:
+                    values |= all_of(predicted, trained.card["attributes"])
                 check_fits(values, args)
                 ids = {args.id: rows[args.id]} if args.id else {}
                 writer.write(batch_ids, ids, values)
@@ -144,7 +152,7 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     trained = load(args)
     print(f"model: {args.checkpoint}")
     if args.export:
-        print(export(trained, Path(args.export)))
+        print(export(trained, Path(args.export), replace=args.force))
         return
     inputs = open_rows(args, trained)
     args.batch_size = args.batch_size or trained.card["batch_size"]
@@ -169,6 +177,7 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
     with exit_with_message("interrupted"), init_distributed(Dist(device=args.device)) as world:
         terminal = sys.stdout
         with redirect_stdout(sys.stderr):

@@ -190,6 +190,12 @@ def test_a_file_that_is_not_text(tmp_path):
         load_config(["--config", str(tmp_path / "x.yaml")])
 
 
+def test_a_path_that_is_not_utf8_is_told_as_such(tmp_path):
+    (tmp_path / "x.yaml").write_text("")
+    with pytest.raises(UserError, match=r"data\.train is .*which is not UTF-8; rename the file"):
+        load_config(["--config", str(tmp_path / "x.yaml"), "data.train=/data/\udcff.h5"])
+
+
 def test_required_keys_that_are_missing_are_named(tmp_path):
     (tmp_path / "x.yaml").write_text("data: {train: a.h5}")
     with pytest.raises(UserError) as error:

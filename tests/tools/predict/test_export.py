@@ -1,3 +1,4 @@
+import json
 import resource
 
 import pytest
@@ -42,7 +43,9 @@ def check(program, shift):
 def test_the_program_gives_the_numbers_of_the_model_for_any_number_of_rows(tmp_path):
     line = export(trained(), tmp_path / "a.pt2")
     assert "takes any number of rows" in line
-    check(torch.export.load(tmp_path / "a.pt2").module(), 0)
+    texts = {"model.json": ""}
+    check(torch.export.load(tmp_path / "a.pt2", extra_files=texts).module(), 0)
+    assert json.loads(texts["model.json"])["inputs"] == ["image", "items"]
 
 
 @pytest.mark.slow
@@ -52,6 +55,7 @@ def test_onnx(tmp_path):
     export(trained(), tmp_path / "a.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     names = [each.name for each in session.get_inputs()]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["model.json"])["inputs"] == ["image", "items"]
 
     def program(*inputs: Tensor) -> Tensor:
         arrays = [each.numpy() for each in inputs]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgpu.predict.inputs import Inputs
-from fastgpu.predict.output import PredictionWriter, open_output
+from fastgpu.predict.output import PredictionWriter, all_of, open_output
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import ArrayDataset
 
@@ -100,8 +100,51 @@ def test_the_output_is_complete_or_absent(tmp_path):
     assert target.read_text() == "new"
     with (
         pytest.raises(UserError, match=r"x.csv was not written: .*No space left"),
-        open_output(str(target), io.StringIO()),
+        open_output(str(target), io.StringIO(), replace=True),
     ):
         raise OSError(28, "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
     assert target.read_text() == "new"
+
+
+def test_nothing_is_replaced_without_being_asked(tmp_path):
+    target = tmp_path / "x.csv"
+    target.write_text("old")
+    with pytest.raises(UserError, match=r"x.csv exists; --force"), open_output(str(target), io.StringIO()):
+        pass
+    folder = tmp_path / "y.csv"
+    (folder / "inside").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"y.csv is a folder"), open_output(str(folder), io.StringIO(), replace=True):
+        pass
+    assert (folder / "inside").is_dir()
+    assert target.read_text() == "old"
+
+
+def test_links_of_temporary_names_are_not_followed(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("old")
+    for name in (".partial-x.csv", ".x.csv.part0"):
+        (tmp_path / name).symlink_to(other)
+    with open_output(str(tmp_path / "x.csv"), io.StringIO()) as file:
+        file.write("new")
+    assert other.read_text() == "old"
+    assert not (tmp_path / "x.csv").is_symlink()
+
+
+def test_text_is_no_formula_in_a_csv():
+    values = {"class": torch.tensor([0, 1])}
+    lines = write(values, class_names=["=HYPERLINK(1)", "cat"])
+    assert lines[1:] == ["0,0,'=HYPERLINK(1)", "1,1,cat"]
+    assert write(values, is_csv=False, class_names=["=1", "cat"])[0]["class_name"] == "=1"
+
+
+def test_the_probabilities_of_all_classes_have_their_names():
+    values = {"probability": torch.tensor([[0.25, 0.75], [1.0, 0.0]])}
+    columns = all_of(values, {"class_names": ["cat", "dog"]})
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "probability_cat": [0.25, 1.0],
+        "probability_dog": [0.75, 0.0],
+    }
+    assert list(all_of(values, {})) == ["probability_0", "probability_1"]
+    with pytest.raises(UserError, match="ranks nothing"):
+        all_of({"prediction": torch.zeros(2)}, {})

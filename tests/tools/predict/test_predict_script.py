@@ -124,8 +124,23 @@ def test_an_error_leaves_no_output_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(minimal.Workload, "predict", fail_later)
     (tmp_path / "x.csv").write_text("old")
     with pytest.raises(RuntimeError, match="stopped"):
-        run("runs/a", "rows.h5::/val", "-o", tmp_path / "x.csv", "--batch-size", 7)
+        run("runs/a", "rows.h5::/val", "-o", tmp_path / "x.csv", "--force", "--batch-size", 7)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.csv": "old"}
+
+
+@pytest.mark.slow
+def test_a_process_that_is_asked_to_end_leaves_no_output_behind(tmp_path):
+    program = f"""
+import os, runpy, signal, sys
+from workloads import minimal
+minimal.Workload.predict = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+sys.argv = ["predict.py", "runs/a", "rows.h5::/val", "-o", "{tmp_path}/x.csv"]
+runpy.run_path("{ROOT}/predict.py", run_name="__main__")
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 143
+    assert not list(tmp_path.iterdir())
 
 
 def test_several_processes_are_refused_at_once():
@@ -213,8 +228,8 @@ def test_flags_may_stand_before_the_input():
         (["runs/a", "--export", "a.bin"], "--export is a.bin; it should end in .pt2 or .onnx"),
         (["runs/a", "x.npy", "--top", "0"], "should be at least 1"),
         (["runs/a", "x.npy", "--json"], "--json belongs to --evaluate"),
-        (["runs/a", "--evaluate", "x.h5", "-o", "x.csv"], "-o, --id and --top belong to INPUT"),
-        (["runs/a", "--export", "a.pt2", "--id", "user"], "-o, --id and --top belong to INPUT"),
+        (["runs/a", "--evaluate", "x.h5", "-o", "x.csv"], "-o, --id, --top and --all belong to INPUT"),
+        (["runs/a", "--export", "a.pt2", "--id", "user"], "-o, --id, --top and --all belong to INPUT"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_before_torch_is_imported(arguments, message):

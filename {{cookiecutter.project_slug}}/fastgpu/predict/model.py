@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import workloads
 from fastgpu.process.config import Section
-from fastgpu.process.files import atomic_replace
+from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Ragged, Rows
@@ -140,38 +140,39 @@ TOLERANCE = 1e-4
 
 
 @torch.no_grad()
-def export(trained: Trained, path: Path) -> str:
+def export(trained: Trained, path: Path, *, replace: bool = False) -> str:
     """Write the program and return a line about it. It normalises its input like the model.
 
-    The number of rows is free; some models (of ragged rows) need two or more. Raises UserError if the model cannot be
-    exported, or if the program gives other numbers than the model.
+    The number of rows is free; some models (of ragged rows) need two or more. The file has the content of model.json
+    with it: what the inputs are, how images were prepared, the names of the classes. Raises UserError if the model
+    cannot be exported, if the program gives other numbers than the model, or if the file exists and `replace` is false.
     """
     if path.suffix == ".onnx" and not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
         raise UserError(f"--export {path} needs ONNX: pip install -c constraints.txt -e '.[export]'")
     inputs = [_model_inputs(trained, n_rows) for n_rows in (2, 5, 1)]
-    partial = path.with_name(f".partial-{path.name}")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the exporters, about themselves
-            _write(trained.model, inputs, partial)
+        with new_file(path, replace=replace) as partial, warnings.catch_warnings(action="ignore"):  # of the exporters
+            _write(trained, inputs, partial)
             difference = max(_difference(trained.model, partial, each) for each in inputs[:2])
             rows = "two or more rows"
             with suppress(Exception):  # the program may refuse to take one row
                 difference = max(difference, _difference(trained.model, partial, inputs[2]))
                 rows = "any number of rows"
-        if not difference <= TOLERANCE:
-            raise UserError(f"it would differ from the model by {difference:.2g} of its largest output")
-        atomic_replace(partial, path)
+            if not difference <= TOLERANCE:
+                raise RuntimeError(f"it would differ from the model by {difference:.2g} of its largest output")
+    except UserError:
+        raise
     except Exception as error:  # the exporters raise errors of many kinds
         cause = error.__cause__ or error
         reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         raise UserError(f"{path} was not written: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return f"{path}: takes {rows}; differs from the model by {difference:.2g} of the largest output"
 
 
-def _write(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], path: Path) -> None:
+def _write(trained: Trained, inputs: Sequence[tuple[Tensor, ...]], path: Path) -> None:
     """inputs: for two different numbers of rows. The dimensions in which they differ are those of any size."""
+    model, workload, card = trained
+    text = json.dumps({**card, "inputs": workload.inputs})
     dims = [
         {dim: Dim.DYNAMIC for dim in range(one.ndim) if one.shape[dim] != other.shape[dim]}
         for one, other in zip(*inputs[:2], strict=True)
@@ -182,10 +183,13 @@ def _write(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], path: Path) -
         program = torch.export.export(model, inputs[0], dynamic_shapes=dims, strict=True)
     if path.suffix == ".onnx":
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        torch.onnx.export(program, (), path, dynamo=True, external_data=False, verbose=False)
+        names = workload.inputs if len(workload.inputs) == len(inputs[0]) else None  # ragged rows are two tensors each
+        made: Any = torch.onnx.export(program, (), input_names=names, dynamo=True, verbose=False)
+        made.model.metadata_props[DESCRIPTION] = text
+        made.save(path, external_data=False)
     else:
         content = io.BytesIO()  # torch's own writer aborts the process if the disk is full
-        torch.export.save(program, content)
+        torch.export.save(program, content, extra_files={DESCRIPTION: text})
         path.write_bytes(content.getbuffer())
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgpu.predict.inputs import Inputs
-from fastgpu.process.files import atomic_replace
+from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, stop_at_closed_pipe
 
 NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
@@ -46,6 +46,34 @@ def best_of(values: Mapping[str, Tensor], top: int | None) -> dict[str, Tensor]:
         chosen |= {index_name: indices.squeeze(1) if is_one else indices}
         chosen |= {name: best.values.squeeze(1) if is_one else best.values}
     return chosen
+
+
+def all_of(values: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The ranked values of all classes or items, each in a column of its own, such as `probability_cat`.
+
+    attributes: of model.json, which may have their names. Raises UserError if nothing is ranked.
+    """
+    columns: dict[str, Tensor] = {}
+    for name, value in values.items():
+        if name not in RANKED or value.ndim != 2:
+            continue
+        _, attribute = NAMES[RANKED[name][0]]
+        labels = attributes.get(attribute, ())
+        if len(set(labels)) != value.shape[1]:
+            labels = range(value.shape[1])
+        columns |= {f"{name}_{label}": column for label, column in zip(labels, value.unbind(1), strict=True)}
+    if not columns:
+        raise UserError("--all is given, but `predict` of the workload ranks nothing")
+    return columns
+
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""What a spreadsheet takes text for a formula by, if it begins with it."""
+
+
+def _as_text(value: Any) -> Any:
+    """A cell of a CSV. Text that a spreadsheet would take for a formula gets a `'` before it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 class PredictionWriter:
@@ -93,7 +121,7 @@ class PredictionWriter:
         if self._csv is None:
             self._csv = csv.DictWriter(self._file, [*columns, *errors], lineterminator="\n")
             self._csv.writeheader()
-        self._csv.writerows(lines)
+        self._csv.writerows({name: _as_text(value) for name, value in line.items()} for line in lines)
 
     def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
         numbers = np.array(value.tolist())  # NumPy knows no bfloat16
@@ -115,19 +143,20 @@ def _shorten(value: float) -> float | None:
 
 
 @contextmanager
-def open_output(path: str, terminal: IO[str]) -> Iterator[IO[str]]:
-    """The file to write to, which is complete or absent; `-` is the terminal. Raises UserError if the disk refuses."""
+def open_output(path: str, terminal: IO[str], *, replace: bool = False) -> Iterator[IO[str]]:
+    """The file to write to, which is complete or absent; `-` is the terminal.
+
+    Raises UserError if the file exists and `replace` is false, or if the disk refuses.
+    """
     if path == "-":
         with stop_at_closed_pipe(terminal):
             yield terminal
         return
-    target = Path(path)
-    partial = target.with_name(f".partial-{target.name}")
     try:
-        with partial.open("w", encoding="utf-8", errors="surrogateescape") as file:
+        with (
+            new_file(Path(path), replace=replace) as partial,
+            partial.open("w", encoding="utf-8", errors="surrogateescape") as file,
+        ):
             yield file
-        atomic_replace(partial, target)
     except OSError as error:
         raise UserError(f"{path} was not written: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)

@@ -87,6 +87,8 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         key, _, text = override.partition("=")
         if origins.get(key) == "command line":
             raise UserError(f"command line: {key} is given twice: keep one")
+        if any("\udc80" <= character <= "\udcff" for character in text):
+            raise UserError(f"command line: {key} is {text!a}, which is not UTF-8; rename the file")
         branch: Any = _parse(text, f"command line: {key}", key, origins)
         for name in reversed(key.split(".")):
             branch = {name: branch}

@@ -2,10 +2,11 @@
 
 import fcntl
 import os
-import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -19,18 +20,38 @@ POLL_S = 0.2
 MAX_HOLDER_BYTES = 512
 
 
-def atomic_replace(partial: Path, target: Path) -> None:
-    """Flush a file, or a folder of files, to disk and rename it to `target`, which may exist.
-
-    Raises OSError if the disk refuses; an existing `target` is then unchanged.
-    """
-    if partial.is_dir():
-        for path in partial.iterdir():
-            flush(path)
+def rename_folder(partial: Path, target: Path) -> None:
+    """Flush a folder of files to disk and rename it to `target`. Raises OSError if the disk refuses."""
+    for path in partial.iterdir():
+        flush(path)
     flush(partial)
-    if target.is_dir():
-        shutil.rmtree(target)
     partial.replace(target)
+    flush(target.parent)
+
+
+@contextmanager
+def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """An empty file beside `target`, under a name that nothing else has, to be written.
+
+    At the end it is called `target`; after an exception it is removed, and `target` is as before. Raises UserError if
+    `target` is a folder, or if it exists and `replace` is false; OSError if the disk refuses.
+    """
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file")
+    if not replace and os.path.lexists(target):
+        raise UserError(f"{target} exists; --force replaces it")
+    mode = target.parent.stat().st_mode & 0o666
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.stem[:200]}.", suffix=target.suffix, dir=target.parent)
+    os.close(descriptor)
+    partial = Path(name)
+    try:
+        yield partial
+        partial.chmod(mode)
+        flush(partial)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     flush(target.parent)
 
 
@@ -43,19 +64,9 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file under a name that nothing else has, and rename it: it is complete, or as before."""
-    mode = path.parent.stat().st_mode & 0o666
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    """Write a text file: it is complete, or as before. Raises OSError if the disk refuses."""
+    with new_file(path, replace=True) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from fastgpu.process.files import atomic_replace
+from fastgpu.process.files import rename_folder
 from fastgpu.process.launch import UserError, warn
 from fastgpu.run.model_files import ModelToUse, compare_with, sha256_of, write_model
 
@@ -148,7 +148,7 @@ def save(
             "sha256": {path.name: sha256_of(path) for path in sorted(partial.iterdir())},
         }
         (partial / "state.json").write_text(json.dumps({**content, "digest": digest_of(content)}, indent=2))
-        atomic_replace(partial, target)
+        rename_folder(partial, target)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         if partial:
             shutil.rmtree(partial, ignore_errors=True)
