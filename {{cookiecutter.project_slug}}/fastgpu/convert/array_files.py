@@ -6,7 +6,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.convert.reading import draw_split, explain_errors
+from fastgpu.convert.reading import explain_errors
+from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.rows import RaggedArray

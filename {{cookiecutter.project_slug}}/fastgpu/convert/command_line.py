@@ -7,7 +7,7 @@ import argparse
 import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -74,14 +74,14 @@ def _add_target_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
 
 
-def write(parts: Mapping[str, "Dataset"], args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+def write(parts: Mapping[str, "Dataset"], args: Namespace) -> None:
     """Write each part to a file, as the flags of `_add_target_flags` say (see `write_files`)."""
     from fastgpu.convert.writer import WriteOptions
     from fastgpu.convert.writing import write_files
 
     seed = None if args.keep_order else args.seed
     options = WriteOptions(args.compression, args.threads, args.force)
-    write_files(parts, args.target, options, seed=seed, is_dry_run=args.dry_run, skipped_lines=skipped_lines)
+    write_files(parts, args.target, options, seed=seed, is_dry_run=args.dry_run)
 
 
 def add_split_flag(parser: ArgumentParser) -> None:
@@ -110,12 +110,11 @@ def parse_columns(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def add_on_error_flag(parser: ArgumentParser, item: str) -> None:
-    """--on-error. item: what may be broken."""
-    most = "1 %%" if item == "line" else "1 %%, and more than one,"
+def add_on_error_flag(parser: ArgumentParser) -> None:
+    """--on-error."""
     text = (
-        f"at a broken {item}. stop: find the others, list them all, and write nothing. skip: leave it out, and list it "
-        f"beside TARGET; stop if more than {most} are broken"
+        "at a broken image. stop: find the others, list them all, and write nothing. skip: leave it out, and list it "
+        "beside TARGET; stop if more than 1 %%, and more than one, are broken"
     )
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
 

@@ -16,7 +16,8 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.convert.command_line import exit_if_signalled
-from fastgpu.convert.reading import MAX_SKIPPED_SHARE, SPLITS, DecodedRows, describe_broken
+from fastgpu.convert.items import MAX_SKIPPED_SHARE, Items, describe_broken
+from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import WriteOptions, Writer, check_target
 from fastgpu.feed.tiers import Placement, make_feed
@@ -65,14 +66,12 @@ def write_files(
     *,
     seed: int | None,
     is_dry_run: bool = False,
-    skipped_lines: Sequence[str] = (),
 ) -> None:
     """Write each part to a file of its own: x.h5 becomes x-train.h5 for the part `train`, and stays x.h5 for "".
 
     What was understood of the source is printed before. All files get their names together, or none does. Then the
     number of rows of each file is printed, and what was skipped is listed beside it. seed: of the random order; None:
-    the order of the source. is_dry_run: write nothing. skipped_lines: a line of text for each line of the input that
-    was left out. Raises UserError if rows are broken that must not be left out.
+    the order of the source. is_dry_run: write nothing. Raises UserError if rows are broken that must not be left out.
     """
     orders = {name: _choose_order(source, seed) for name, source in parts.items()}
     texts = {name: _describe_order(source, orders[name]) for name, source in parts.items()}
@@ -88,7 +87,7 @@ def write_files(
     with complete_or_absent(target) as folder, ExitStack() as stack:
         for name, source in parts.items():
             attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
-            may_skip = isinstance(source, DecodedRows)
+            may_skip = isinstance(source, Items)
             path = folder / _path_of(target, name).name
             writer = Writer(path, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
             writers[name] = stack.enter_context(writer)
@@ -96,15 +95,15 @@ def write_files(
         _check_broken(parts)
         for name, source in parts.items():
             writers[name].attributes |= {**source.attributes, "row_order": texts[name]}  # some are known only now
-    messages = _list_skipped(target, "lines", skipped_lines)
+    messages: list[str] = []
     for name, source in parts.items():
         writer = writers[name]
         messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_path_of(target, name)}")
         messages += describe_statistics(writer.attributes)
         messages += [f"  {name}: NaN or infinity in {n:,} rows" for name, n in writer.n_not_finite.items() if n]
-        if isinstance(source, DecodedRows):
+        if isinstance(source, Items):
             messages += [f"  {remark}" for remark in source.remarks]
-            messages += _list_skipped(_path_of(target, name), "images", source.reasons)
+            messages += _list_skipped(_path_of(target, name), source.reasons)
     print(*messages, sep="\n")
     _warn_of_old_splits(parts, target)
 
@@ -124,18 +123,18 @@ def _warn_of_old_splits(parts: Mapping[str, Dataset], target: Path) -> None:
         warn(f"{names} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
-def _list_skipped(path: Path, kind: str, lines: Sequence[str]) -> list[str]:
+def _list_skipped(path: Path, lines: Sequence[str]) -> list[str]:
     """Write what was skipped, if there is anything, to a file beside `path`. Returns the message that says so."""
     if not lines:
         return []
     path = path.with_name(f"{path.name}.skipped.txt")
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return [f"broken {kind} that were skipped: {len(lines):,}, listed in {path}"]
+    return [f"broken images that were skipped: {len(lines):,}, listed in {path}"]
 
 
 def _check_broken(parts: Mapping[str, Dataset]) -> None:
     """Raise UserError with all broken rows if rows must not be left out."""
-    sources = [source for source in parts.values() if isinstance(source, DecodedRows) and source.on_error == "stop"]
+    sources = [source for source in parts.values() if isinstance(source, Items) and source.on_error == "stop"]
     if reasons := [reason for source in sources for reason in source.reasons]:
         n_rows = sum(len(source) for source in sources)
         cure = ", so nothing was written"
@@ -176,10 +175,10 @@ def _describe_order(source: Dataset, order: BlockSampler) -> str:
 
 def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: str) -> None:
     """Write all rows but those that are broken, which is known when they have been read."""
-    if isinstance(source, DecodedRows) and any(field.is_ragged for field in source.fields.values()):
+    if isinstance(source, Items) and any(field.is_ragged for field in source.fields.values()):
         _copy_ragged_rows(source, order, writer, name=name)
         return
-    failed = source.failed if isinstance(source, DecodedRows) else {}
+    failed = source.failed if isinstance(source, Items) else {}
     placement = Placement("disk", torch.device("cpu"), writer.options.threads)
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
     with closing(feed), progress_bar(len(source), "rows", name) as bar:
@@ -195,7 +194,7 @@ def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: st
                 exit_if_signalled()
 
 
-def _copy_ragged_rows(source: DecodedRows, order: BlockSampler, writer: Writer, *, name: str) -> None:
+def _copy_ragged_rows(source: Items, order: BlockSampler, writer: Writer, *, name: str) -> None:
     """The same for rows of which it is not known before how many values they have."""
     threads = ThreadPoolExecutor(writer.options.threads, "reader")
     with threads, progress_bar(len(source), "rows", name) as bar:

@@ -9,15 +9,10 @@ python convert.py pixels fer2013.csv fer2013.h5 --split-by Usage    a CSV with t
 
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, parse_columns, write
 from fastgpu.process.launch import UserError
-
-if TYPE_CHECKING:
-    from fastgpu.convert.images.image_files import Listing
 
 
 def add_commands(command_line: CommandLine) -> None:
@@ -37,51 +32,61 @@ def add_commands(command_line: CommandLine) -> None:
     add = parser.add_argument
     add("--label", type=str.strip, metavar="COLUMN", help="default: the one column that is neither pixels nor split")
     add("--shape", type=_parse_shape, metavar="CxHxW", help="of an image; default: 1 x a square")
-    add_on_error_flag(parser, "line")
 
 
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.images.image_files import list_folder, list_pairs
-    from fastgpu.convert.images.tables import list_csv
+    from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Kept, Masks
+    from fastgpu.convert.items import split_rows
+    from fastgpu.images.files import Preprocessing
 
-    source = Path(args.source)
-    root = args.root or (source if source.is_dir() else source.parent)
-    if args.masks and args.keep_encoded:
-        raise UserError("--keep-encoded is for images with labels; drop it, or --masks")
+    if args.keep_encoded and (args.masks or args.resize != "shorter" or (args.size and args.size[0] != args.size[1])):
+        raise UserError("--keep-encoded takes --size SIDE, one number; drop --masks, --resize and --size HxW")
     if args.binary_masks and not args.masks:
         raise UserError("--binary-masks belongs to --masks")
-    if args.masks:
-        listing = list_pairs(source, args.masks, args.on_error, is_binary=args.binary_masks)
-    elif source.is_dir():
-        listing = list_folder(source)
-    else:
-        columns = parse_columns(args.columns)
-        listing = list_csv(source, columns, args.classes, delimiter=args.delimiter, split_by=args.split_by)
-    if args.split_by and not listing.splits:
+    prepared: Preprocessing | Kept = Preprocessing(args.size, args.resize)
+    if args.keep_encoded:
+        prepared = Kept(args.size and args.size[0], args.quality)
+    source = Path(args.source)
+    reader: ImageFiles
+    if source.is_dir() and args.split_by:
         raise UserError("--split-by is for a CSV; for a folder, name its sub-folders train, val and test")
-    listing = listing._replace(root=root)
-    _write_images(listing.parts(args.split, args.seed), args)
+    if args.masks:
+        reader = Masks(source, args.masks, Preprocessing(args.size, args.resize), is_binary=args.binary_masks)
+    elif source.is_dir():
+        reader = ImageFolder(source, prepared)
+    else:
+        reader = ImageTable(
+            source,
+            prepared,
+            columns=parse_columns(args.columns),
+            split_by=args.split_by,
+            n_classes=args.classes,
+            root=args.root,
+        )
+    write(split_rows(reader, args.split, args.seed, args.on_error), args)
 
 
 def pixels(args: Namespace) -> None:
-    """Read a CSV whose rows are images: a column for each pixel, or one column of numbers separated by spaces."""
-    from fastgpu.convert.images.tables import PixelFile, PixelRows, list_pixels
-    from fastgpu.convert.reading import explain_errors
+    """Read a CSV whose rows are images: a column for each pixel, or a column `pixels` of numbers between spaces."""
+    from fastgpu.convert.images.readers import PixelTable
+    from fastgpu.convert.items import split_rows
 
-    with explain_errors(args.source, "a CSV file of UTF-8 text"):
-        file = PixelFile(Path(args.source), args.delimiter)
-        listing = list_pixels(file, label=args.label, split_by=args.split_by, shape=args.shape, n_classes=args.classes)
-    parts = listing.parts(args.split, args.seed)
-    write({name: PixelRows(file, part, args.on_error) for name, part in parts.items()}, args)
+    reader = PixelTable(
+        args.source,
+        label=args.label,
+        split_by=args.split_by,
+        shape=args.shape,
+        n_classes=args.classes,
+    )
+    write(split_rows(reader, args.split, args.seed, "stop"), args)
 
 
 def _add_table_flags(parser: ArgumentParser) -> None:
     add_split_flag(parser)
     add = parser.add_argument
     add("--split-by", type=str.strip, metavar="COLUMN", help="column of the CSV that says train, val or test")
-    add("--delimiter", help="what separates the columns of the CSV; default: comma, ; or tab, as its header")
     add("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
 
 
@@ -97,20 +102,7 @@ def _add_decoding_flags(parser: ArgumentParser) -> None:
     )
     add("--keep-encoded", action="store_true", help=text)
     add("--quality", type=_parse_quality, default=92, help="of those; default: 92")
-    add_on_error_flag(parser, "image")
-
-
-def _write_images(parts: "Mapping[str, Listing]", args: Namespace) -> None:
-    """Write the image files of each split, as the flags of `_add_decoding_flags` say."""
-    from fastgpu.convert.images.image_files import Kept, open_images
-    from fastgpu.images.files import Preprocessing
-
-    preprocessing: Preprocessing | Kept = Preprocessing(args.size, args.resize)
-    if args.keep_encoded:
-        if args.resize != "shorter" or (args.size and args.size[0] != args.size[1]):
-            raise UserError("--keep-encoded takes --size SIDE, one number; drop --resize and --size HxW")
-        preprocessing = Kept(args.size and args.size[0], args.quality)
-    write(open_images(parts, preprocessing, args.on_error), args)
+    add_on_error_flag(parser)
 
 
 def _parse_quality(text: str) -> int:

@@ -1,16 +1,15 @@
 """Users and the items they like:
 
-python convert.py movielens ml-20m.zip ml-20m.h5                    -> ml-20m-train.h5, ml-20m-val.h5, ml-20m-test.h5
+python convert.py events ml-20m.zip ml-20m.h5                       -> ml-20m-train.h5, ml-20m-val.h5, ml-20m-test.h5
 python convert.py arrays items=matrix.npz x.h5 --held-out 1000      a sparse matrix, split in the same way
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgpu.convert import commands_files
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, parse_columns, write
+from fastgpu.convert.command_line import CommandLine, parse_columns, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -21,12 +20,11 @@ COLUMNS = "userId,movieId,rating"
 
 def add_commands(command_line: CommandLine) -> None:
     """Add the commands for users and items."""
-    parser = command_line.add(movielens, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
+    parser = command_line.add(events, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
     parser.add_argument("--above", type=float, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
     text = f"columns of the CSV; default: {COLUMNS}. USER,ITEM: without ratings, so that each line counts"
     parser.add_argument("--columns", default=COLUMNS, help=text)
-    add_on_error_flag(parser, "line")
 
     parser = command_line.commands.choices["arrays"]
     parser.set_defaults(run=arrays)
@@ -34,29 +32,21 @@ def add_commands(command_line: CommandLine) -> None:
     parser.add_argument("--held-out", type=int, help=text)
 
 
-def movielens(args: Namespace) -> None:
+def events(args: Namespace) -> None:
     """Convert MovieLens as published (the ratings, or the zip file that holds them), or a CSV of whole numbers.
 
     Users are held out as Liang et al. (2018) do.
     """
+    from fastgpu.convert.recsys.events import read_events
     from fastgpu.convert.recsys.interactions import hold_out_users
-    from fastgpu.convert.recsys.movielens import read_ratings
-    from fastgpu.convert.writing import progress_bar
 
     columns = parse_columns(args.columns)
     if args.above is not None and len(columns) == 2:
         raise UserError(f"--above is {args.above:g}, but --columns, {args.columns}, names no ratings; drop it")
     above = 3.5 if args.above is None else args.above
-    with progress_bar(0, "rows", "read") as bar:
-
-        def show(n_rows: int, share_done: float) -> None:
-            bar.total = round((bar.n + n_rows) / max(share_done, 1e-9))  # if the rest of the file has rows as long
-            bar.update(n_rows)
-
-        ratings = read_ratings(Path(args.source), above, columns=columns, on_error=args.on_error, on_progress=show)
-    print(f"{len(ratings.users):,}", "events, which all count" if len(columns) == 2 else f"ratings are above {above:g}")
-    split = hold_out_users(args.source, ratings.users, ratings.items, args.held_out)
-    _write_split(split, args, ratings.skipped)
+    users, items = read_events(Path(args.source), columns, above)
+    print(f"{len(users):,}", "events, which all count" if len(columns) == 2 else f"ratings are above {above:g}")
+    _write_split(hold_out_users(args.source, users, items, args.held_out), args)
 
 
 def arrays(args: Namespace) -> None:
@@ -85,7 +75,7 @@ def arrays(args: Namespace) -> None:
     _write_split(hold_out_users(source.name, users, rows.values, args.held_out), args)
 
 
-def _write_split(split: "HeldOutSplit", args: Namespace, skipped_lines: Sequence[str] = ()) -> None:
+def _write_split(split: "HeldOutSplit", args: Namespace) -> None:
     if split.n_repeated:
         print(f"events that repeat an earlier one of the same user and item, and do not count: {split.n_repeated:,}")
     n_train_items = split.parts["train"].fields["items"].n_items
@@ -95,4 +85,4 @@ def _write_split(split: "HeldOutSplit", args: Namespace, skipped_lines: Sequence
         n_hidden = split.parts[name].lengths["held_out"]
         n_without = (n_hidden == 0).sum()
         print(f"{name}: {n_hidden.sum():,} items to be found; {n_without:,} of {len(n_hidden):,} users have none")
-    write(split.parts, args, skipped_lines)
+    write(split.parts, args)
