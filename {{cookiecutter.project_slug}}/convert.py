@@ -4,16 +4,28 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 `python convert.py COMMAND --help` lists the flags of a command.
 """
 
+import signal
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from importlib import import_module
+from importlib.util import find_spec
 
-from fastgpu.convert.command_line import CommandLine, exit_on_signals
+from fastgpu.convert import commands as files
 from fastgpu.process.launch import UserError, exit_with_message
+
+KINDS = ("images", "recsys")
+"""Folders with more commands; a project for one kind of data has only its own."""
 
 
 def parse(argv: list[str]) -> Namespace:
     """The command line. Exits for mistakes."""
-    parser = CommandLine(__doc__).parser
+    kinds = [kind for kind in KINDS if find_spec(f"fastgpu.convert.{kind}")]
+    modules = [files, *(import_module(f"fastgpu.convert.{kind}.commands") for kind in kinds)]
+    text = "\n".join((module.__doc__ or "").rstrip() for module in [sys.modules[__name__], *modules])
+    parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in modules:
+        module.add_commands(commands)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; put flags before SOURCE or behind TARGET")
@@ -36,8 +48,8 @@ def main(args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_on_signals()
     args = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
     import torch  # whose import takes seconds: --help and mistakes should not wait for it
 
     torch.set_num_threads(1)  # each of the reader threads works alone

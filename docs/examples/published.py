@@ -1,9 +1,9 @@
-"""CIFAR-10 and CelebA through torchvision, as Datasets for `data.dataset` and `convert.py repack --dataset`.
+"""CIFAR-10 and CelebA through torchvision, as Datasets for `data.dataset` and `convert.py dataset`.
 
 Put this file beside train.py, `pip install torchvision`, and name the split behind the folder:
 
-python convert.py repack --dataset published:Cifar10 cifar10/train data/cifar10-train.h5
-python convert.py repack --dataset published:CelebA celeba/valid data/celeba-val.h5
+python convert.py dataset published:Cifar10 cifar10/train data/cifar10-train.h5
+python convert.py dataset published:CelebA celeba/valid data/celeba-val.h5
 """
 
 from pathlib import Path

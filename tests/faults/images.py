@@ -275,7 +275,7 @@ def describe_damaged(n_damaged: int, verdicts: dict[str, Verdict]) -> publish.Ta
     memory = ", ".join(f"{name} {verdict.memory_mib:,.0f} MiB" for name, verdict in verdicts.items())
     note = (
         f"Crashes: {crashes}. Those that are not named were decoded: an image file has no checksum, so flipped bits "
-        "may give other pixels (`convert.py verify` finds damage that comes after the conversion). Most memory used: "
+        "may give other pixels (`convert.py check` finds damage that comes after the conversion). Most memory used: "
         f"{memory}. A bomb says that it has {BOMB_SIDE**2 / 1e6:,.0f} million pixels."
     )
     return publish.Table("Damaged files", ["damage", "files", *(f"named by {name}" for name in verdicts)], rows, note)

@@ -100,9 +100,9 @@ def missing_modules(project: Path) -> set[str]:
 
 CONVERT_COMMANDS = {
     "images": {"images", "pixels"},
-    "recsys": {"movielens"},
+    "recsys": {"events"},
 }
-SHARED_COMMANDS = {"arrays", "repack", "info", "verify"}
+SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
 
 
 @pytest.mark.slow

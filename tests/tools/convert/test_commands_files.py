@@ -92,12 +92,12 @@ def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path, convert
     shown = convert("info", target).stdout
     assert "/items/indices  int32 (600,)" in shown
     assert "unequal length" not in shown
-    assert convert("verify", target).stdout.strip().endswith("whole")
+    assert convert("check", target).stdout.strip().endswith("whole")
     data = bytearray(target.read_bytes())
     with h5py.File(target) as file:
         data[file["items/indices"].id.get_chunk_info(0).byte_offset + 40] ^= 1
     target.write_bytes(data)
-    result = convert("verify", target)
+    result = convert("check", target)
     assert result.returncode == 1
     assert "/items/indices: block 0 is damaged" in result.stdout
 
@@ -112,15 +112,15 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
         "    def __len__(self): return self.rows\n"
         "    def __getitem__(self, i): return np.full((3, 8, 8), i, np.uint8), i\n"
     )
-    result = convert("repack", "--dataset", "mine:Photos", "60", "new.h5")
+    result = convert("dataset", "mine:Photos", "60", "new.h5")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("mine:Photos called with 60\n")
     (tmp_path / "own.py").write_text(
         "from mine import Photos\nclass Table(Photos):\n    def __getitem__(self, i): return {'x': i, 'y': 2 * i}\n"
     )
-    refused = convert("repack", "--dataset", "own:Table", "60", "table.h5")
+    refused = convert("dataset", "own:Table", "60", "table.h5")
     assert " have x, y, not images, labels; name what they have in data.fields, or in --fields" in refused.stderr
-    assert convert("repack", "--dataset", "own:Table", "60", "table.h5", "--fields", "x=x", "y=y").returncode == 0
+    assert convert("dataset", "own:Table", "60", "table.h5", "--fields", "x=x", "y=y").returncode == 0
     with h5py.File(tmp_path / "new.h5") as file:
         labels = file["labels"][:]
         assert sorted(labels.tolist()) == list(range(60))
@@ -155,9 +155,9 @@ def test_a_pattern_does_not_take_in_the_file_that_is_written(tmp_path, convert):
 
 def test_what_was_repacked_is_verified_on_the_way(write, tmp_path, convert):
     assert convert("repack", write(100), tmp_path / "a.h5").returncode == 0
-    assert convert("verify", tmp_path / "a.h5").stdout == f"{tmp_path / 'a.h5'}: whole\n"
+    assert convert("check", tmp_path / "a.h5").stdout == f"{tmp_path / 'a.h5'}: whole\n"
     damage(tmp_path / "a.h5", rows=(3, 70))
-    result = convert("verify", tmp_path / "a.h5")
+    result = convert("check", tmp_path / "a.h5")
     assert result.returncode == 1
     assert "rows 3 to 3: " in result.stdout
     assert "rows 70 to 70: " in result.stdout
@@ -182,7 +182,7 @@ def damage(path: Path, rows: tuple[int, ...]) -> None:
 
 def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, tmp_path, convert):
     path = Path(write(64, (1, 32, 32), 8, compression="gzip"))
-    result = convert("verify", path)
+    result = convert("check", path)
     assert result.returncode == 0
     assert "/images was read, but has no checksums" in result.stdout
     with h5py.File(path) as file:
@@ -190,7 +190,7 @@ def test_verify_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_deco
     with path.open("r+b") as raw:
         raw.seek(chunk.byte_offset + 10)
         raw.write(b"\xff" * 20)
-    result = convert("verify", path)
+    result = convert("check", path)
     assert result.returncode == 1
     assert "rows 16 to 23: " in result.stdout
 
@@ -263,7 +263,7 @@ VAL = "rows.h5::/val"
         (("repack", VAL, "text.h5/x.h5"), "text.h5 is not a folder; write to another"),
         (("repack", VAL, "x.h5", "--fields", "images"), "--fields is images; it should be NAME=DATASET"),
         (("info", "text.h5"), "text.h5 is not an HDF5 file"),
-        (("verify", "absent.h5"), "absent.h5 does not exist"),
+        (("check", "absent.h5"), "absent.h5 does not exist"),
     ],
 )
 def test_what_a_person_can_mend_is_one_line(tmp_path, arguments, message, convert):

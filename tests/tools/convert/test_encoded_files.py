@@ -41,7 +41,7 @@ def test_files_become_rows_byte_for_byte(convert, photos, tmp_path):
             assert len(file.attrs["mean"]) == 3
             labels = file["labels"][:]
         found |= dict(zip(rows_in(path), [classes[label] for label in labels], strict=True))
-        assert convert("verify", path).stdout.startswith(f"{path}: whole")
+        assert convert("check", path).stdout.startswith(f"{path}: whole")
     assert found == files
     assert "images of any size" in convert("info", "x-train.h5").stdout
 

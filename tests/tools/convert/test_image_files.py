@@ -110,7 +110,7 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
     with h5py.File(tmp_path / "out-train.h5") as file:
         assert attributes_of(file, "")["class_names"] == ["cat", "dog", "größe"]
         assert file["images"].shape == (32, 3, 8, 10)
-    assert convert("verify", "out-train.h5", "out-val.h5").returncode == 0
+    assert convert("check", "out-train.h5", "out-val.h5").returncode == 0
 
 
 def test_files_of_an_earlier_split_are_named(tmp_path, convert):
@@ -177,7 +177,7 @@ def test_skipped_images_are_listed_and_more_than_one_in_a_hundred_fail(tmp_path,
     assert sorted(in_splits) == sorted(report)
     assert "005 é.png cannot be read: it is not an image that Pillow knows" in report[0]
     assert "077 é.png cannot be read: it has 9x9 pixels, but the first image has 8x10; give --size" in report[1]
-    assert convert("verify", "out.h5").returncode == 0
+    assert convert("check", "out.h5").returncode == 0
     broken[2].write_bytes(b"")
     result = convert("images", "photos", "again.h5", "--on-error", "skip")
     assert result.returncode == 2

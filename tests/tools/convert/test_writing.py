@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from harness import ROOT
 
-from fastgpu.convert import command_line
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -28,21 +26,3 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
     assert process.returncode in (130, 143)
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
-
-
-def test_a_signal_whose_exception_was_lost_ends_repack_all_the_same(write, tmp_path, monkeypatch, convert):
-    monkeypatch.setattr(command_line, "_received_signals", [signal.SIGTERM])  # it came while Python ran a destructor
-    assert convert("repack", write(500), "new.h5").returncode == 143
-    assert not list(tmp_path.glob("*new*"))
-
-
-@pytest.mark.parametrize(("raised", "is_reported"), [("SystemExit(130)", False), ("ValueError('a bug')", True)])
-def test_exceptions_of_destructors_are_reported_except_the_exit(capsys, monkeypatch, raised, is_reported):
-    monkeypatch.setattr(sys, "unraisablehook", command_line.report_unraisable)
-
-    class Odd:
-        def __del__(self):
-            raise eval(raised)
-
-    Odd()
-    assert ("Traceback" in capsys.readouterr().err) == is_reported

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
+from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.convert.reading import list_first
 from fastgpu.convert.splits import draw_split
@@ -29,7 +30,7 @@ class BrokenRowError(UserError):
     """One row cannot be read. The others may be whole."""
 
 
-class Reader:
+class Reader(TorchDataset[dict[str, Any]]):
     """A map-style Dataset, and what is known of all its rows. It can be converted, or trained on as `data.dataset`."""
 
     name: str

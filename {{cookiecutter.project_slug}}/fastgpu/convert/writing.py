@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.command_line import exit_if_signalled
 from fastgpu.convert.items import MAX_SKIPPED_SHARE, Items, describe_broken
 from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.summary import describe_rows, describe_statistics
@@ -191,7 +190,6 @@ def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: st
                     rows = {field: column[is_kept[start:stop]] for field, column in rows.items()}
                 writer.append(rows)
                 bar.update(stop - start)
-                exit_if_signalled()
 
 
 def _copy_ragged_rows(source: Items, order: BlockSampler, writer: Writer, *, name: str) -> None:
@@ -204,7 +202,6 @@ def _copy_ragged_rows(source: Items, order: BlockSampler, writer: Writer, *, nam
             columns = {field: [row[field] for row in whole_rows] for field in source.fields}
             writer.append({field: _join_rows(source.fields[field], column) for field, column in columns.items()})
             bar.update(writer.n_rows + len(source.failed) - bar.n)
-            exit_if_signalled()
 
         pools = (threads.map(source.read_row, plan.row_ids.tolist()) for plan in order.pools(0))
         waiting = next(pools)

@@ -115,7 +115,7 @@ def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
         if field.is_ragged and name not in source.lengths:
             raise UserError(
                 f"data.tier is {placement.tier}, but nobody knows how many values {name} of {source.name} have before "
-                "they are read; use data.tier=disk, or write them to a file: python convert.py repack --dataset"
+                "they are read; use data.tier=disk, or write them to a file: python convert.py dataset"
             )
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
     most = max(n_values.values(), default=0)

@@ -1,4 +1,5 @@
-"""Images:
+"""
+Images:
 
 python convert.py images photos/ photos.h5 --size 64 --split 0.9    a folder for each class -> photos-train.h5, -val.h5
 python convert.py images photos.csv photos.h5 --size 64             or a CSV with lines of path,label
@@ -11,23 +12,30 @@ import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from fastgpu.convert.command_line import CommandLine, add_on_error_flag, add_split_flag, parse_columns, write
+from fastgpu.convert.command_line import Commands, add_command, add_split_flag, add_target, parse_columns, write
 from fastgpu.process.launch import UserError
 
 
-def add_commands(command_line: CommandLine) -> None:
-    """Add the commands for images."""
-    parser = command_line.add(images, "folder or .csv file")
-    _add_decoding_flags(parser)
+def add_commands(commands: Commands) -> None:
+    """Add the commands of this module."""
+    parser = add_command(commands, images, "folder or .csv file")
     _add_table_flags(parser)
     add = parser.add_argument
-    text = "columns of the CSV with paths and labels; default: path,label. With several labels, such as "
-    add("--columns", default="path,label", help=f"{text}path,smile,hat, they are attributes of 0 and 1")
+    add("--columns", default="path,label", help="of the CSV: the path and its labels; default: path,label")
     add("--root", type=Path, help="folder that the paths start from; default: that of the CSV")
+    add("--size", type=_parse_size, metavar="HxW", help="height and width of the rows; default: those of the images")
+    text = "shorter: cover the size and cut off the rest. exact: stretch"
+    add("--resize", choices=("shorter", "exact"), default="shorter", help=text)
+    text = "write the files as they are; each epoch decodes them. With --size 256, those whose shorter side is longer"
+    add("--keep-encoded", action="store_true", help=f"{text} become smaller JPEG files")
+    add("--quality", type=_parse_quality, default=92, help="of those; default: 92")
     add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("--binary-masks", action="store_true", help="the masks hold 0 and 255, which is class 1 and not ignored")
+    text = "at a broken image. stop: find the others, list them all, and write nothing. skip: leave it out, and list it"
+    text += " beside TARGET; stop if more than 1 %%, and more than one, are broken"
+    add("--on-error", choices=("stop", "skip"), default="stop", help=text)
 
-    parser = command_line.add(pixels, ".csv file")
+    parser = add_command(commands, pixels, ".csv file")
     _add_table_flags(parser)
     add = parser.add_argument
     add("--label", type=str.strip, metavar="COLUMN", help="default: the one column that is neither pixels nor split")
@@ -84,25 +92,11 @@ def pixels(args: Namespace) -> None:
 
 
 def _add_table_flags(parser: ArgumentParser) -> None:
+    add_target(parser)
     add_split_flag(parser)
     add = parser.add_argument
     add("--split-by", type=str.strip, metavar="COLUMN", help="column of the CSV that says train, val or test")
     add("--classes", type=int, help="number of classes, if labels are numbers; default: highest + 1")
-
-
-def _add_decoding_flags(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "height and width of the rows; default: those of the images"
-    add("--size", type=_parse_size, metavar="HxW", help=text)
-    text = "shorter: cover the size and cut off the rest. exact: stretch"
-    add("--resize", choices=("shorter", "exact"), default="shorter", help=text)
-    text = (
-        "write the image files as they are; each epoch decodes them (data.image_size). With --size 256, images whose "
-        "shorter side is longer become smaller JPEG files"
-    )
-    add("--keep-encoded", action="store_true", help=text)
-    add("--quality", type=_parse_quality, default=92, help="of those; default: 92")
-    add_on_error_flag(parser)
 
 
 def _parse_quality(text: str) -> int:

@@ -1,4 +1,5 @@
-"""Users and the items they like:
+"""
+Users and the items they like:
 
 python convert.py events ml-20m.zip ml-20m.h5                       -> ml-20m-train.h5, ml-20m-val.h5, ml-20m-test.h5
 python convert.py arrays items=matrix.npz x.h5 --held-out 1000      a sparse matrix, split in the same way
@@ -8,8 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastgpu.convert import commands_files
-from fastgpu.convert.command_line import CommandLine, parse_columns, write
+from fastgpu.convert import commands as files
+from fastgpu.convert.command_line import Commands, add_command, add_target, parse_columns, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 COLUMNS = "userId,movieId,rating"
 
 
-def add_commands(command_line: CommandLine) -> None:
-    """Add the commands for users and items."""
-    parser = command_line.add(events, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
+def add_commands(commands: Commands) -> None:
+    """Add the commands of this module, and --held-out to `arrays`."""
+    parser = add_command(commands, events, "ratings.csv, ratings.dat or u.data, or the zip file that holds it")
+    add_target(parser)
     parser.add_argument("--above", type=float, help="count ratings above this; default: 3.5")
     parser.add_argument("--held-out", type=int, default=10_000, help="users for validation, and as many for the test")
     text = f"columns of the CSV; default: {COLUMNS}. USER,ITEM: without ratings, so that each line counts"
     parser.add_argument("--columns", default=COLUMNS, help=text)
 
-    parser = command_line.commands.choices["arrays"]
+    parser = commands.choices["arrays"]
     parser.set_defaults(run=arrays)
     text = "for a sparse matrix: rows for validation, and as many for the test"
     parser.add_argument("--held-out", type=int, help=text)
@@ -52,7 +54,7 @@ def events(args: Namespace) -> None:
 def arrays(args: Namespace) -> None:
     """The command `arrays`, with --held-out."""
     if not args.held_out:
-        commands_files.arrays(args)
+        files.arrays(args)
         return
     import numpy as np
 

@@ -1,10 +1,11 @@
-"""Files and arrays:
+"""
+Files, arrays and Datasets:
 
 python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays, sparse matrices of scipy; --split 0.9
+python convert.py dataset mine:Photos photos/ train.h5              a torch Dataset of your own, decoded once
 python convert.py repack old-*.h5 train.h5                          HDF5 files -> one that is read fastest
-python convert.py repack --dataset mine:Photos photos/ train.h5     a torch Dataset of your own, decoded once
 python convert.py info train.h5                                     rows, classes, layout, and what would be faster
-python convert.py verify train.h5                                   every block that is damaged
+python convert.py check train.h5                                    every block that is damaged
 """
 
 from argparse import Namespace
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastgpu.convert.command_line import CommandLine, add_split_flag, write
+from fastgpu.convert.command_line import Commands, add_command, add_split_flag, add_target, write
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:
@@ -22,19 +23,25 @@ DATASET_FIELDS = {"images": "images", "labels": "labels"}
 """Fields of a Dataset, if --fields does not name them."""
 
 
-def add_commands(command_line: CommandLine) -> None:
-    """Add the commands for files and arrays."""
-    parser = command_line.add(arrays, "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset", many=True)
-    parser.add_argument("--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
+def add_commands(commands: Commands) -> None:
+    """Add the commands of this module."""
+    help_text = "name=file.npy, file.npz, name=matrix.npz or name=file.h5::/dataset"
+    parser = add_command(commands, arrays, help_text, many=True)
+    add_target(parser)
     add_split_flag(parser)
+    parser.add_argument("--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
 
-    text = "file.h5, file.h5::/group or a quoted glob pattern; the path for --dataset"
-    parser = command_line.add(repack, text, many=True)
-    parser.add_argument("--dataset", help="package.module:Class, a map-style torch Dataset, called with SOURCE")
+    parser = add_command(commands, dataset, "package.module:Class, a map-style torch Dataset")
+    parser.add_argument("path", help="what the class is called with, such as a folder")
+    add_target(parser)
+    parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=FIELD", help="default: images and labels")
+
+    parser = add_command(commands, repack, "file.h5, file.h5::/group or a quoted glob pattern", many=True)
+    add_target(parser)
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
 
-    command_line.add(info, "file.h5 or file.h5::/group", many=True, writes=False)
-    command_line.add(verify, "file.h5 or file.h5::/group", many=True, writes=False)
+    add_command(commands, info, "file.h5 or file.h5::/group", many=True)
+    add_command(commands, check, "file.h5 or file.h5::/group", many=True)
 
 
 def arrays(args: Namespace) -> None:
@@ -48,23 +55,26 @@ def arrays(args: Namespace) -> None:
     write(split_arrays(source, args.split, args.seed) if args.split else {"": source}, args)
 
 
-def repack(args: Namespace) -> None:
-    """Write the rows of HDF5 files, or of a torch Dataset, anew."""
+def dataset(args: Namespace) -> None:
+    """Write the items of a torch Dataset, which is called with PATH."""
     from fastgpu.dataset.source import open_dataset
 
+    source = open_dataset("SOURCE", args.path, _parse_fields(args) or DATASET_FIELDS, factory=args.source)
+    source.name = f"{args.source} called with {args.path}"
+    write({"": source}, args)
+
+
+def repack(args: Namespace) -> None:
+    """Write the rows of HDF5 files anew."""
+    _refuse_own_output(args)
+    write({"": _open_files(args.source, _parse_fields(args))}, args)
+
+
+def _parse_fields(args: Namespace) -> dict[str, str]:
     for pair in args.fields:
         if "=" not in pair:
             raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
-    fields = dict(pair.split("=", 1) for pair in args.fields)
-    source: Dataset
-    if args.dataset:
-        path = args.source if len(args.source) > 1 else args.source[0]
-        source = open_dataset("SOURCE", path, fields or DATASET_FIELDS, factory=args.dataset)
-        source.name = f"{args.dataset} called with {path}"
-    else:
-        _refuse_own_output(args)
-        source = _open_files(args.source, fields)
-    write({"": source}, args)
+    return dict(pair.split("=", 1) for pair in args.fields)
 
 
 def _refuse_own_output(args: Namespace) -> None:
@@ -131,7 +141,7 @@ def info(args: Namespace) -> None:
             print(f"  advice: {text}")
 
 
-def verify(args: Namespace) -> int:
+def check(args: Namespace) -> int:
     """Read files and list every damaged block. The exit code is 1 if there is one."""
     from fastgpu.convert.summary import columns_of, damaged
     from fastgpu.convert.writing import progress_bar
