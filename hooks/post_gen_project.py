@@ -75,6 +75,6 @@ if not ("_commit" in answers and in_scratch):
     print(f"""
 Next:
   cd {answers["project_slug"]}
-  python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[dev]"
+  python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[dev,convert]"
   .venv/bin/python train.py
 """)

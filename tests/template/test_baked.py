@@ -134,7 +134,7 @@ def test_a_project_is_clean(baked, answer):
 def test_a_project_installs_and_trains(baked, own_copy, workload):
     """As its README says, but for the download: what is installed here already satisfies it."""
     project = own_copy(workload)
-    run_in(project, ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev]"])
+    run_in(project, ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev,convert]"])
     assert "epoch 2/2" in run_in(project, ["train.py", "train.epochs=2"]).stdout
 
 

@@ -1,6 +1,6 @@
 """NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h5py
@@ -9,9 +9,8 @@ import numpy as np
 from fastgpu.convert.reading import explain_errors
 from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.arrays import ArrayDataset, load_numpy
 from fastgpu.storage.hdf5 import attributes_of
 
 KEEP_LIKES = "of ratings, keep those that count before they are converted, such as matrix = matrix > 3"
@@ -53,14 +52,14 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     for source in sources:
         name, _, path = source.rpartition("=")
         content = _load(path)
-        is_matrix = isinstance(content, Mapping) and {"shape", "data"} <= set(content)
-        has_own_names = isinstance(content, Mapping) and not is_matrix
+        is_matrix = hasattr(content, "indptr")
+        has_own_names = isinstance(content, dict)
         if has_own_names == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
         if is_matrix:
             with explain_errors(path, "a whole sparse matrix"):
                 columns |= _ragged_columns(name, path, content)
-                n_items[name] = int(content["shape"][1])
+                n_items[name] = content.shape[1]
         elif has_own_names:
             columns |= content
         else:
@@ -87,7 +86,6 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
     if not any(lengths.values()):
         raise UserError(f"{source_name}: no rows")
-    _warn_of_shuffled_files({source.rpartition("=")[2].partition("::")[0] for source in sources})
     return ArrayDataset(source_name, columns, n_items=n_items)
 
 
@@ -95,21 +93,6 @@ def _channels_first(column: Any) -> LazyColumn:
     """A column (N, H, W, C) as (N, C, H, W)."""
     n_rows, height, width, channels = column.shape
     return LazyColumn((n_rows, channels, height, width), column.dtype, lambda rows: column[rows].transpose(0, 3, 1, 2))
-
-
-def _warn_of_shuffled_files(files: Set[str]) -> None:
-    """Say which HDF5 file was written in random order, if its rows are joined to those of other files."""
-    for path in sorted(files) if len(files) > 1 else ():
-        if not h5py.is_hdf5(path):
-            continue
-        with h5py.File(path) as file:
-            order = str(attributes_of(file, path).get("row_order", ""))
-        if order.startswith("random"):
-            others = ", ".join(sorted(files - {path}))
-            warn(
-                f"{path} has its rows in another order than its source ({order}): row n of {others} goes to its row n, "
-                "perhaps a wrong one; convert the original files together, or write this one with --keep-order"
-            )
 
 
 def split_arrays(source: ArrayDataset, shares: Sequence[float], seed: int) -> dict[str, ArrayDataset]:
@@ -145,63 +128,45 @@ def _choose(column: Any, rows: np.ndarray) -> Any:
 
 
 def _load(path: str) -> Any:
-    """An array, or a mapping of arrays."""
+    """An array, a mapping of arrays, or a sparse matrix of scipy in CSR format."""
     file, is_h5, name = path.partition("::")
     with explain_errors(path, "a file of NumPy arrays of numbers"):
         if not is_h5:
-            content = np.load(path, mmap_mode="r", allow_pickle=False)
-            return content if isinstance(content, np.ndarray) else _read_members(path, content)
+            content = load_numpy(path)
+            if isinstance(content, dict) and {"shape", "data", "format"} <= set(content):
+                from scipy import sparse  # of the extra `convert`
+
+                return sparse.load_npz(path).tocsr()
+            return content
         item = h5py.File(file)[name]
         if isinstance(item, h5py.Dataset):
             return item
-        matrix = {member: data[:] for member, data in item.items()}
-        attributes = attributes_of(item, path)
-        matrix["shape"] = attributes["shape"]
-        matrix["format"] = np.array(attributes["encoding-type"].removesuffix("_matrix"))
-        return matrix
+        from scipy import sparse
+
+        kind = attributes_of(item, path)["encoding-type"]
+        make = {"csr_matrix": sparse.csr_matrix, "csc_matrix": sparse.csc_matrix}[kind]
+        members = tuple(item[member][:] for member in ("data", "indices", "indptr"))
+        matrix = make(members, shape=attributes_of(item, path)["shape"])
+        return matrix.tocsr()
 
 
-def _read_members(path: str, archive: Any) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file. Raises UserError if they do not fit into memory, as of a decompression bomb."""
-    n_bytes = sum(member.file_size for member in archive.zip.infolist())  # zipfile reads no more than these
-    n_free = free_host_bytes()
-    if n_bytes > n_free:
-        sizes = f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free"
-        raise UserError(f"{sizes}; save its arrays as .npy files, which are not read at once")
-    return {name: np.asarray(content) for name, content in archive.items()}
+def _ragged_columns(name: str, path: str, matrix: Any) -> dict[str, RaggedArray]:
+    """The rows of a CSR matrix: for each row the columns whose value is not 0, ascending; and the values.
 
-
-def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> dict[str, RaggedArray]:
-    """The rows of a sparse matrix: for each row the columns whose value is not 0, ascending; and the values."""
-    height, width = (int(length) for length in np.ravel(matrix["shape"]))
-    row_bytes = 32  # while its borders are computed
-    if not (0 < height * row_bytes < free_host_bytes() and 0 < width <= np.iinfo(np.int32).max):
-        raise UserError(f"{path} is a matrix of {height:,} x {width:,}, which does not fit into memory")
-    data = _member(matrix, "data", "buif")
-    kind = str(matrix["format"].astype(str))
-    if kind == "coo":
-        rows = _member(matrix, "row")
-        columns = _member(matrix, "col")
-    elif kind in ("csr", "csc"):
-        columns = _member(matrix, "indices")
-        indptr = _member(matrix, "indptr").astype(np.int64)
-        if len(indptr) != (height if kind == "csr" else width) + 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
-            raise ValueError("its indptr does not say where rows begin")
-        rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-        if kind == "csc":
-            rows, columns = columns, rows
-    else:
-        raise UserError(f"{path} is a matrix in the format {kind}; save it as csr")
-    is_whole = len(rows) == len(columns) == len(data) > 0
-    if not is_whole or rows.max() >= height or columns.max() >= width:
-        raise UserError(f"{path} is not a whole matrix of {height:,} x {width:,}; save it again")
-    keys, entry_of = np.unique(rows.astype(np.int64) * width + columns, return_inverse=True)
-    values = np.zeros(len(keys), data.dtype)
-    np.add.at(values, entry_of, data)  # entries at the same place are summed, as scipy does
-    keys = keys[values != 0]
-    values = values[values != 0]
-    offsets = np.searchsorted(keys, np.arange(height + 1) * width)
-    ragged = {name: RaggedArray((keys % width).astype(np.int32), offsets)}
+    Entries at the same place are summed.
+    """
+    if matrix.shape[1] > np.iinfo(np.int32).max or matrix.dtype.kind not in "buif":
+        raise UserError(
+            f"{path} is {matrix.dtype} {matrix.shape}; allowed are real numbers and fewer than 2^31 columns"
+        )
+    matrix.check_format(full_check=True)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    if not matrix.nnz:
+        raise UserError(f"{path} is a matrix without values")
+    offsets = matrix.indptr.astype(np.int64)
+    ragged = {name: RaggedArray(matrix.indices.astype(np.int32), offsets)}
+    values = matrix.data
     if not (values == 1).all():
         ragged[f"{name}_values"] = RaggedArray(values, offsets)
         warn(
@@ -209,12 +174,3 @@ def _ragged_columns(name: str, path: str, matrix: Mapping[str, np.ndarray]) -> d
             f"places of all, also of low and negative ones, which count alike where only places are read; {KEEP_LIKES}"
         )
     return ragged
-
-
-def _member(matrix: Mapping[str, np.ndarray], name: str, kinds: str = "ui") -> np.ndarray:
-    """A member of a sparse matrix, (N,). kinds: of its type. Raises ValueError for others, and for negative indices."""
-    values = matrix[name]
-    if values.ndim != 1 or values.dtype.kind not in kinds or (kinds == "ui" and values.min(initial=0) < 0):
-        kind = f"{values.dtype} {values.shape}"
-        raise ValueError(f"its {name}, {kind}, should be a row of numbers; indices are whole, from 0 on")
-    return values

@@ -15,7 +15,7 @@ MAX_LISTED = 20
 """Things that a message lists."""
 MAX_ERROR_CHARS = 200
 DAMAGE = (
-    *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, RuntimeError),
+    *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, TypeError, RuntimeError),
     *(csv.Error, TokenError, zipfile.BadZipFile, zlib.error),
 )
 """What parsers raise for damaged bytes. NotImplementedError, for a compression that is not known, is a RuntimeError."""

@@ -19,7 +19,7 @@ from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 from fastgpu.run.model_files import DESCRIPTION
-from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.arrays import ArrayDataset, load_numpy
 from fastgpu.storage.file import not_found
 from fastgpu.storage.hdf5 import list_contents, open_file, open_group
 from fastgpu.storage.store import expand, open_store
@@ -121,7 +121,7 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> ArrayDataset:
             f"INPUT is {len(paths)} array files; give one, or put them in a file by `python convert.py arrays`"
         )
     try:
-        content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
+        content = load_numpy(paths[0])
         if isinstance(content, np.ndarray):
             content = {names[0]: content}
         missing = [name for name in names if name not in content]
