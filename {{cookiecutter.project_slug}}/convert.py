@@ -8,18 +8,15 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 
 from fastgpu.convert import commands as files
 from fastgpu.process.launch import UserError, exit_with_message
 
-KINDS = ("images", "recsys")
-"""Folders with more commands; a project for one kind of data has only its own."""
-
 
 def parse(argv: list[str]) -> Namespace:
     """The command line. Exits for mistakes."""
-    kinds = [kind for kind in KINDS if find_spec(f"fastgpu.convert.{kind}")]
+    kinds = sorted(path.parent.name for path in Path(files.__file__).parent.glob("*/commands.py"))
     modules = [files, *(import_module(f"fastgpu.convert.{kind}.commands") for kind in kinds)]
     text = "\n".join((module.__doc__ or "").rstrip() for module in [sys.modules[__name__], *modules])
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
