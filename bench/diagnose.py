@@ -25,8 +25,7 @@ import publish
 import torch
 from publish import spread
 
-from fastgpu.diagnose.ceilings import N_ROUNDS
-from fastgpu.diagnose.verdict import Facts, judge
+from fastgpu.diagnose.verdict import N_ROUNDS, Facts, judge
 from fastgpu.feed import prefetch
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Clock

@@ -194,7 +194,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
             real=SlowCopies(feeds.real, times.bus_bytes_per_s), staged=SlowCopies(ready, times.bus_bytes_per_s)
         )
     loop = Loop(transform, train_step, local_step, batch, times.batch_size)
-    measured = measure(Meter(world, device, 0.15), loop, feeds, n_rounds=n_rounds)
+    measured = measure(Meter(world, device, 0.15), loop, feeds, stop=lambda m: len(m.loop.values) == n_rounds)
     feeds.close()
     return measured
 

@@ -62,7 +62,6 @@ def test_the_nearer_tier_is_the_one_that_auto_would_choose(bench):
 
 
 def test_other_numbers_of_readers_can_be_timed(bench):
-    assert bench.time_supply(Setting("loader.num_readers", 3)).median > 0
     assert bench.try_setting(Setting("loader.num_readers", 2)) > 0
 
 

@@ -61,8 +61,8 @@ class Bench:
                 raise UserError(f"data.batch_size is {batch_size}: out of memory; use a smaller one")
         self.compute = self._time_step(self.loop.transform)
         slowest_s = self.compute.median
-        if self.sizes.tier == "disk" and (supply := self.time_supply()):
-            slowest_s = max(slowest_s, supply.median)
+        if self.sizes.tier == "disk":
+            slowest_s = max(slowest_s, self._rough_supply_s())
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
@@ -73,27 +73,31 @@ class Bench:
         self.compute = measured.compute
         return measured
 
-    def time_supply(self, readers: Setting | None = None) -> Rounds | None:
-        """The supply of rows, perhaps with another number of readers. None: it is not possible here, as for want of
-        memory."""
-        if readers:
-            self.show(f"trying {readers}")
+    def try_setting(self, readers: Setting) -> float:
+        """Seconds per step of the supply with another number of readers (see `verdict.judge`).
+
+        inf if that is not possible, as for want of memory.
+        """
+        self.show(f"trying {readers}")
         try:
             feeds = self._open_feeds(readers, only_real=True)
         except RankError:
             raise
         except UserError:  # raised on every rank
-            return None
+            return inf
         pools = Pools(feeds.real, self.loop)
-        pools.drain(2 * feeds.n_ready_pools)
-        timing = self.meter.timing(pools.drain, 2 * feeds.n_joint_pools)
+        pools.drain(feeds.n_ready_pools)
+        n_pools = self.meter.choose_units(pools.drain, 2 * feeds.n_joint_pools)
+        _, ranks_s = self.meter.run(pools.drain, n_pools)
         feeds.close()
-        return timing
+        return max(ranks_s)
 
-    def try_setting(self, setting: Setting) -> float:
-        """Seconds per step of the supply with this setting (see `verdict.judge`); inf if it is not possible."""
-        timing = self.time_supply(setting)
-        return timing.median if timing else inf
+    def _rough_supply_s(self) -> float:
+        """Seconds per step of the supply, as far as the first pools show them."""
+        feeds = self._open_feeds(only_real=True)
+        _, ranks_s = self.meter.run(Pools(feeds.real, self.loop).drain, 2 * feeds.n_joint_pools)
+        feeds.close()
+        return max(ranks_s)
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -119,7 +123,7 @@ class Bench:
         can_stay = may_stay(source) and may_stay(parts.val_rows)
         nearest_tier = choose_tier("auto", self.sizes.need, self.sizes.free, source.name, can_stay=can_stay)
         faster = [setting for setting in FASTER if config.flat()[setting.key] in (False, "fp32")]
-        repack = f"python convert.py repack --dataset {config.data.dataset} {config.data.train} train.h5"
+        repack = f"python convert.py dataset {config.data.dataset} {config.data.train} train.h5"
         return Facts(
             readers_key="loader.num_workers" if uses_workers else "loader.num_readers",
             n_readers=self.sizes.n_readers,

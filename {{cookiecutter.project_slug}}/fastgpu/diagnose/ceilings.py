@@ -1,14 +1,15 @@
 """Measures how fast each part of the training loop is without the others.
 
-The parts are the fields of `Measured` in verdict.py, which draws the conclusions. They take turns in each of eight
-rounds, and all ranks measure the same thing at once. The ranks agree on the number of steps and pools, because a rank
-that averages gradients must not wait for one that has stopped.
+The parts are the fields of `Measured` in verdict.py, which draws the conclusions. They take turns in each round, until
+the rounds tell enough, and all ranks measure the same thing at once. The ranks agree on the number of steps and pools,
+because a rank that averages gradients must not wait for one that has stopped.
 """
 
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import count
 from math import ceil
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import psutil
 import torch
 
 from fastgpu.dataset.source import ASKS_AHEAD, ItemDataset, rows_per_ask
-from fastgpu.diagnose.verdict import Measured, Rounds
+from fastgpu.diagnose.verdict import MAX_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.tiers import Feed, Placement, make_feed
@@ -32,8 +33,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
+LOOP_WARM_UP_POOLS = 3
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
-N_ROUNDS = 8  # see verdict.py
 
 Work = Callable[[int], int]
 """work(n_units) does that many steps, or takes that many pools, and returns the number of steps that this makes."""
@@ -75,7 +76,7 @@ def open_feeds(
         n_held_pools = ceil(placement.n_readers * ASKS_AHEAD / n_asks_per_pool)
         n_joint_pools = max(1, ceil(placement.n_readers / n_asks_per_pool))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
-    if placement.tier == "disk" and not only_real:
+    if placement.tier == "disk" and not isinstance(source, ItemDataset) and not only_real:  # which reads as it decodes
         cached = source.through_page_cache() if isinstance(source, HDF5Dataset) else source
         feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
     copies_rows = isinstance(feeds.real, PrefetchLoader)
@@ -271,9 +272,15 @@ class _Task(NamedTuple):
 
 
 def measure(
-    meter: Meter, loop: Loop, feeds: Feeds, *, n_rounds: int = N_ROUNDS, report: Callable[[str], None] = lambda _: None
+    meter: Meter,
+    loop: Loop,
+    feeds: Feeds,
+    *,
+    stop: Callable[[Measured], bool] = is_enough,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Measured:
-    """Measure everything. report: is called with a line about each round.
+    """Measure everything, round after round, until `stop` says that it is enough. report: is called with a line about
+    each round.
 
     The steps change the model (running statistics, and the weights unless the learning rate is 0): do not keep it.
     """
@@ -283,14 +290,16 @@ def measure(
     cpu_shares = []
     rest_s = 0.0
     left = ""
-    for number in range(n_rounds):
-        report(f"measuring: round {number + 1} of {n_rounds}{left}")
+    busy_s = 0.0
+    syncs: list[str] = []
+    observed = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
+    for number in count():
+        report(f"measuring: round {number + 1} of at most {MAX_ROUNDS}{left}")
         round_t0 = time.perf_counter()
         for name, task in tasks.items():
-            if number == 0:
-                task.warm_up(task.n_warm_up_units)
-                n_units[name] = meter.choose_units(task.work, task.multiple)
             task.warm_up(task.n_warm_up_units)
+            if number == 0:
+                n_units[name] = meter.choose_units(task.work, task.multiple)
             cpu_t0 = _cpu_s()
             passed_s, ranks_s = meter.run(task.work, n_units[name])
             step_s[name].append(ranks_s)
@@ -299,25 +308,26 @@ def measure(
                 cpu_shares.append(meter.world.all_reduce_max(n_cpus / available_cpus()))
             if name == "supply":
                 rest_s = min(MAX_REST_S, feeds.n_ready_pools * passed_s / n_units[name])
-            if task.is_feed:  # it reads ahead: this must not take the CPUs from the next task
+            if task.is_feed and name != "supply":  # it reads ahead: this must not take the CPUs from the next task
                 time.sleep(rest_s)
-        left = f", at most {(n_rounds - number - 1) * (time.perf_counter() - round_t0):.0f} s left"
-
-    observed = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
-    busy_s = meter.device.busy_s(lambda: observed(OBSERVED_STEPS)) / OBSERVED_STEPS
-    syncs = meter.device.syncs(lambda: observed(OBSERVED_STEPS))
-
-    by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
-    slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
-    return Measured(
-        batch_size=loop.batch_size * meter.world.world_size,
-        **slowest,
-        ranks_compute=by_rank.get("local", ()),
-        ranks_supply=by_rank.get("supply", ()),
-        busy_s=meter.world.all_reduce_max(busy_s) or None,
-        syncs=tuple(syncs),
-        cpu_share=Rounds(tuple(cpu_shares)),
-    )
+        if number == 0:
+            busy_s = meter.world.all_reduce_max(meter.device.busy_s(partial(observed, OBSERVED_STEPS))) / OBSERVED_STEPS
+            syncs = meter.device.syncs(partial(observed, OBSERVED_STEPS))
+        by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
+        slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
+        measured = Measured(
+            batch_size=loop.batch_size * meter.world.world_size,
+            **slowest,
+            ranks_compute=by_rank.get("local", ()),
+            ranks_supply=by_rank.get("supply", ()),
+            busy_s=busy_s or None,
+            syncs=tuple(syncs),
+            cpu_share=Rounds(tuple(cpu_shares)),
+        )
+        if meter.world.broadcast(stop(measured)):
+            return measured
+        left = f", at most {(MAX_ROUNDS - number - 1) * (time.perf_counter() - round_t0):.0f} s left"
+    raise AssertionError("there is a last round")
 
 
 def _tasks(loop: Loop, feeds: Feeds, world: World) -> dict[str, _Task]:
@@ -333,9 +343,9 @@ def _tasks(loop: Loop, feeds: Feeds, world: World) -> dict[str, _Task]:
     n_ready = feeds.n_ready_pools
     multiple = 2 * feeds.n_joint_pools
     real = Pools(feeds.real, loop)
-    if n_ready:
+    if n_ready:  # the loop follows at once: no pools lie ready for it
         tasks["supply"] = _Task(real.drain, real.drain, n_ready, multiple, is_feed=True)
-    tasks["loop"] = _Task(real.train, real.warm_up, n_ready, multiple, is_feed=True)
+    tasks["loop"] = _Task(real.train, real.train, min(n_ready, LOOP_WARM_UP_POOLS), multiple, is_feed=True)
     if feeds.staged:
         staged = Pools(feeds.staged, loop)
         tasks["copy"] = _Task(staged.train, staged.warm_up, n_ready, multiple, is_feed=True)
