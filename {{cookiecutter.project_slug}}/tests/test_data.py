@@ -45,7 +45,7 @@ def parts(build):
 
 
 def test_the_first_block_of_each_file_is_as_it_was_written(config):
-    """convert.py writes the SHA-256 of each block of rows; `convert.py verify` checks all of them."""
+    """convert.py writes the SHA-256 of each block of rows; `convert.py check` checks all of them."""
     if config.data.dataset != "none":
         pytest.skip("the rows come from a Dataset")
     for named in (config.data.train, config.data.val):

@@ -6,7 +6,7 @@ from typing import get_args
 
 from harness import ROOT
 
-from fastgpu.convert.items import OnError
+from fastgpu.convert.reader import OnError
 from fastgpu.convert.writer import Compression
 
 SHARED = {"arrays", "repack", "dataset", "info", "check"}

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Kept, list_images
+from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import Preprocessing, Resize
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
@@ -241,6 +242,20 @@ def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, conver
         assert part in result.stdout
     assert "cat 16 2 2" in " ".join(result.stdout.split())
     assert not (tmp_path / "new").exists()
+
+
+def test_a_reader_is_trained_on_as_it_is(tmp_path, monkeypatch, convert):
+    """It gives the rows that the file would have, and the names of the classes."""
+    folder_of(tmp_path / "photos", {"cat": 3, "dog": 5})
+    assert convert("images", "photos", "x.h5", "--keep-order").returncode == 0
+    monkeypatch.chdir(tmp_path)
+    fields = {"images": "images", "labels": "labels"}
+    source = open_dataset("data.train", "photos", fields, factory="fastgpu.convert.images.readers:ImageFolder")
+    assert source.attributes["class_names"] == ["cat", "dog"]
+    with h5py.File("x.h5") as file:
+        for row in range(8):
+            for name in fields:
+                np.testing.assert_array_equal(source.items.dataset[row][name], file[name][row])
 
 
 # ---------------------------------------------------------------------------------------------- masks

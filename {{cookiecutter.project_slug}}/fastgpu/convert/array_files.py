@@ -6,7 +6,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.convert.reading import explain_errors
+from fastgpu.convert.messages import explain_errors
 from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import RaggedArray

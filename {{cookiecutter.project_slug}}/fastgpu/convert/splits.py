@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastgpu.convert.reading import list_first
+from fastgpu.convert.messages import list_first
 from fastgpu.process.launch import UserError
 
 WORDS = {

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fastgpu.convert.reading import explain_errors, list_first
+from fastgpu.convert.messages import explain_errors, list_first
 from fastgpu.process.launch import UserError, warn
 
 SEPARATORS = (",", ";", "\t", "|")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.items import MAX_SKIPPED_SHARE, Items, describe_broken
+from fastgpu.convert.reader import MAX_SKIPPED_SHARE, ReaderRows, describe_broken
 from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import WriteOptions, Writer, check_target
@@ -86,7 +86,7 @@ def write_files(
     with complete_or_absent(target) as folder, ExitStack() as stack:
         for name, source in parts.items():
             attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
-            may_skip = isinstance(source, Items)
+            may_skip = isinstance(source, ReaderRows)
             path = folder / _path_of(target, name).name
             writer = Writer(path, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
             writers[name] = stack.enter_context(writer)
@@ -100,7 +100,7 @@ def write_files(
         messages.append(f"{writer.n_rows:,} rows, order {texts[name]}, in {_path_of(target, name)}")
         messages += describe_statistics(writer.attributes)
         messages += [f"  {name}: NaN or infinity in {n:,} rows" for name, n in writer.n_not_finite.items() if n]
-        if isinstance(source, Items):
+        if isinstance(source, ReaderRows):
             messages += [f"  {remark}" for remark in source.remarks]
             messages += _list_skipped(_path_of(target, name), source.reasons)
     print(*messages, sep="\n")
@@ -133,7 +133,7 @@ def _list_skipped(path: Path, lines: Sequence[str]) -> list[str]:
 
 def _check_broken(parts: Mapping[str, Dataset]) -> None:
     """Raise UserError with all broken rows if rows must not be left out."""
-    sources = [source for source in parts.values() if isinstance(source, Items) and source.on_error == "stop"]
+    sources = [source for source in parts.values() if isinstance(source, ReaderRows) and source.on_error == "stop"]
     if reasons := [reason for source in sources for reason in source.reasons]:
         n_rows = sum(len(source) for source in sources)
         cure = ", so nothing was written"
@@ -174,10 +174,10 @@ def _describe_order(source: Dataset, order: BlockSampler) -> str:
 
 def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: str) -> None:
     """Write all rows but those that are broken, which is known when they have been read."""
-    if isinstance(source, Items) and any(field.is_ragged for field in source.fields.values()):
+    if isinstance(source, ReaderRows) and any(field.is_ragged for field in source.fields.values()):
         _copy_ragged_rows(source, order, writer, name=name)
         return
-    failed = source.failed if isinstance(source, Items) else {}
+    failed = source.failed if isinstance(source, ReaderRows) else {}
     placement = Placement("disk", torch.device("cpu"), writer.options.threads)
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
     with closing(feed), progress_bar(len(source), "rows", name) as bar:
@@ -192,7 +192,7 @@ def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: st
                 bar.update(stop - start)
 
 
-def _copy_ragged_rows(source: Items, order: BlockSampler, writer: Writer, *, name: str) -> None:
+def _copy_ragged_rows(source: ReaderRows, order: BlockSampler, writer: Writer, *, name: str) -> None:
     """The same for rows of which it is not known before how many values they have."""
     threads = ThreadPoolExecutor(writer.options.threads, "reader")
     with threads, progress_bar(len(source), "rows", name) as bar:

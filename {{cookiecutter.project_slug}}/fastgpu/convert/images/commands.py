@@ -46,7 +46,7 @@ def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
     from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Kept, Masks
-    from fastgpu.convert.items import split_rows
+    from fastgpu.convert.reader import split_rows
     from fastgpu.images.files import Preprocessing
 
     if args.keep_encoded and (args.masks or args.resize != "shorter" or (args.size and args.size[0] != args.size[1])):
@@ -79,7 +79,7 @@ def images(args: Namespace) -> None:
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or a column `pixels` of numbers between spaces."""
     from fastgpu.convert.images.readers import PixelTable
-    from fastgpu.convert.items import split_rows
+    from fastgpu.convert.reader import split_rows
 
     reader = PixelTable(
         args.source,

@@ -19,8 +19,8 @@ import polars as pl
 from PIL import Image, UnidentifiedImageError
 
 from fastgpu.convert.images.masks import decode_pair
-from fastgpu.convert.items import Reader
-from fastgpu.convert.reading import list_first
+from fastgpu.convert.messages import list_first
+from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, group_splits
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.images.decode import EncodedImage

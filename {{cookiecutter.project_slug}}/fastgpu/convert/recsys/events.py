@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from fastgpu.convert.reading import explain_errors
+from fastgpu.convert.messages import explain_errors
 from fastgpu.convert.tables import Table
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import format_bytes, free_host_bytes

@@ -1,4 +1,4 @@
-"""What the readers of other formats share: files that are missing or damaged, and lists of many things."""
+"""Messages about files that are missing or damaged, and lists of many things."""
 
 import csv
 import zipfile

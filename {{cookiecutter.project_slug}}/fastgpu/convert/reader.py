@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
-from fastgpu.convert.reading import list_first
+from fastgpu.convert.messages import list_first
 from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
@@ -44,6 +44,11 @@ class Reader(TorchDataset[dict[str, Any]]):
     encoded = False
     """Whether `images` are the bytes of image files."""
 
+    @property
+    def class_names(self) -> list[str] | None:
+        """What `data.dataset` takes of the attributes."""
+        return self.attributes.get("class_names")
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -60,7 +65,7 @@ class Reader(TorchDataset[dict[str, Any]]):
         return ()
 
 
-def split_rows(reader: Reader, shares: Sequence[float] | None, seed: int, on_error: OnError) -> "dict[str, Items]":
+def split_rows(reader: Reader, shares: Sequence[float] | None, seed: int, on_error: OnError) -> "dict[str, ReaderRows]":
     """{split: its rows}, or {"": all rows}.
 
     shares: of a split that is drawn at random. Raises UserError if the source says the split already.
@@ -72,10 +77,10 @@ def split_rows(reader: Reader, shares: Sequence[float] | None, seed: int, on_err
         raise UserError(f"--split is given, but {reader.name} is split into {', '.join(splits)}; drop one")
     if shares:
         splits = draw_split(np.zeros(len(reader)) if reader.labels is None else reader.labels, shares, seed)
-    return {name: Items(reader, rows, on_error) for name, rows in (splits or {"": np.arange(len(reader))}).items()}
+    return {name: ReaderRows(reader, rows, on_error) for name, rows in (splits or {"": np.arange(len(reader))}).items()}
 
 
-class Items(Dataset):
+class ReaderRows(Dataset):
     """Rows of a `Reader`, each a block of its own.
 
     Broken rows are collected in `failed`. on_error: `stop` means that nothing is written if there is one; `skip`, that
