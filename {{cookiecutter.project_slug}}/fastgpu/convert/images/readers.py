@@ -182,10 +182,9 @@ def list_images(root: Path) -> list[str]:
         images = [name for name in sorted(files) if is_image(name)]
         paths += [os.path.relpath(Path(place, name), root) for name in images]
         n_others += len(files) - len(images)
-    if n_others or n_links:
-        print(
-            f"left out of {root}: {n_others:,} files whose names are not those of images, {n_links:,} links to folders"
-        )
+    for count, what in ((n_others, "files whose names are not those of images"), (n_links, "links to folders")):
+        if count:
+            print(f"left out of {root}: {what}: {count:,}")
     return paths
 
 
