@@ -7,7 +7,7 @@ with
     import torch
     from fastgpu.predict.model import load_model
 
-    model, workload, card = load_model("runs/first/checkpoints/best-000000440")
+    model, workload, card = load_model("runs/first/checkpoints/best-000001")
     print(card["attributes"]["class_names"], card["metrics"])
     logits = model(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))  # rows as they lie in the training file
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
 from torch import Tensor, nn
@@ -30,8 +30,32 @@ from fastgpu.run.checkpoint import newest_first
 from fastgpu.run.model_files import DESCRIPTION, FORMAT, WEIGHTS, DescribedSource, sha256_of
 from workloads import Workload
 
-KEYS = ("workload", "options", "attributes", "batch_size", "precision")
-"""What model.json must hold besides its fields."""
+
+class _FieldCard(BaseModel):
+    """A field of the rows, as model.json describes it."""
+
+    dtype: str
+    shape: list[int]
+    is_ragged: bool
+    n_items: int | None
+
+
+class _Card(BaseModel, extra="allow"):
+    """What model.json must hold."""
+
+    format: int
+    workload: str
+    options: dict[str, Any]
+    fields: dict[str, _FieldCard]
+    attributes: dict[str, Any]
+    batch_size: int
+    precision: str
+
+
+class _State(BaseModel, extra="allow"):
+    """What state.json must hold."""
+
+    sha256: dict[str, str]
 
 
 class Trained(NamedTuple):
@@ -70,31 +94,32 @@ def read_description(folder: Path) -> dict[str, Any]:
     if not (folder / WEIGHTS).exists() or not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder} has no {DESCRIPTION} or no {WEIGHTS}; use another checkpoint")
     if (folder / "state.json").exists():
-        sha256 = _read_json(folder / "state.json", "sha256")["sha256"]
+        sha256 = _read_json(folder / "state.json", _State)["sha256"]
         for name in (DESCRIPTION, WEIGHTS):
             if sha256_of(folder / name) != sha256.get(name):
                 raise UserError(f"{folder}: {name} does not match its checksum; use another checkpoint")
-    description = _read_json(folder / DESCRIPTION, "format")
-    if description["format"] != FORMAT:
-        raise UserError(f"{folder}/{DESCRIPTION} has format {description['format']}; this version reads {FORMAT}")
+    card = _read_json(folder / DESCRIPTION, _Card)
+    if card["format"] != FORMAT:
+        raise UserError(f"{folder}/{DESCRIPTION} has format {card['format']}; this version reads {FORMAT}")
     try:
-        for key in KEYS:
-            description[key]
-        DescribedSource(description)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{folder}/{DESCRIPTION} is damaged ({reason}); use another checkpoint") from None
-    return description
+        DescribedSource(card)
+    except (TypeError, ValueError) as error:  # NumPy knows no such type
+        raise UserError(f"{folder}/{DESCRIPTION} is damaged ({error}); use another checkpoint") from None
+    return card
 
 
-def _read_json(path: Path, key: str) -> dict[str, Any]:
-    """A file that should hold an object with this key. Raises UserError if it does not."""
+def _read_json(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
+    """The object in a file. Raises UserError if it is not of this kind."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+        kind.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+        raise UserError(f"{path} is damaged ({reason}); use another checkpoint") from None
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
-    if not isinstance(content, dict) or key not in content:
-        raise UserError(f"{path} is damaged (it has no {key}); use another checkpoint")
+    content: dict[str, Any] = json.loads(text)
     return content
 
 
