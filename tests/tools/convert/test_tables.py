@@ -44,6 +44,7 @@ def test_spaces_around_names_and_words_mean_nothing(table):
         ("path,label\na,1\n\nb,\n", r"x.csv:4: label is missing"),
         ("path,label\na,1\nb, \n", r"x.csv:3: label is missing"),
         ("path,label\n", r"x.csv has no rows below its header"),
+        ('path,label,note\na,1,"' + "x,y,z\n" * 30_000, r"x.csv.*: .*close the quotes, or double a stray one"),
         ("", r"x.csv has the columns none, and not one path"),
         ("path,kind\na,1\n", r"x.csv has the columns path, kind, and not one label"),
         ("path,label,label\na,1,2\n", r"and not one label"),

@@ -114,8 +114,14 @@ class Table:
         """(line, its fields) of each row, as the csv module reads it: slowly, and only to find a mistake."""
         text = io.TextIOWrapper(io.BytesIO(self._content), encoding="utf-8-sig", newline="")
         reader = csv.reader(text, delimiter=self.separator)
-        rows = ((reader.line_num, fields) for fields in reader)
-        return islice(rows, int(self._has_header), None)
+        try:
+            for number, fields in enumerate(reader):
+                if number or not self._has_header:
+                    yield reader.line_num, fields
+        except csv.Error as error:  # such as a quote that is never closed
+            raise UserError(
+                f"{self.path}:{reader.line_num}: {error}; close the quotes, or double a stray one"
+            ) from None
 
     def _check_widths(self) -> None:
         """Raise UserError for the first row with more or fewer columns than the header."""
