@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.readers import ImageFolder, ImageTable, Kept, list_images
+from fastgpu.convert.images.readers import ImageFolder, Kept, list_images
+from fastgpu.convert.images.table_readers import ImageTable
 from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import Preprocessing, Resize
 from fastgpu.process.launch import UserError

@@ -45,7 +45,7 @@ def add_commands(commands: Commands) -> None:
 def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
-    from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Kept, Masks
+    from fastgpu.convert.images.readers import ImageFiles, ImageFolder, Kept, Masks
     from fastgpu.convert.reader import split_rows
     from fastgpu.images.files import Preprocessing
 
@@ -65,6 +65,8 @@ def images(args: Namespace) -> None:
     elif source.is_dir():
         reader = ImageFolder(source, prepared)
     else:
+        from fastgpu.convert.images.table_readers import ImageTable
+
         reader = ImageTable(
             source,
             prepared,
@@ -78,7 +80,7 @@ def images(args: Namespace) -> None:
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or a column `pixels` of numbers between spaces."""
-    from fastgpu.convert.images.readers import PixelTable
+    from fastgpu.convert.images.table_readers import PixelTable
     from fastgpu.convert.reader import split_rows
 
     reader = PixelTable(
