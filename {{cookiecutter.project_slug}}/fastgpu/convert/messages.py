@@ -18,7 +18,7 @@ DAMAGE = (
     *(OSError, ValueError, LookupError, EOFError, ArithmeticError, MemoryError, SyntaxError, TypeError, RuntimeError),
     *(csv.Error, TokenError, zipfile.BadZipFile, zlib.error),
 )
-"""What parsers raise for damaged bytes. NotImplementedError, for a compression that is not known, is a RuntimeError."""
+"""What parsers raise for damaged bytes."""
 
 
 def list_first(items: Sequence[str], separator: str = ", ") -> str:

@@ -92,9 +92,10 @@ class Table:
 
     def _typed(self, name: str, column: pl.Series, kind: Any, is_text: bool) -> pl.Series:
         """A column as its type. Raises UserError with the line of a value that is not."""
+        is_missing = column.is_null()
         if column.dtype == pl.String:
             column = column.str.strip_chars()
-        is_missing = column.is_null() | (column == "" if column.dtype == pl.String else pl.Series([False]))
+            is_missing |= column == ""
         if is_missing.any():
             raise self.error(int(is_missing.arg_max() or 0), f"{name} is missing")
         if kind == pl.String:
