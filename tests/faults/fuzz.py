@@ -54,7 +54,7 @@ from test_pixel_csv import write_fer, write_mnist
 from torch import nn
 
 import workloads
-from fastgpu.convert.writer import WriteOptions, Writer
+from fastgpu.convert.writer import Writer
 from fastgpu.predict.inputs import make_order, open_inputs, open_pools
 from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config_loader import load_config, read_options
@@ -108,8 +108,7 @@ class Result(NamedTuple):
 def make_hdf5(compression: str) -> None:
     fields = {"images": Field(np.dtype(np.uint8), (1, 8, 8)), "labels": Field(np.dtype(np.int64), ())}
     attributes = {"class_names": ["cat", "dog", "owl"], "source": "made up", "mean": [0.5], "std": [0.25]}
-    options = WriteOptions(compression=compression)
-    with Writer(Path("x.h5"), N_ROWS, fields, attributes, options=options) as writer:
+    with Writer(Path("x.h5"), N_ROWS, fields, attributes, compression=compression) as writer:
         writer.append({"images": numbered(N_ROWS, (1, 8, 8)), "labels": np.arange(N_ROWS) % 3})
 
 

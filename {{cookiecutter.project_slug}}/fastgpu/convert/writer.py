@@ -12,15 +12,11 @@ Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of
 """
 
 import hashlib
-import os
 import shutil
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +25,6 @@ import numpy as np
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS, Field, RaggedArray
-from fastgpu.storage import codecs
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 
 Compression = Literal["none", "gzip"]
@@ -50,27 +45,9 @@ class WriteOptions(NamedTuple):
 
     compression: Compression = "none"
     threads: int = 2
-    """Threads that hash, compress and write."""
+    """Threads that read and decode rows."""
     replace: bool = False
     """Overwrite existing files."""
-
-
-def encode(data: codecs.Bytes, filters: Sequence[codecs.Filter]) -> codecs.Bytes:
-    """A chunk as it lies in the file, by functions that release the GIL. Knows shuffle and gzip."""
-    for code, parameters in filters:
-        data = ENCODERS[code](data, parameters)
-    return data
-
-
-def _shuffle(data: codecs.Bytes, parameters: codecs.Parameters) -> bytes:
-    return np.frombuffer(data, np.uint8).reshape(-1, parameters[0]).T.tobytes()
-
-
-ENCODERS: dict[int, Callable[[Any, codecs.Parameters], codecs.Bytes]] = {
-    1: lambda data, parameters: zlib.compress(data, parameters[0]),
-    2: _shuffle,
-}
-"""{HDF5's number of a filter: (bytes, parameters) -> bytes}"""
 
 
 class Writer:
@@ -79,9 +56,9 @@ class Writer:
         with complete_or_absent(Path("train.h5")) as folder, Writer(folder / "train.h5", 1000, fields) as writer:
             writer.append({"images": images, "labels": labels})
 
-    n_rows: number of rows that will come; another number raises ValueError at the end. may_be_fewer: fewer rows are
-    allowed, and the file is then shorter. attributes: facts about the rows (class_names, mean, std, source); for
-    uint8 images without `mean`, the mean and standard deviation of each channel are added.
+    n_rows: number of rows that will come, which decides the size of the blocks. attributes: facts about the rows
+    (class_names, mean, std, source); for uint8 images without `mean`, the mean and standard deviation of each channel
+    are added.
     """
 
     def __init__(
@@ -91,41 +68,42 @@ class Writer:
         fields: Mapping[str, Field],
         attributes: Mapping[str, Any] | None = None,
         *,
-        options: WriteOptions = WriteOptions(),  # noqa: B008 (an immutable tuple)
-        may_be_fewer: bool = False,
+        compression: Compression = "none",
     ):
         self.path = target
-        self.options = options
         self.n_rows = 0
         """Rows written so far."""
         self.n_not_finite = Counter[str]()
         """{field of floats: number of rows written with NaN or infinity in it}"""
-        self._n_announced_rows = n_rows
-        self._may_be_fewer = may_be_fewer
-        self._fields = fields
         self.attributes = dict(attributes or {})
         """Facts about the rows. More may be added until the context ends."""
         self._statistics = None if "mean" in self.attributes else ImageStatistics(fields, n_rows)
-        self._file: h5py.File | None = None
+        self._file = h5py.File(
+            target,
+            "w",
+            libver="latest",
+            alignment_threshold=65536,
+            alignment_interval=4096,
+            rdcc_nbytes=0,  # blocks are written at once, so that a full disk is told where it can be handled
+        )
+        filters = {} if compression == "none" else {"compression": compression}
+        block_rows = choose_block_rows(n_rows, fields)
         self._columns: dict[str, Column | RaggedColumn] = {}
-        self._filters: dict[str, Any] = {}
-        if options.compression == "gzip":
-            self._filters = {"compression": "gzip", "compression_opts": 1}
-        self._threads = ThreadPoolExecutor(options.threads, "writer")
+        for name, field in fields.items():
+            if field.is_ragged:
+                self._columns[name] = RaggedColumn(self._file.create_group(name), field, n_rows, filters)
+            else:
+                self._columns[name] = Column(self._file, name, field, block_rows=block_rows[name], filters=filters)
 
     def append(self, rows: Mapping[str, Any]) -> None:
         """The next rows, {field: (n, *shape) or RaggedArray}. Their memory may be used again afterwards."""
         n_new = len(next(iter(rows.values())))
-        if self.n_rows + n_new > self._n_announced_rows:
-            raise ValueError(f"{self.n_rows + n_new} rows came, but {self._n_announced_rows} were announced")
         if self._statistics:
             self._statistics.add(rows, self.n_rows)
         for name, column in rows.items():
             if isinstance(column, np.ndarray) and column.dtype.kind == "f":
                 is_finite = np.isfinite(column).all(tuple(range(1, column.ndim)))
                 self.n_not_finite[name] += n_new - int(is_finite.sum())
-        if n_new and not self._file:
-            self._open()
         for name, column in self._columns.items():
             column.append(rows[name])
         self.n_rows += n_new
@@ -138,28 +116,12 @@ class Writer:
             if kind is None:
                 self._finish()
         finally:
-            self._threads.shutdown(cancel_futures=True)
-            if self._file:
-                with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
-                    self._file.close()
-
-    def _open(self) -> None:
-        n_rows = self._n_announced_rows
-        self._file = h5py.File(self.path, "w", libver="latest", alignment_threshold=65536, alignment_interval=4096)
-        block_rows = choose_block_rows(n_rows, self._fields)
-        for name, field in self._fields.items():
-            if field.is_ragged:
-                group = self._file.create_group(name)
-                self._columns[name] = RaggedColumn(group, field, n_rows, self._filters, threads=self._threads)
-            else:
-                data = _create(self._file, name, field, n_rows, block_rows=block_rows[name], filters=self._filters)
-                self._columns[name] = Column(data, self._threads)
+            with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
+                self._file.close()
 
     def _finish(self) -> None:
-        """Write what waits, and the attributes."""
-        if self.n_rows != self._n_announced_rows and not self._may_be_fewer:
-            raise ValueError(f"{self.n_rows} rows came, but {self._n_announced_rows} were announced")
-        if not self._file:
+        """Write the checksums and the attributes."""
+        if not self.n_rows:
             raise UserError("all rows are broken, so none is left to write")
         for column in self._columns.values():
             column.finish()
@@ -218,114 +180,55 @@ def choose_block_rows(n_rows: int, fields: Mapping[str, Field]) -> dict[str, int
     return block_rows
 
 
-def _create(
-    group: h5py.Group, name: str, field: Field, n_rows: int | None, *, block_rows: int, filters: Mapping[str, Any]
-) -> h5py.Dataset:
-    """An empty dataset. Its blocks get their places now if there are no filters and the number of rows is known."""
-    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    if n_rows and not filters:
-        plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    return group.create_dataset(
-        name,
-        (n_rows or 0, *field.shape),
-        field.dtype,
-        maxshape=(n_rows, *field.shape),
-        chunks=(block_rows, *field.shape),
-        fill_time="never",
-        shuffle=bool(filters) and field.dtype.itemsize > 1,  # sorting bytes by their place helps numbers only
-        dcpl=plan,
-        **filters,
-    )
-
-
 class Column:
-    """Fills one dataset. Whole blocks are written in order; the other rows wait until they fill one."""
+    """Fills one dataset, and takes the SHA-256 of each of its blocks."""
 
-    def __init__(self, data: h5py.Dataset, threads: ThreadPoolExecutor):
-        self._data = data
-        self._threads = threads
-        self._filters = codecs.filters_of(data.id.get_create_plist())
-        self._offsets = np.empty(data.id.get_num_chunks(), np.int64)  # first byte of each block that has its place
-
-        def note(chunk: h5py.h5d.StoreInfo) -> None:
-            self._offsets[chunk.chunk_offset[0] // data.chunks[0]] = chunk.byte_offset
-
-        data.id.chunk_iter(note)
-        self._descriptor = data.file.id.get_vfd_handle()
-        self._waiting = np.zeros(data.chunks, data.dtype)
+    def __init__(self, group: h5py.Group, name: str, field: Field, *, block_rows: int, filters: Mapping[str, Any]):
+        self._data = group.create_dataset(
+            name,
+            (0, *field.shape),
+            field.dtype,
+            maxshape=(None, *field.shape),
+            chunks=(block_rows, *field.shape),
+            shuffle=bool(filters) and field.dtype.itemsize > 1,  # sorting bytes by their place helps numbers only
+            **filters,
+        )
+        self._block = np.empty(self._data.chunks, field.dtype)
         self._n_waiting = 0
-        self._digests: list[bytes] = []  # SHA-256 of the blocks that are written
+        """Rows of `_block` that are still to be written."""
+        self._digests: list[bytes] = []
 
     def append(self, rows: np.ndarray) -> None:
         """The next rows, (n, *shape). Their memory may be used again afterwards."""
-        blocks = self._cut(np.ascontiguousarray(rows, self._waiting.dtype))
-        for data, digest in self._threads.map(self._finish_block, count(len(self._digests)), blocks):
-            self._write(data, digest)
+        while len(rows):
+            part = rows[: len(self._block) - self._n_waiting]
+            self._block[self._n_waiting : self._n_waiting + len(part)] = part
+            self._n_waiting += len(part)
+            rows = rows[len(part) :]
+            if self._n_waiting == len(self._block):
+                self._write_block()
+
+    def _write_block(self) -> None:
+        rows = self._block[: self._n_waiting]
+        start = len(self._data)
+        self._data.resize(start + len(rows), axis=0)
+        self._data[start:] = rows
+        self._digests.append(hashlib.sha256(rows.data).digest())
+        self._n_waiting = 0
 
     def finish(self) -> None:
-        """Write the last block, which may be short, and the checksums.
-
-        HDF5 stores a short block at full length. Its checksum covers the rows only.
-        """
-        n_rows = len(self._digests) * len(self._waiting) + self._n_waiting
+        """Write the last block, which may be short, and the checksums of all."""
         if self._n_waiting:
-            self._waiting[self._n_waiting :] = 0
-            self._write(*self._finish_block(len(self._digests), self._waiting, self._n_waiting))
-        if n_rows < len(self._data):
-            self._data.resize(n_rows, axis=0)
+            self._write_block()
         digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
         name = self._data.name.rpartition("/")[2]
         self._data.parent.create_dataset(f"{DIGESTS}/{name}", data=digests)
-
-    def _cut(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Whole blocks; they are views of `rows` where a block lies in them completely."""
-        block_rows = len(self._waiting)
-        while len(rows):
-            if self._n_waiting == 0 and len(rows) >= block_rows:
-                yield rows[:block_rows]
-                rows = rows[block_rows:]
-                continue
-            n_taken = min(len(rows), block_rows - self._n_waiting)
-            self._waiting[self._n_waiting : self._n_waiting + n_taken] = rows[:n_taken]
-            rows = rows[n_taken:]
-            self._n_waiting += n_taken
-            if self._n_waiting == block_rows:
-                self._n_waiting = 0
-                yield self._waiting.copy()
-
-    def _finish_block(self, number: int, block: np.ndarray, n_rows: int | None = None) -> tuple[codecs.Bytes, bytes]:
-        """Runs in a thread: (bytes that are still to be written, SHA-256 of the rows).
-
-        A block that has its place in the file is written here, because the HDF5 library holds Python's lock while it
-        writes, which would stop the threads that decode.
-        """
-        digest = hashlib.sha256(block[:n_rows].data).digest()
-        data = block.reshape(-1).view(np.uint8).data
-        if not len(self._offsets):
-            return encode(data, self._filters), digest
-        offset = int(self._offsets[number])
-        n_written = 0
-        while n_written < len(data):
-            n_written += os.pwrite(self._descriptor, data[n_written:], offset + n_written)
-        if hasattr(os, "posix_fadvise"):  # Linux begins to write to the disk now, so the last fsync finds little to do
-            os.posix_fadvise(self._descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
-        return b"", digest
-
-    def _write(self, data: codecs.Bytes, digest: bytes) -> None:
-        if data:
-            start = len(self._digests) * len(self._waiting)
-            if start >= len(self._data):
-                self._data.resize(start + len(self._waiting), axis=0)
-            self._data.id.write_direct_chunk((start, *[0] * (self._data.ndim - 1)), data)
-        self._digests.append(digest)
 
 
 class RaggedColumn:
     """Fills a group with two datasets: the values of all ragged rows, and `indptr`, where each row begins."""
 
-    def __init__(
-        self, group: h5py.Group, field: Field, n_rows: int, filters: Mapping[str, Any], *, threads: ThreadPoolExecutor
-    ):
+    def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: Mapping[str, Any]):
         self._group = group
         self._n_items = field.n_items
         self._codecs: set[str] | None = set() if field.codec else None
@@ -333,11 +236,9 @@ class RaggedColumn:
         block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, n_rows // MIN_BLOCKS))
         block_values = max(MIN_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
         name = "indices" if field.n_items else "values"
-        values = _create(group, name, field, None, block_rows=block_values, filters=filters)
-        self._values = Column(values, threads)
+        self._values = Column(group, name, field, block_rows=block_values, filters=filters)
         block_rows = min(RAGGED_BLOCK_BYTES // INDPTR.dtype.itemsize, n_rows + 1)
-        indptr = _create(group, "indptr", INDPTR, n_rows + 1, block_rows=block_rows, filters=filters)
-        self._indptr = Column(indptr, threads)
+        self._indptr = Column(group, "indptr", INDPTR, block_rows=block_rows, filters=filters)
         self._indptr.append(np.zeros(1, INDPTR.dtype))
 
     def append(self, rows: RaggedArray) -> None:
@@ -350,7 +251,7 @@ class RaggedColumn:
         self._n_values += stop - start
 
     def finish(self) -> None:
-        """Write what waits. Item numbers become a CSR matrix as anndata writes it, whose values are all 1."""
+        """Write the checksums. Item numbers become a CSR matrix as anndata writes it, whose values are all 1."""
         self._values.finish()
         self._indptr.finish()
         if self._codecs:

@@ -86,11 +86,10 @@ def write_files(
     with complete_or_absent(target) as folder, ExitStack() as stack:
         for name, source in parts.items():
             attributes = {"source": source.name, **source.attributes, "row_order": texts[name]}
-            may_skip = isinstance(source, ReaderRows)
             path = folder / _path_of(target, name).name
-            writer = Writer(path, len(source), source.fields, attributes, options=options, may_be_fewer=may_skip)
+            writer = Writer(path, len(source), source.fields, attributes, compression=options.compression)
             writers[name] = stack.enter_context(writer)
-            _copy_rows(source, orders[name], writers[name], name=name)
+            _copy_rows(source, orders[name], writers[name], options.threads)
         _check_broken(parts)
         for name, source in parts.items():
             writers[name].attributes |= {**source.attributes, "row_order": texts[name]}  # some are known only now
@@ -172,15 +171,15 @@ def _describe_order(source: Dataset, order: BlockSampler) -> str:
     return text
 
 
-def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: str) -> None:
+def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, n_threads: int) -> None:
     """Write all rows but those that are broken, which is known when they have been read."""
     if isinstance(source, ReaderRows) and any(field.is_ragged for field in source.fields.values()):
-        _copy_ragged_rows(source, order, writer, name=name)
+        _copy_ragged_rows(source, order, writer, n_threads)
         return
     failed = source.failed if isinstance(source, ReaderRows) else {}
-    placement = Placement("disk", torch.device("cpu"), writer.options.threads)
+    placement = Placement("disk", torch.device("cpu"), n_threads)
     feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
-    with closing(feed), progress_bar(len(source), "rows", name) as bar:
+    with closing(feed), progress_bar(len(source), "rows", writer.path.name) as bar:
         for pool in feed.pools(0):
             is_kept = ~np.isin(pool.plan.row_ids, list(failed)) if failed else np.ones(len(pool.rows), bool)
             for start in range(0, len(pool.rows), order.batch_size):
@@ -192,10 +191,10 @@ def _copy_rows(source: Dataset, order: BlockSampler, writer: Writer, *, name: st
                 bar.update(stop - start)
 
 
-def _copy_ragged_rows(source: ReaderRows, order: BlockSampler, writer: Writer, *, name: str) -> None:
+def _copy_ragged_rows(source: ReaderRows, order: BlockSampler, writer: Writer, n_threads: int) -> None:
     """The same for rows of which it is not known before how many values they have."""
-    threads = ThreadPoolExecutor(writer.options.threads, "reader")
-    with threads, progress_bar(len(source), "rows", name) as bar:
+    threads = ThreadPoolExecutor(n_threads, "reader")
+    with threads, progress_bar(len(source), "rows", writer.path.name) as bar:
 
         def write(rows: Iterator[Mapping[str, np.ndarray]]) -> None:
             whole_rows = list(filter(None, rows))
