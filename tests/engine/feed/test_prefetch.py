@@ -62,6 +62,22 @@ def prefetch_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("prefetch", "reader"))}
 
 
+def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        if thread.name == "reader_1":
+            raise SystemExit(143)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    prefetcher = make_prefetcher(store)
+    with pytest.raises(SystemExit):
+        prefetcher.start(order_of(store).pools(0))
+    prefetcher.close()
+    assert not prefetch_threads()
+
+
 @pytest.mark.parametrize("n_slots", [2, 3, 5])
 @pytest.mark.parametrize("n_readers", [1, 4])
 def test_rows_arrive_in_the_order_of_the_plan(store, n_readers, n_slots):

@@ -147,7 +147,7 @@ def test_a_pattern_does_not_take_in_the_file_that_is_written(tmp_path, convert):
     assert convert("repack", "a-*.h5", "a-all.h5").returncode == 0
     result = convert("repack", "a-*.h5", "a-all.h5", "--force")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "a-all.h5 is to be written, and is one of the 3 files of SOURCE" in result.stderr
+    assert "a-all.h5 is one of the 3 files of SOURCE; choose another name" in result.stderr
     assert convert("repack", "a-[12].h5", "a-all.h5", "--force").returncode == 0
     assert convert("repack", "a-all.h5", "a-all.h5", "--seed", "1", "--force").returncode == 0
     assert sorted(rows_of(tmp_path / "a-all.h5")[1]) == sorted([*range(20)] * 2)

@@ -122,8 +122,8 @@ def test_files_of_an_earlier_split_are_named(tmp_path, convert):
     assert result.stdout.count("warning") == 1
     assert "warning: new/x-test.h5 was here before: if it is of the same source, it" in result.stdout
     whole = convert("images", "photos", "new/x.h5").stdout
-    assert "warning: new/x-test.h5, new/x-train.h5, new/x-val.h5 was here before" in whole
-    assert "warning: new/x-test.h5, new/x.h5 was here before" in (
+    assert "warning: new/x-train.h5, new/x-val.h5, new/x-test.h5 was here before" in whole
+    assert "warning: new/x.h5, new/x-test.h5 was here before" in (
         convert("images", "photos", "new/x.h5", "--split", "0.9", "--force").stdout
     )
 

@@ -23,6 +23,6 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
         time.sleep(0.01)
     os.kill(process.pid, number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode in (130, 143)
+    assert process.returncode in (130, 143), error
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]

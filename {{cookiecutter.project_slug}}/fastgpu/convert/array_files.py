@@ -1,13 +1,12 @@
 """NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
 from fastgpu.convert.messages import explain_errors
-from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import ArrayDataset, load_numpy
@@ -15,23 +14,7 @@ from fastgpu.storage.hdf5 import attributes_of
 
 KEEP_LIKES = "of ratings, keep those that count before they are converted, such as matrix = matrix > 3"
 Columns = dict[str, Any]
-"""{field: an array, an HDF5 dataset, a LazyColumn or a RaggedArray}"""
-
-
-class LazyColumn:
-    """A column of which only the rows that are asked for are computed. read: a slice of rows -> (n, *shape)."""
-
-    def __init__(self, shape: Sequence[int], dtype: np.dtype, read: Callable[[slice], np.ndarray]):
-        self.shape = tuple(shape)
-        self.dtype = np.dtype(dtype)
-        self.ndim = len(self.shape)
-        self._read = read
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return self._read(rows)
+"""{field: an array, an HDF5 dataset or a RaggedArray}"""
 
 
 def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
@@ -43,7 +26,8 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
                                  if its values are not all 1, the ragged rows `name_values`
         name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
 
-    channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W). Raises UserError for what cannot be
+    channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W), for which HDF5 datasets are read.
+    Raises UserError for what cannot be
     rows.
     """
     source_name = ", ".join(sources)
@@ -69,7 +53,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
         if channels_last and column.ndim == 4:
-            columns[name] = _channels_first(column)
+            columns[name] = np.moveaxis(column[:], 3, 1)
     if channels_last and not any(column.ndim == 4 for column in dense.values()):
         raise UserError(
             f"--layout nhwc is for fields of four axes (N, H, W, C), but the fields are {', '.join(columns)}"
@@ -87,44 +71,6 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     if not any(lengths.values()):
         raise UserError(f"{source_name}: no rows")
     return ArrayDataset(source_name, columns, n_items=n_items)
-
-
-def _channels_first(column: Any) -> LazyColumn:
-    """A column (N, H, W, C) as (N, C, H, W)."""
-    n_rows, height, width, channels = column.shape
-    return LazyColumn((n_rows, channels, height, width), column.dtype, lambda rows: column[rows].transpose(0, 3, 1, 2))
-
-
-def split_arrays(source: ArrayDataset, shares: Sequence[float], seed: int) -> dict[str, ArrayDataset]:
-    """The rows of each split, drawn at random; from each class alike if there are `labels` (rows,) of integers."""
-    columns = {
-        name: source.ragged(name) if field.is_ragged else source.column(name) for name, field in source.fields.items()
-    }
-    n_items = {name: field.n_items for name, field in source.fields.items()}
-    has_labels = "labels" in source.fields and not source.fields["labels"].is_ragged
-    labels = source.column("labels") if has_labels else np.zeros(len(source))
-    return {
-        part: ArrayDataset(
-            source.name, {name: _choose(column, rows) for name, column in columns.items()}, n_items=n_items
-        )
-        for part, rows in draw_split(labels[:], shares, seed).items()
-    }
-
-
-def _choose(column: Any, rows: np.ndarray) -> Any:
-    """These rows of a column. rows: ascending row numbers."""
-    if isinstance(column, RaggedArray):
-        offsets = np.concatenate([[0], np.cumsum(np.diff(column.offsets)[rows])])
-        return RaggedArray(column.values[column.places(rows)], offsets)
-
-    def read(part: slice) -> np.ndarray:
-        wanted = rows[part]
-        if not len(wanted):
-            return np.empty((0, *column.shape[1:]), column.dtype)
-        first = wanted[0]
-        return column[first : wanted[-1] + 1][wanted - first]
-
-    return LazyColumn((len(rows), *column.shape[1:]), column.dtype, read)
 
 
 def _load(path: str) -> Any:

@@ -49,10 +49,11 @@ def arrays(args: Namespace) -> None:
 
     A source is name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset.
     """
-    from fastgpu.convert.array_files import open_arrays, split_arrays
+    from fastgpu.convert.array_files import open_arrays
+    from fastgpu.convert.splits import split_rows
 
     source = open_arrays(args.source, channels_last=args.layout == "nhwc")
-    write(split_arrays(source, args.split, args.seed) if args.split else {"": source}, args)
+    write(split_rows(source, {}, args.split, args.seed), args)
 
 
 def dataset(args: Namespace) -> None:
@@ -66,7 +67,11 @@ def dataset(args: Namespace) -> None:
 
 def repack(args: Namespace) -> None:
     """Write the rows of HDF5 files anew."""
-    _refuse_own_output(args)
+    from fastgpu.storage.store import expand
+
+    sources = {Path(file).resolve() for path in args.source for file, _ in expand("SOURCE", path)}
+    if len(sources) > 1 and args.target.resolve() in sources:  # so that its old rows would be in it again
+        raise UserError(f"{args.target} is one of the {len(sources)} files of SOURCE; choose another name")
     write({"": _open_files(args.source, _parse_fields(args))}, args)
 
 
@@ -75,17 +80,6 @@ def _parse_fields(args: Namespace) -> dict[str, str]:
         if "=" not in pair:
             raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
     return dict(pair.split("=", 1) for pair in args.fields)
-
-
-def _refuse_own_output(args: Namespace) -> None:
-    """Raise UserError if the target is one of several sources, as when a pattern matches it."""
-    from fastgpu.storage.store import expand
-
-    sources = {Path(file).resolve() for path in args.source for file, _ in expand("SOURCE", path)}
-    target = args.target.resolve()
-    if target in sources and sources - {target}:
-        problem = f"{target} is to be written, and is one of the {len(sources)} files of SOURCE"
-        raise UserError(f"{problem}, so its old rows would be in it again; choose another name")
 
 
 def _open_files(paths: Sequence[str], fields: dict[str, str]) -> "Dataset":

@@ -9,7 +9,6 @@ import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.convert.messages import list_first
-from fastgpu.convert.splits import draw_split
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field
@@ -65,58 +64,42 @@ class Reader(TorchDataset[dict[str, Any]]):
         return ()
 
 
-def split_rows(reader: Reader, shares: Sequence[float] | None, seed: int, on_error: OnError) -> "dict[str, ReaderRows]":
-    """{split: its rows}, or {"": all rows}.
-
-    shares: of a split that is drawn at random. Raises UserError if the source says the split already.
-    """
-    if not len(reader):
-        raise UserError(f"{reader.name} has no rows")
-    splits = reader.splits
-    if shares and splits:
-        raise UserError(f"--split is given, but {reader.name} is split into {', '.join(splits)}; drop one")
-    if shares:
-        splits = draw_split(np.zeros(len(reader)) if reader.labels is None else reader.labels, shares, seed)
-    return {name: ReaderRows(reader, rows, on_error) for name, rows in (splits or {"": np.arange(len(reader))}).items()}
-
-
 class ReaderRows(Dataset):
-    """Rows of a `Reader`, each a block of its own.
+    """All rows of a `Reader`, each a block of its own.
 
     Broken rows are collected in `failed`. on_error: `stop` means that nothing is written if there is one; `skip`, that
     they are left out. Reading ends at once if more than 1 % are broken, but for `stop` not before there are 1,000.
     """
 
-    def __init__(self, reader: Reader, rows: np.ndarray, on_error: OnError = "stop"):
-        """rows: the numbers of those that belong to this source."""
+    def __init__(self, reader: Reader, on_error: OnError = "stop"):
+        if not len(reader):
+            raise UserError(f"{reader.name} has no rows")
         self.name = reader.name
-        self.block_rows = np.ones(len(rows), np.int32)
+        self.block_rows = np.ones(len(reader), np.int32)
         self.failed: dict[int, str] = {}
-        """{row: why it cannot be read}. `read` leaves the place of such a row undefined; whoever takes rows from this
-        source must leave it out."""
+        """{row: why it cannot be read}, also of the other parts of a split. `read` leaves the place of such a row
+        undefined; whoever takes rows from this source must leave it out."""
         self.on_error = on_error
         self._reader = reader
-        self._rows = rows
         self.attributes = reader.attributes
         self.fields = self._find_fields()
 
     @property
     def reasons(self) -> list[str]:
-        """Why rows are broken, in the order of the rows."""
-        return [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
+        """Why rows of this part are broken, in the order of the rows."""
+        return [self.failed[row] for row in self._row_numbers().tolist() if row in self.failed]
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Lines about the rows that were read."""
-        is_whole = np.ones(len(self), bool)
-        is_whole[list(self.failed)] = False
-        return self._reader.remarks(self._rows[is_whole])
+        """Lines about the rows of this part that were read."""
+        rows = self._row_numbers()
+        return self._reader.remarks(rows[~np.isin(rows, list(self.failed))])
 
     def column(self, name: str) -> np.ndarray:
         """The labels of all rows. Raises KeyError for other fields."""
         if name != "labels" or self._reader.labels is None:
             raise KeyError(name)
-        return self._reader.labels[self._rows]
+        return self._reader.labels
 
     def read_row(self, row: int) -> Mapping[str, Any]:
         """All fields of one row; none if it is broken. Thread-safe. Raises UserError if too many are broken."""
@@ -124,8 +107,10 @@ class ReaderRows(Dataset):
             return self._get(row)
         except BrokenRowError as error:
             self.failed[row] = str(error)
-            if len(self.failed) > max(1 if self.on_error == "skip" else MAX_COUNTED, MAX_SKIPPED_SHARE * len(self)):
-                raise describe_broken(self.reasons, len(self), ", more than 1 %") from None
+            n_rows = len(self._reader)
+            if len(self.failed) > max(1 if self.on_error == "skip" else MAX_COUNTED, MAX_SKIPPED_SHARE * n_rows):
+                reasons = [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
+                raise describe_broken(reasons, n_rows, ", more than 1 %") from None
             return {}
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
@@ -136,14 +121,16 @@ class ReaderRows(Dataset):
                 assert isinstance(column, np.ndarray)
                 column[place] = value
 
+    def _row_numbers(self) -> np.ndarray:
+        return self.selection.rows() if self.selection else np.arange(len(self))
+
     def _get(self, row: int) -> dict[str, Any]:
-        number = int(self._rows[row])
         try:
-            return self._reader[number]
+            return self._reader[row]
         except FileNotFoundError:
-            raise BrokenRowError(f"{self._reader.where(number)} does not exist") from None
+            raise BrokenRowError(f"{self._reader.where(row)} does not exist") from None
         except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise BrokenRowError(f"{self._reader.where(number)} cannot be read: {error}") from None
+            raise BrokenRowError(f"{self._reader.where(row)} cannot be read: {error}") from None
 
     def _find_fields(self) -> dict[str, Field]:
         """The fields of the first whole row. Raises UserError if the first rows are all broken."""

@@ -1,13 +1,15 @@
 """Rows for training, validation and test: drawn at random, or as a source says."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from fastgpu.convert.messages import list_first
 from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Dataset
+from fastgpu.rows.selection import Share
 
 WORDS = {
     "train": ("train", "training"),
@@ -19,6 +21,27 @@ SPLITS = tuple(WORDS)
 MAX_SPLITS = 20
 """Files that a column of splits may lead to."""
 SPLIT_OF_WORD = {word: split for split, words in WORDS.items() for word in words}
+
+
+def split_rows(
+    source: Dataset, known: Mapping[str, np.ndarray], shares: Sequence[float] | None, seed: int
+) -> dict[str, Dataset]:
+    """{split: its rows}, or {"": all rows}.
+
+    known: {split: row numbers} if the source says it. shares: of a split that is drawn at random; from each class
+    alike if there are `labels` (rows,) of integers. Raises UserError for both at once.
+    """
+    if shares and known:
+        raise UserError(f"--split is given, but {source.name} is split into {', '.join(known)}; drop one")
+    if shares:
+        labels = source.in_memory("labels")
+        known = draw_split(np.zeros(len(source)) if labels is None else labels[:], shares, seed)
+    parts: dict[str, Dataset] = {}
+    for name, rows in known.items():
+        is_member = np.zeros(len(source), bool)
+        is_member[rows] = True
+        parts[name] = source.select(Share(source.block_rows, is_member), source.name)
+    return parts or {"": source}
 
 
 def draw_split(labels: np.ndarray, shares: Sequence[float], seed: int) -> dict[str, np.ndarray]:

@@ -103,22 +103,13 @@ def write_files(
             messages += [f"  {remark}" for remark in source.remarks]
             messages += _list_skipped(_path_of(target, name), source.reasons)
     print(*messages, sep="\n")
-    _warn_of_old_splits(parts, target)
+    others = [_path_of(target, split) for split in ("", *SPLITS) if split not in parts]
+    if old := ", ".join(str(path) for path in others if path.exists()):
+        warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
 def _path_of(target: Path, split: str) -> Path:
     return target.with_name(f"{target.stem}-{split}{target.suffix}") if split else target
-
-
-def _warn_of_old_splits(parts: Mapping[str, Dataset], target: Path) -> None:
-    """Say which files of an earlier conversion, into other splits, still lie beside the new ones."""
-    old: list[str] = []
-    for split in {"", *SPLITS} - set(parts):
-        path = _path_of(target, split)
-        old += [str(path)] if path.exists() else []
-    if old:
-        names = ", ".join(sorted(old))
-        warn(f"{names} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
 def _list_skipped(path: Path, lines: Sequence[str]) -> list[str]:
@@ -156,7 +147,7 @@ def _choose_order(source: Dataset, seed: int | None) -> BlockSampler:
     pool_rows = max(1, min(len(source), pool_bytes // source.row_bytes))
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
+    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
     order.n_epochs = 1
     return order
 

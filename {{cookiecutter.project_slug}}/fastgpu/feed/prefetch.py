@@ -134,12 +134,13 @@ class PrefetchLoader:
         self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             self._release(slot)
-        self._threads = [threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)]
+        threads = [threading.Thread(target=self._run, args=(plans,), name="prefetch", daemon=True)]
         for number in range(self._n_threads):
-            self._threads.append(threading.Thread(target=self._run_jobs, name=f"reader_{number}", daemon=True))
+            threads.append(threading.Thread(target=self._run_jobs, name=f"reader_{number}", daemon=True))
         atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
-        for thread in self._threads:
+        for thread in threads:
             thread.start()
+            self._threads.append(thread)  # a signal may come at any line, and `close` joins those that run
 
     def __iter__(self) -> Iterator[Pool]:
         """The pools that `start` has begun. Raises the error of a reader."""

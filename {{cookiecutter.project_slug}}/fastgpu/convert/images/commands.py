@@ -46,7 +46,8 @@ def images(args: Namespace) -> None:
     """Decode image files: a folder with a sub-folder for each class, a CSV with a path and labels in each line, or a
     folder with another one of --masks."""
     from fastgpu.convert.images.readers import ImageFiles, ImageFolder, Kept, Masks
-    from fastgpu.convert.reader import split_rows
+    from fastgpu.convert.reader import ReaderRows
+    from fastgpu.convert.splits import split_rows
     from fastgpu.images.files import Preprocessing
 
     if args.keep_encoded and (args.masks or args.resize != "shorter" or (args.size and args.size[0] != args.size[1])):
@@ -75,13 +76,14 @@ def images(args: Namespace) -> None:
             n_classes=args.classes,
             root=args.root,
         )
-    write(split_rows(reader, args.split, args.seed, args.on_error), args)
+    write(split_rows(ReaderRows(reader, args.on_error), reader.splits, args.split, args.seed), args)
 
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images: a column for each pixel, or a column `pixels` of numbers between spaces."""
     from fastgpu.convert.images.table_readers import PixelTable
-    from fastgpu.convert.reader import split_rows
+    from fastgpu.convert.reader import ReaderRows
+    from fastgpu.convert.splits import split_rows
 
     reader = PixelTable(
         args.source,
@@ -90,7 +92,7 @@ def pixels(args: Namespace) -> None:
         shape=args.shape,
         n_classes=args.classes,
     )
-    write(split_rows(reader, args.split, args.seed, "stop"), args)
+    write(split_rows(ReaderRows(reader), reader.splits, args.split, args.seed), args)
 
 
 def _add_table_flags(parser: ArgumentParser) -> None:
