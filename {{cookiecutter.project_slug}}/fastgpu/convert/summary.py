@@ -184,20 +184,16 @@ def describe_rows(parts: Mapping[str, Dataset], order: str = "") -> Iterator[str
     order: what is known about the order of the rows.
     """
     first = next(iter(parts.values()))
-    attributes = first.attributes
-    labels = {name: _labels_of(source) for name, source in parts.items()}
-    label_lines = list(_describe_labels(labels, first)) if all(len(values) for values in labels.values()) else []
+    label_lines = list(_describe_labels(parts))
     yield "  rows     " + ", ".join(f"{len(source):,} {name}".strip() for name, source in parts.items())
     for name, field in first.fields.items():
-        text = f"  {name:<8} {field}"
-        if name == "labels" and label_lines:
-            text += f": {label_lines.pop(0)}"
-        yield text
-    if preprocessing := attributes.get("preprocessing"):
+        kind = f": {label_lines.pop(0)}" if name == "labels" and label_lines else ""
+        yield f"  {name:<8} {field}{kind}"
+    if preprocessing := first.attributes.get("preprocessing"):
         values = json.loads(preprocessing)
-        yield f"  decoded  to {_format_size(values['size'])} pixels, --resize {values['resize']}"
-    yield from describe_statistics(attributes)
-    if order := order or attributes.get("row_order", ""):
+        yield f"  decoded  to {'x'.join(map(str, values['size']))} pixels, --resize {values['resize']}"
+    yield from describe_statistics(first.attributes)
+    if order := order or first.attributes.get("row_order", ""):
         yield f"  order    {order}"
     yield from label_lines
 
@@ -211,50 +207,39 @@ def describe_statistics(attributes: Mapping[str, Any]) -> Iterator[str]:
         yield f"  classes  {attributes['n_classes']} in masks, besides 255 (ignored)"
 
 
-def _format_size(size: list[int]) -> str:
-    return "x".join(str(length) for length in size)
-
-
-def _labels_of(source: Dataset) -> np.ndarray:
-    """The labels, or an empty array if there are none in memory."""
-    labels = source.in_memory("labels")
-    return np.empty(0) if labels is None or len(labels.shape) > 2 else np.asarray(labels[:])
-
-
-def _describe_labels(labels: Mapping[str, np.ndarray], source: Dataset) -> Iterator[str]:
-    """First the kind of the labels, then a table: how many rows of each split have each of them."""
-    values = np.concatenate(list(labels.values()))
-    names = [str(name) for name in source.attributes.get("class_names", [])]
+def _describe_labels(parts: Mapping[str, Dataset]) -> Iterator[str]:
+    """First the kind of the labels, then a table: how many rows of each split have each of them. Nothing if there are
+    no labels in memory."""
+    known = [source.in_memory("labels") for source in parts.values()]
+    labels = [values[:] for values in known if values is not None and len(values.shape) <= 2]
+    if len(labels) < len(parts):
+        return
+    names = [str(name) for name in next(iter(parts.values())).attributes.get("class_names", [])]
+    values = np.concatenate(labels)
     if values.dtype.kind == "f":
         finite = values[np.isfinite(values)]
         n_others = values.size - finite.size
         others = f", and {n_others:,} that are NaN or infinite" if n_others else ""
         yield f"targets, from {finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}{others}"
         return
+    numbers = np.unique(values)
     if values.ndim > 1:
         yield f"{values.shape[1]} attributes"
-        counts = [part.reshape(len(part), -1).astype(bool).sum(0) for part in labels.values()]
-        heads = names or [str(number) for number in range(values.shape[1])]
-        title = "attribute"
+        numbers = np.arange(values.shape[1])
+        counts = [part.astype(bool).sum(0) for part in labels]
+    elif not names and len(numbers) > MAX_VALUES:
+        yield f"{len(numbers):,} different values, from {numbers[0]} to {numbers[-1]}"
+        return
     else:
-        present = np.unique(values)
-        if not names and len(present) > MAX_VALUES:
-            yield f"{len(present):,} different values, from {present[0]} to {present[-1]}"
-            return
-        numbers = np.union1d(np.arange(len(names)), present)
-        n_classes = len(numbers) if present[0] < 0 else max(len(numbers), int(present[-1]) + 1)
-        n_empty = n_classes - len(present)
+        n_classes = max(len(names), int(numbers[-1]) + 1)
+        n_empty = n_classes - len(numbers)
         kind = f"{n_classes:,} classes" if names or not n_empty else f"used as classes 0 to {n_classes - 1}"
         yield f"{kind}, {n_empty:,} of them without rows" if n_empty else kind
-        counts = [np.bincount(np.searchsorted(numbers, part), minlength=len(numbers)) for part in labels.values()]
-        order = np.argsort(~np.isin(numbers, present), kind="stable")  # classes with rows come first
-        numbers = numbers[order]
-        counts = [count[order] for count in counts]
-        heads = [names[number] if 0 <= number < len(names) else str(number) for number in numbers.astype(int)]
-        title = "class"
-    width = max(len(head) for head in (title, *heads[:MAX_CLASSES]))
-    yield "  " + " ".join([f"{title:<{width}}", *(f"{name or 'rows':>9}" for name in labels)])
-    for number, head in enumerate(heads[:MAX_CLASSES]):
-        yield "  " + " ".join([f"{head:<{width}}", *(f"{count[number]:>9,}" for count in counts)])
-    if len(heads) > MAX_CLASSES:
-        yield f"  and {len(heads) - MAX_CLASSES:,} more"
+        counts = [np.bincount(np.searchsorted(numbers, part), minlength=len(numbers)) for part in labels]
+    heads = [names[number] if 0 <= number < len(names) else str(number) for number in numbers[:MAX_CLASSES].tolist()]
+    width = max(map(len, ("label", *heads)))
+    yield "  " + " ".join([f"{'label':<{width}}", *(f"{name or 'rows':>9}" for name in parts)])
+    for place, head in enumerate(heads):
+        yield "  " + " ".join([f"{head:<{width}}", *(f"{count[place]:>9,}" for count in counts)])
+    if len(numbers) > MAX_CLASSES:
+        yield f"  and {len(numbers) - MAX_CLASSES:,} more"

@@ -160,27 +160,24 @@ def list_images(root: Path) -> list[str]:
 
     if not root.is_dir():
         raise UserError(f"{root} is not a folder")
-    top = os.path.realpath(root)
-    seen = {top}
+    top = root.resolve()
+    seen: set[Path] = set()
     paths: list[str] = []
-    n_others = n_links = 0
+    n_others = 0
     for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
-        kept = []
         for name in sorted(folders):
             path = Path(place, name)
-            target = os.path.realpath(path)
-            if path.is_symlink() and (target in seen or os.path.commonpath([top, target]) == top):
-                n_links += 1
-                continue
+            target = path.resolve()
+            if path.is_symlink() and (target in seen or target.is_relative_to(top)):
+                folders.remove(name)
+                n_others += 1
             seen.add(target)
-            kept.append(name)
-        folders[:] = kept
+        folders.sort()
         images = [name for name in sorted(files) if is_image(name)]
         paths += [os.path.relpath(Path(place, name), root) for name in images]
         n_others += len(files) - len(images)
-    for count, what in ((n_others, "files whose names are not those of images"), (n_links, "links to folders")):
-        if count:
-            print(f"left out of {root}: {what}: {count:,}")
+    if n_others:
+        print(f"left out of {root}: {n_others:,} files without the name of an image, or links to folders seen before")
     return paths
 
 
