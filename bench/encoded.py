@@ -1,10 +1,10 @@
 """How fast do encoded images become batches? Compares the feed with DataLoaders and, if asked, with other loaders.
 
 python bench/encoded.py            this project, DataLoaders over Pillow and simplejpeg, the bare decoder and resize
-python bench/encoded.py --peers    FFCV, DALI, SPDL, WebDataset, LitData, too (installed by `make bench-peers`)
+python bench/encoded.py --peers    FFCV, DALI and SPDL, too (installed by `make bench-peers`)
 
 All decode the same made-up JPEG files (see jpegs.py): the feed from the HDF5 file of `convert.py images
---keep-encoded`, FFCV, WebDataset and LitData from files of their own with the same bytes, the others from a folder.
+--keep-encoded`, FFCV from a file of its own with the same bytes, the others from a folder.
 Each contender is a process of its own, which is stopped while the others are measured in turns.
 """
 

@@ -1,18 +1,14 @@
 """Does the GPU wait for data? Trains networks on rows from each tier, and the same loop on one batch that stays there.
 
-python bench/gpu.py                              all parts, tens of minutes
-python bench/gpu.py --parts copy CelebA          these parts only
+python bench/gpu.py                              all parts, some minutes
+python bench/gpu.py --parts copy CIFAR-10        these parts only
 python bench/gpu.py --device cpu --out FOLDER    the same code on tiny rows: does it run?
 
-The result is written after each part and each planted cause. A run that was cut off is started again with the same
-command, and goes on with the parts that are missing from the result (--again: it begins anew). A part that fails leaves
-the others to be measured.
+The result is written after each part. A part that fails leaves the others to be measured.
 
     copy      the copy from host to device, and a large matrix product: what the GPU could do
     a case    rows from the page cache, the disk, host memory and the device, and those of two DataLoaders, one tuned
               and one with its defaults, all in front of the same step; see gpu_cases.py
-    echo      train.py behind a source that is too slow, with data.echo 1 and 2
-    causes    diagnose.py where a cause was planted: what it names, what it predicts, and what its cure gives
 
 train.build makes what is measured, and the loop is that of train.py: batches, the transform of the workload, the step,
 and the clock. A round measures each contender for some seconds. Before that, it takes as many unmeasured steps as were
@@ -20,8 +16,6 @@ prepared ahead while the others were measured.
 """
 
 import argparse
-import gc
-import json
 import sys
 import time
 import traceback
@@ -35,7 +29,6 @@ import project  # noqa: F401
 import publish
 import torch
 from gpu_cases import CASES, PREFETCH_FACTOR, TINY_CASES, Case
-from gpu_commands import N_EPOCHS, measure_causes, measure_echo
 from processes import kept_warm, make_cold
 from torch.utils.flop_counter import FlopCounterMode
 from train import Parts, build, train_step
@@ -68,9 +61,6 @@ TIERS = {"disk tier": "disk", "host tier": "host", "device tier": "device"}
 TUNED = "DataLoader, tuned"
 NAIVE = "DataLoader, defaults"
 CONTENDERS = (FIXED, *TIERS, COLD, TUNED, NAIVE)
-JPEG_CASE = "ResNet-18, JPEG files"
-CAUSES = "causes"
-"""The part whose planted causes are saved one by one."""
 COUNTERS = {"gpu0/util_pct": "GPU-Util %", "gpu0/sm_active_pct": "SMs active %", "gpu0/power_w": "W"}
 FEED_RATIO = 0.99
 """The feed ratio that must be reached."""
@@ -325,18 +315,6 @@ def tables(parts: dict[str, Any]) -> list[publish.Table]:
     page = [targets_table(cases)]
     matmul = parts.get("copy", {}).get("matmul_tflop_per_s", [])
     page += [_case_table(name, case, matmul) for name, case in cases.items()]
-    if "echo" in parts:
-        note = (
-            "train.py, a gzip-compressed file of images of 218 x 178, one reader thread; the last of "
-            f"{N_EPOCHS} epochs."
-        )
-        page.append(_rows_table("echo behind a slow source", parts["echo"], note))
-    if CAUSES in parts:
-        note = (
-            "diagnose.py on this machine. Given: rows/s of the training loop with the cure / without it, as "
-            "diagnose.py measures them."
-        )
-        page.append(_rows_table("planted causes", parts[CAUSES], note))
     if parts.get("copy"):
         cells = [publish.spread(parts["copy"]["h2d_gb_per_s"], ".1f"), publish.spread(matmul, ".0f")]
         note = (
@@ -405,10 +383,6 @@ def _case_table(name: str, case: dict[str, Any], matmul_tflop_per_s: Sequence[fl
     return publish.Table(name, columns, rows, note)
 
 
-def _rows_table(title: str, rows: list[dict[str, str]], note: str) -> publish.Table:
-    return publish.Table(title, list(rows[0]), [list(row.values()) for row in rows], note)
-
-
 # ---------------------------------------------------------------------------------------------- all parts
 
 
@@ -417,21 +391,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def done_before(path: Path) -> dict[str, Any]:
-    """The parts of a result that was cut off, if it was made by the same code."""
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    same = content["machine"]["commit"] == publish.machine()["commit"]
-    parts: dict[str, Any] = content["data"]
-    return parts if same else {}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="feed ratio and data wait on a GPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--parts", nargs="*", choices=["copy", *CASES, "echo", CAUSES], help="these parts only")
-    parser.add_argument("--again", action="store_true", help="measure parts again that the result has already")
+    parser.add_argument("--parts", nargs="*", choices=["copy", *CASES], help="these parts only")
     parser.add_argument("--seconds", type=float, help="of one contender in one round (2)")
     parser.add_argument("--out", type=Path, default=publish.RESULTS, help="folder of the result (bench/results)")
     args = parser.parse_args()
@@ -445,43 +408,22 @@ def main() -> None:
     folder = args.out / "gpu-data" if is_cpu else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
 
-    def run_case(name: str) -> dict[str, Any]:
-        return measure_case((TINY_CASES if is_cpu else CASES)[name](folder), device, effort)
-
-    def run_causes() -> list[dict[str, str]]:
-        rows = parts.get(CAUSES, [])
-        for row in measure_causes(folder, {row["planted"] for row in rows}, is_tiny=is_cpu):
-            rows = [*rows, row]
-            parts[CAUSES] = rows
-            save()
-        return rows
-
-    def save() -> None:
-        publish.write("gpu", tables(parts), parts, "python bench/gpu.py", folder=args.out)
-
-    work: dict[str, Callable[[], Any]] = {"copy": lambda: measure_copy(device)}
-    work |= {name: lambda name=name: run_case(name) for name in CASES}
-    work["echo"] = lambda: measure_echo(folder, is_tiny=is_cpu)
-    work[CAUSES] = run_causes
-    result = publish.result_path("gpu", publish.machine(), args.out).with_suffix(".json")
-    parts = {} if args.again else done_before(result)
+    parts: dict[str, Any] = {}
     failed = []
-    for name in args.parts or work:
-        if name in parts and name != CAUSES:
-            say(f"{name}: measured before")
-            continue
+    for name in args.parts or ["copy", *CASES]:
         say(f"{name}:")
-        gc.collect()
-        torch.cuda.empty_cache()  # other processes need the memory, too: those of the last two parts
         t0 = time.perf_counter()
         try:
-            parts[name] = work[name]()
+            if name == "copy":
+                parts[name] = measure_copy(device)
+            else:
+                parts[name] = measure_case((TINY_CASES if is_cpu else CASES)[name](folder), device, effort)
         except Exception:
             traceback.print_exc()
             failed.append(name)
             continue
         say(f"{name}: {time.perf_counter() - t0:.0f} s")
-        save()
+        publish.write("gpu", tables(parts), parts, "python bench/gpu.py", folder=args.out)
     if failed:
         sys.exit(f"error: not measured: {', '.join(failed)}; the errors are above")
 

@@ -1,7 +1,7 @@
 """What bench/gpu.py trains: rows that are made up, a config for each kind of rows, and the DataLoaders that compete.
 
-The cases are as large as the real thing, or tiny, to try the benchmark without a GPU: images of 224 x 224 for a
-ResNet-18, decoded and as JPEG files; rows in the shapes of CelebA and CIFAR-10; users and items as in MovieLens-20M.
+The cases are as large as the real thing, or tiny, to try the benchmark without a GPU: JPEG files for a ResNet-18 at
+224 x 224, rows in the shape of CIFAR-10, and users and items as in MovieLens-20M.
 """
 
 import io
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
 
 def write_config(path: Path, workload: str, data: dict[str, Any], model: dict[str, Any], *, with_sgd: bool) -> Path:
-    """A config for train.py and diagnose.py. The validation rows are the training rows, if `data` names no others."""
+    """A config for train.py. The validation rows are the training rows, if `data` names no others."""
     optim = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
     if with_sgd:
         optim = {"name": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-5}
@@ -234,13 +234,7 @@ def users_and_items(folder: Path, *, size: recsys.Size, batch_size: int) -> Case
 # ---------------------------------------------------------------------------------------------- all cases
 
 CASES: dict[str, Callable[[Path], Case]] = {
-    "ResNet-18, 224 x 224": partial(
-        decoded_images, n_rows=8_192, shape=(3, 224, 224), batch_size=256, model={**RESNET18, "crop_padding": 4}
-    ),
     "ResNet-18, JPEG files": partial(jpeg_images, n_rows=4_096, size=224, batch_size=256, model=RESNET18),
-    "CelebA": partial(
-        decoded_images, n_rows=12_000, shape=(3, 218, 178), batch_size=256, model={"width": 64, "blocks": 2}
-    ),
     "CIFAR-10": partial(
         decoded_images, n_rows=50_000, shape=(3, 32, 32), batch_size=512, model={"width": 64, "crop_padding": 4}
     ),
@@ -248,9 +242,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
 }
 TINY = {"width": 4}
 TINY_CASES: dict[str, Callable[[Path], Case]] = {
-    "ResNet-18, 224 x 224": partial(decoded_images, n_rows=64, shape=(3, 32, 32), batch_size=8, model=TINY),
     "ResNet-18, JPEG files": partial(jpeg_images, n_rows=32, size=32, batch_size=8, model=TINY),
-    "CelebA": partial(decoded_images, n_rows=64, shape=(3, 26, 22), batch_size=8, model=TINY),
     "CIFAR-10": partial(decoded_images, n_rows=64, shape=(3, 16, 16), batch_size=8, model=TINY),
     "Mult-VAE, MovieLens-20M": partial(
         users_and_items, size=recsys.QUICK._replace(name="tiny", n_users=400, n_items=200), batch_size=20

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,9 +22,9 @@ import project  # noqa: F401
 import simplejpeg
 import torch
 import torch.nn.functional as F
-from peers import SHARD_BYTES, Batch, Task, convert_once, permutation
+from peers import Batch, Task, convert_once, permutation
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.images.parts import N_DRAWS, Box, random_box
 
@@ -215,57 +214,6 @@ def spdl(task: Task) -> Epochs:
     return lambda epoch: (pipeline.get_item() for _ in range(n_batches))
 
 
-def decode_sample(sample: dict[str, Any]) -> torch.Tensor:
-    """A member of a tar shard."""
-    return by_simplejpeg(sample["jpg"])
-
-
-def web_dataset(task: Task) -> Epochs:
-    """webdataset: tar shards of the files, then a shuffle buffer of 1000 in each worker; WebLoader; simplejpeg."""
-    import webdataset as wds
-
-    def write(target: Path) -> None:
-        target.mkdir()
-        for shard in range(4):
-            with tarfile.open(target / f"{shard}.tar", "w") as tar:
-                for path in files_of(task)[shard::4]:
-                    tar.add(path, path.name)
-
-    shards = sorted(convert_once(task.folder / "jpeg-tars", write).iterdir())
-    dataset = (
-        wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=task.seed)
-        .compose(wds.detshuffle(1000, 1000, seed=task.seed))
-        .map(decode_sample)
-        .batched(task.batch_size, collation_fn=default_collate, partial=False)
-    )
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=task.n_workers, persistent_workers=True)
-    return lambda epoch: loader
-
-
-def lit_data(task: Task) -> Epochs:
-    """litdata: chunks of the files' bytes, the default shuffle, StreamingDataLoader; simplejpeg."""
-    from litdata import StreamingDataLoader, StreamingDataset
-    from litdata.streaming import Cache
-
-    class Decoded(StreamingDataset):
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            return by_simplejpeg(super().__getitem__(index))
-
-    def write(target: Path) -> None:
-        target.mkdir()
-        cache = Cache(str(target), chunk_bytes=SHARD_BYTES)
-        for row, path in enumerate(files_of(task)):
-            cache[row] = path.read_bytes()
-        cache.done()
-        cache.merge()
-
-    chunks = convert_once(task.folder / "jpeg-litdata", write)
-    dataset = Decoded(str(chunks), shuffle=True, drop_last=True, seed=task.seed, batch_decode=0)
-    options = {"batch_size": task.batch_size, "num_workers": task.n_workers}
-    loader = StreamingDataLoader(dataset, drop_last=True, persistent_workers=True, **options)
-    return lambda epoch: loader
-
-
 OURS = "feed"
 BARE = "bare, one thread"
 PILLOW = "DataLoader + Pillow"
@@ -285,8 +233,6 @@ PEERS: dict[str, Callable[[Task], Epochs]] = {
     MIXED: partial(ffcv, mode="proportion"),
     "DALI": dali,
     SPDL: spdl,
-    "WebDataset + simplejpeg": web_dataset,
-    "LitData + simplejpeg": lit_data,
 }
 """These run in the peers' environment."""
 

@@ -14,15 +14,10 @@ import math
 import os
 import queue
 import shutil
-import sys
-import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
-from io import BytesIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import h5py
@@ -32,12 +27,10 @@ import numpy.typing as npt
 Batch = tuple[Any, Any]
 """Images, uint8 (B, C, H, W), and labels (B,): arrays or tensors."""
 
-SHARD_BYTES = 1 << 26
-"""Size of a shard: litdata and MDS recommend 64 MB, and tar shards have the same size."""
 BLOCK_BYTES = 1 << 26
 """Bytes that a conversion reads from the HDF5 file at a time."""
 LARGE_ROW_BYTES = 1 << 14
-"""From this size on, DALI and litdata are faster with a setting that costs more for each row."""
+"""From this size on, DALI is faster with a setting that costs more for each row."""
 
 
 class Task(NamedTuple):
@@ -281,166 +274,6 @@ class Dali:
         self.pipeline.reset()
 
 
-def _tar_sample(shape: tuple[int, ...], sample: dict[str, Any]) -> tuple[npt.NDArray[np.uint8], int]:
-    """(image, label) of one member of a tar shard."""
-    return np.frombuffer(sample["bin"], np.uint8).reshape(shape), int(sample["cls"])
-
-
-class WebDataset:
-    """webdataset: shuffled tar shards of raw bytes, then a shuffle buffer of 1000 rows in each worker; WebLoader.
-
-    As in its documentation, persistent workers make the batches (torch's collate, directly into shared memory). A
-    shuffle buffer is not a full shuffle. Its seeds count the epochs themselves, so `number` is not used.
-    """
-
-    def __init__(self, task: Task) -> None:
-        import webdataset as wds
-        from torch.utils.data import default_collate
-
-        n_rows, *shape = shape_of(task.h5)
-
-        def write(target: Path) -> None:
-            target.mkdir()
-            n_shards = max(4, math.ceil(n_rows * math.prod(shape) / SHARD_BYTES))
-            n_shards = math.ceil(n_shards / 4) * 4  # the workers take shards in turn: give each worker equally many
-            starts = [n_rows * shard // n_shards for shard in range(n_shards)]
-            tar = None
-            row = 0
-            for images, labels in _blocks(task.h5):
-                for image, label in zip(images, labels, strict=True):
-                    if tar is None or (starts and row == starts[0]):
-                        if tar is not None:
-                            tar.close()
-                        starts.pop(0)
-                        tar = tarfile.open(target / f"{row:08d}.tar", "w")  # noqa: SIM115
-                    for ending, data in (("bin", image.tobytes()), ("cls", str(label).encode())):
-                        member = tarfile.TarInfo(f"{row:08d}.{ending}")
-                        member.size = len(data)
-                        tar.addfile(member, BytesIO(data))
-                    row += 1
-            if tar is not None:
-                tar.close()
-
-        _quiet_about_read_only_arrays()
-        self.tars = convert_once(task.folder / "tars", write)
-        shards = _files(self.tars)
-        dataset = (
-            wds.WebDataset([str(path) for path in shards], shardshuffle=len(shards), detshuffle=True, seed=task.seed)
-            .compose(wds.detshuffle(1000, 1000, seed=task.seed))
-            .map(partial(_tar_sample, tuple(shape)))
-            .batched(task.batch_size, collation_fn=default_collate, partial=False)
-        )
-        self.loader = wds.WebLoader(
-            dataset,
-            batch_size=None,
-            num_workers=task.n_workers,
-            persistent_workers=task.n_workers > 0,
-            prefetch_factor=2,
-        )
-
-    def files(self) -> list[Path]:
-        return _files(self.tars)
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        yield from self.loader
-
-
-class LitData:
-    """litdata: 64 MB chunks of tensors, memory-mapped, with the default shuffle, in a StreamingDataLoader.
-
-    The default shuffle permutes the chunks, the blocks of 256 rows in each chunk, and the rows in each block. The
-    loader counts the epochs itself, so `number` is not used. `batch_decode` is not left at "auto": its windows do not
-    fit this shuffle and are decoded many times (a sixth of the speed for small rows).
-    """
-
-    def __init__(self, task: Task) -> None:
-        import torch
-        from litdata import StreamingDataLoader, StreamingDataset
-        from litdata.streaming import Cache
-
-        def write(target: Path) -> None:
-            target.mkdir()
-            cache = Cache(str(target), chunk_bytes=SHARD_BYTES)
-            row = 0
-            for images, labels in _blocks(task.h5):
-                for image, label in zip(images, labels, strict=True):
-                    cache[row] = (torch.from_numpy(image), int(label))
-                    row += 1
-            cache.done()
-            cache.merge()
-
-        _quiet_about_read_only_arrays()
-        self.chunks = convert_once(task.folder / "litdata", write)
-        has_large_rows = math.prod(shape_of(task.h5)[1:]) >= LARGE_ROW_BYTES
-        decode = 0 if has_large_rows else 256  # row by row, or a block of the shuffle
-        dataset = StreamingDataset(str(self.chunks), shuffle=True, drop_last=True, seed=task.seed, batch_decode=decode)
-        self.loader = StreamingDataLoader(
-            dataset,
-            batch_size=task.batch_size,
-            num_workers=task.n_workers,
-            drop_last=True,
-            persistent_workers=task.n_workers > 0,
-        )
-
-    def files(self) -> list[Path]:
-        return _files(self.chunks)
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        for images, labels in self.loader:
-            if len(images) == self.loader.batch_size:
-                yield images, labels
-
-
-class MosaicStreaming:
-    """mosaicml-streaming: local MDS shards of 64 MB, ndarray encoding of fixed shape, `py1e` shuffle, DataLoader.
-
-    `py1e` (the default) spreads the rows of a shard over a window of shards. There is one canonical node, since there
-    is one machine. The workers persist. The dataset counts the epochs itself, so `number` is not used.
-    """
-
-    def __init__(self, task: Task) -> None:
-        # Its vision datasets import torchvision, which fails unless it was built for exactly this torch. They are not
-        # used here.
-        sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
-        from streaming import MDSWriter, StreamingDataset
-        from streaming.base.util import clean_stale_shared_memory
-        from torch.utils.data import DataLoader
-
-        shape = shape_of(task.h5)[1:]
-
-        def write(target: Path) -> None:
-            columns = {"image": f"ndarray:uint8:{','.join(map(str, shape))}", "label": "int64"}
-            with MDSWriter(out=str(target), columns=columns, size_limit=SHARD_BYTES) as writer:
-                for images, labels in _blocks(task.h5):
-                    for image, label in zip(images, labels, strict=True):
-                        writer.write({"image": image, "label": int(label)})
-
-        _quiet_about_read_only_arrays()
-        self.shards = convert_once(task.folder / "mds", write)
-        clean_stale_shared_memory()  # a run that was killed leaves names behind that this run would use
-        dataset = StreamingDataset(
-            local=str(self.shards),
-            batch_size=task.batch_size,
-            shuffle=True,
-            shuffle_seed=task.seed,
-            num_canonical_nodes=1,
-        )
-        self.loader = DataLoader(
-            dataset,
-            batch_size=task.batch_size,
-            num_workers=task.n_workers,
-            drop_last=True,
-            persistent_workers=task.n_workers > 0,
-        )
-
-    def files(self) -> list[Path]:
-        return _files(self.shards)
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        for batch in self.loader:
-            yield batch["image"], batch["label"]
-
-
 class Spdl:
     """SPDL: a PipelineBuilder with one gathering thread per worker over memory-mapped arrays; a full shuffle.
 
@@ -559,9 +392,6 @@ class Grain:
 PEERS: dict[str, Callable[[Task], Any]] = {
     "ffcv": Ffcv,
     "dali": Dali,
-    "webdataset": WebDataset,
-    "litdata": LitData,
-    "mosaicml-streaming": MosaicStreaming,
     "spdl": Spdl,
     "grain": Grain,
 }

@@ -92,7 +92,7 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
         "tables": [table._asdict() for table in tables],
         "data": data,
     }
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     page = f"# {what}\n\nMade by `{command}`.\n\n"
     page += Table("", ["machine", ""], [[name, value] for name, value in this_machine.items()]).markdown()
     for table in tables:
