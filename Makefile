@@ -5,6 +5,7 @@
 # make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, benchmarks, Slurm, damaged files and faults, for hours
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the pages config.md and code.md again
+# make docs     the pages as a site in build/site; a broken link is an error
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
@@ -26,7 +27,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test slow nightly check fix goldens lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: demo test slow nightly check fix docs goldens lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -50,7 +51,7 @@ slow: .venv/installed
 
 nightly: .venv/installed
 	$(PYTEST) -m nightly
-	$(MAKE) slurm
+	$(MAKE) slurm docs
 	"$(BIN)/python" tests/faults/fuzz.py
 	"$(BIN)/python" tests/faults/images.py
 	"$(BIN)/python" tests/faults/soak.py
@@ -71,6 +72,12 @@ fix: .venv/installed
 
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv/installed
+	"$(BIN)/pip" install -q --disable-pip-version-check -c "$(PROJECT)/constraints.txt" -r docs/requirements.txt
+	"$(BIN)/python" tools/docs_site.py
+	"$(BIN)/mkdocs" build
 
 lines: .venv/installed
 	"$(BIN)/python" tools/count_lines.py
