@@ -50,28 +50,6 @@ def test_the_tree_is_the_one_that_make_fix_writes():
     assert f"made by `make fix` #}}\n{done.stdout.rstrip()}\n{{#- tree:end" in (PROJECT / "docs/code.md").read_text()
 
 
-def test_the_tree_in_the_templates_readme_names_every_folder():
-    section = (ROOT / "README.md").read_text().split("## What is here\n")[1]
-    shown = re.findall(r"(?m)^([^\s#]+?,?(?: \w+/)?)  ", fenced_blocks(section)[0])
-    named = {name for entry in shown for name in re.split(r",\s*", entry)}
-    assert {name for name in named if not (ROOT / name).exists()} == set()
-    folders = {f"{name.split('/')[0]}/" for name in tracked() if "/" in name and not name.startswith(".")}
-    assert folders <= named
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/ko/README.md"])
-def test_the_loop_that_a_readme_shows_is_that_of_train_py(name):
-    def without_comments(text: str) -> list[str]:
-        lines = [line.split("#")[0].strip() for line in text.splitlines()]
-        return [line for line in lines if line]
-
-    shown = without_comments(fenced_blocks((ROOT / name).read_text())[0])
-    train = without_comments((PROJECT / "train.py").read_text())
-    places = [train.index(line) for line in shown]
-    assert len(places) > 5
-    assert places == sorted(places)
-
-
 # ---------------------------------------------------------------------------------------------- commands and links
 
 
