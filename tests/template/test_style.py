@@ -199,7 +199,7 @@ HISTORY = (
     "bench/results/",
     "tests/goldens/",
 )  # these name keys of before, and wrong ones
-OF_THE_TUTORIAL = {"model.hidden_dimm", "model.freeze", "model.weights"}
+OF_THE_TUTORIAL = {"model.freeze", "model.freez"}
 """Keys of the workloads that docs/tutorial.md writes, and a misspelt one."""
 NOT_KEYS = {*OF_THE_TUTORIAL, "train.build"}
 """Words that look like a key and are none: functions and attributes that a sentence names."""
