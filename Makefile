@@ -4,7 +4,7 @@
 # make slow     those of them that are marked as slow
 # make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, benchmarks, Slurm, damaged files and faults, for hours
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the pages config.md and code.md again
+# make fix      format, mend what the linter can, make the page config.md again
 # make docs     the pages as a site in build/site; a broken link is an error
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    the lines of each room beside the size that it should have; nothing fails
@@ -68,7 +68,6 @@ fix: .venv/installed
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
-	"$(BIN)/python" tools/file_tree.py
 
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
