@@ -7,21 +7,38 @@ import sys
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# pip would take a project of such a name for its own dependency.
+# pip would take a project of such a name for one of the packages that it installs, with its extras.
 DEPENDENCIES = {
     "h5py",
+    "hdf5plugin",
+    "imagecodecs",
+    "mypy",
     "numpy",
     "nvidia_ml_py",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
     "pillow",
+    "polars",
     "psutil",
     "pydantic",
+    "pytest",
     "pyyaml",
+    "ruff",
     "safetensors",
+    "scipy",
     "simplejpeg",
     "tensorboard",
+    "timm",
     "torch",
     "tqdm",
+    "types_psutil",
+    "types_pyyaml",
+    "types_tqdm",
+    "wandb",
 }
+# Its folder would stand for such a package where Python is started beside it.
+IMPORTED = {"apex", "fastgpu", "pil", "torchvision", "workloads", "yaml"}
 
 
 def mistakes() -> list[str]:
@@ -33,8 +50,10 @@ def mistakes() -> list[str]:
         found.append(f"project_slug is {slug!r}: {cure}, at most 50 characters, a letter first, no _ last")
     elif keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
         found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
-    elif slug in DEPENDENCIES:
-        found.append(f"project_slug is {slug!r}, a package that the project needs: add a word, such as {slug}_project")
+    elif slug in DEPENDENCIES | IMPORTED:
+        found.append(
+            f"project_slug is {slug!r}, a package that the project imports: add a word, such as {slug}_project"
+        )
     for name in ("project_name", "author"):
         answer = answers[name]
         if not answer.strip():

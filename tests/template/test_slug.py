@@ -1,5 +1,6 @@
 """The slug that is suggested for a project name is one that the hook accepts, unless the name is that of a package."""
 
+import itertools
 import re
 import tomllib
 from typing import Any
@@ -40,8 +41,12 @@ def test_slug_suggested_for_a_name(name, slug):
     assert load_hook(answers)["mistakes"]() == []
 
 
-def test_the_hook_refuses_the_names_of_the_direct_dependencies():
+def test_the_hook_refuses_the_names_of_the_packages_that_a_project_installs():
     text = re.sub(r"{%.*?%}", "", (ROOT / FOLDER / "pyproject.toml").read_text())
-    needed = tomllib.loads(text)["project"]["dependencies"]
+    project = tomllib.loads(text)["project"]
+    needed = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     names = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in needed}
     assert load_hook(resolve({}))["DEPENDENCIES"] == names
+    for name in ("scipy", "fastgpu", "torchvision"):
+        (mistake,) = load_hook(resolve({"project_slug": name}))["mistakes"]()
+        assert f"'{name}', a package that the project imports" in mistake

@@ -65,7 +65,9 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
     uses_workers = isinstance(source, ItemDataset)
     need = sum(len(each) * (each.encoded or each).row_bytes for each in sources)
-    free = {"device": _free_device_bytes(world), "host": free_host_bytes() // world.local_world_size}
+    free_host = free_host_bytes() // world.local_world_size
+    free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
+    free = {"device": free_device, "host": free_host}
     if data.tier == "device" and source.encoded:
         raise UserError(
             f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
@@ -162,12 +164,6 @@ def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str
             "free; use data.tier=disk"
         )
     return tier
-
-
-def _free_device_bytes(world: World) -> int:
-    if world.device.type == "cuda":
-        return torch.cuda.mem_get_info(world.device)[0]
-    return free_host_bytes() // world.local_world_size
 
 
 def may_stay(source: Dataset) -> bool:

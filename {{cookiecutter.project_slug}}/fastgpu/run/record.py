@@ -96,12 +96,13 @@ def identify_job(
 
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
-    free_device = format_bytes(sizes.free["device"])
-    free_host = format_bytes(sizes.free["host"])
+    free = f"{format_bytes(sizes.free['device'])} free on its device and {format_bytes(sizes.free['host'])} in RAM"
+    if sizes.free["device"] == sizes.free["host"]:  # the device is the CPU
+        free = f"{format_bytes(sizes.free['host'])} of memory free"
     readers = "worker processes" if sizes.uses_workers else "reader threads"
     text = (
         f"rows: {source.name}, {format_bytes(sizes.need)} with the validation rows, kept on the {sizes.tier} tier "
-        f"(each rank has {free_device} free on its device and {free_host} in RAM)\n"
+        f"(each rank has {free})\n"
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; "
         f"{sizes.pool_batches} batches in a pool; {sizes.canonical_ranks} canonical ranks; "
         f"{readers} on each rank: {sizes.n_readers}"
