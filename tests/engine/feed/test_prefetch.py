@@ -58,6 +58,14 @@ def make_prefetcher(
     return PrefetchLoader(source, order_of(store), device, n_readers, loader=loader)
 
 
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """Wait for something that happens in another thread."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert is_true()
+
+
 def prefetch_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("prefetch", "reader"))}
 
@@ -109,10 +117,17 @@ def test_readers_have_a_lower_priority_than_the_loop(store):
 
 def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store):
     order = order_of(store)
-    prefetcher = make_prefetcher(store, n_slots=2)
+    n_rows_read: list[int] = []
+
+    def read(plan, reads, out):
+        store.read(plan, reads, out)
+        n_rows_read.append(sum(len(places) for _, places in reads.ranges()))
+
+    prefetcher = make_prefetcher(store, read, n_slots=2)
     prefetcher.start(order.pools(0))
     for plan, rows in prefetcher:
-        time.sleep(0.02)  # the readers fill every slot but this one
+        n_ahead = min(order.rows_before(plan.number + 2), order.total_size)
+        wait_until(lambda n_ahead=n_ahead: sum(n_rows_read) >= n_ahead)  # every slot but this one is filled
         assert numbers_of(rows["images"]) == plan.row_ids.tolist()
     prefetcher.close()
 
@@ -130,8 +145,8 @@ def test_no_more_pools_are_ahead_than_there_are_slots(store):
     pools = iter(prefetcher)
     for n_taken in range(1, 6):
         next(pools)
-        time.sleep(0.02)
-        assert len(planned) <= n_taken + 2  # the one in use, and two ahead
+        wait_until(lambda n_taken=n_taken: len(planned) >= n_taken + 2)  # the one in use, and two ahead
+        assert len(planned) == n_taken + 2
     prefetcher.close()
 
 
