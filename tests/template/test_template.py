@@ -141,55 +141,13 @@ def test_odd_answers_still_make_a_project(bake, tmp_path, text):
     assert not list(tmp_path.rglob("hacked"))
 
 
-@pytest.mark.parametrize("name", ["project_name", "author"])
-@pytest.mark.parametrize("text", ["two\nlines", "tab\there", "\x1b[31mred", "", "   "])
-def test_answers_that_are_no_line_of_text_are_refused(bake, tmp_path, name, text):
-    done = bake(project_slug="cats", **{name: text})
+def test_all_mistakes_are_told_at_once_and_nothing_is_made(bake, tmp_path):
+    done = bake(project_slug="../evil", project_name="", author="a\nb")
     assert done.returncode != 0
-    assert f"error: {name} is " in done.stderr
-    assert not files(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("slug", "reason"),
-    [
-        ("my-project", 'use lower-case letters, digits and "_"'),
-        ("1st", "a letter first"),
-        ("Cats", "lower-case"),
-        ("café", "lower-case"),
-        ("cats_", "no _ last"),
-        ("a" * 51, "at most 50"),
-        ("class", "a word of the Python language"),
-        ("match", "a word of the Python language"),
-        ("torch", "a package that the project imports: add a word, such as torch_project"),
-        ("h5py", "a package that the project imports"),
-        ("nvidia_ml_py", "a package that the project imports"),
-        ("../evil", "lower-case"),
-        ("-rf", "a letter first"),
-        ("a b", "lower-case"),
-    ],
-)
-def test_names_that_break_are_refused(bake, tmp_path, slug, reason):
-    done = bake(project_slug=slug)
-    assert done.returncode != 0
-    assert f"error: project_slug is {slug!r}" in done.stderr
-    assert reason in done.stderr
-    assert not list((tmp_path / "out").iterdir())
-    assert not list(tmp_path.rglob("evil"))
-
-
-def test_all_mistakes_are_told_at_once(bake):
-    done = bake(project_slug="class", project_name="", author="a\nb")
     assert done.stderr.count("error: ") >= 3
     assert all(f"error: {name}" in done.stderr for name in ("project_slug", "project_name", "author"))
-
-
-@pytest.mark.parametrize("name", ["Cat Finder 2", "Müller's “x”", "  spaces  ", "O'Neil/Ω"])
-def test_the_suggested_slug_is_valid(bake, tmp_path, name):
-    done = bake(project_name=name)
-    assert done.returncode == 0, done.stderr
-    (project,) = (tmp_path / "out").iterdir()
-    assert re.fullmatch("[a-z][a-z0-9_]+", project.name)
+    assert not list((tmp_path / "out").iterdir())
+    assert not list(tmp_path.rglob("evil"))
 
 
 # ---------------------------------------------------------------------------------------------- files
