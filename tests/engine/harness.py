@@ -314,7 +314,8 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     Fails with the traceback of the first rank that raises. The function must be importable.
     """
     port = free_port()
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["harness"])  # torch is imported once, not by each rank
     answers = context.Queue()
     processes = []
     for rank in range(size):
