@@ -128,10 +128,11 @@ class Table:
         """Raise UserError for the first row with more or fewer columns than the header."""
         for line, fields in self._lines():
             if fields and len(fields) != len(self.names):
-                raise UserError(
-                    f"{self.path}:{line}: {len(fields):,} columns; its header has {len(self.names):,}; put quotes "
-                    "around a field that holds the character between the columns, such as a decimal comma"
-                )
+                cure = "complete the row, or drop it"
+                if len(fields) > len(self.names):
+                    cure = "put quotes around a field that holds the character between columns, as a decimal comma does"
+                counts = f"{len(fields):,} columns; its header has {len(self.names):,}"
+                raise UserError(f"{self.path}:{line}: {counts}; {cure}")
 
     def _warn_of_line_breaks(self, rows: pl.DataFrame) -> None:
         is_long = rows.select(pl.any_horizontal(pl.col(pl.String).str.contains("\n", literal=True)).fill_null(False))
