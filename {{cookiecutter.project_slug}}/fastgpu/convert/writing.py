@@ -187,11 +187,11 @@ def _copy_ragged_rows(source: ReaderRows, order: BlockSampler, writer: Writer, n
     threads = ThreadPoolExecutor(n_threads, "reader")
     with threads, progress_bar(len(source), "rows", writer.path.name) as bar:
 
-        def write(rows: Iterator[Mapping[str, np.ndarray]]) -> None:
-            whole_rows = list(filter(None, rows))
-            columns = {field: [row[field] for row in whole_rows] for field in source.fields}
-            writer.append({field: _join_rows(source.fields[field], column) for field, column in columns.items()})
-            bar.update(writer.n_rows + len(source.failed) - bar.n)
+        def write(pool: Iterator[Mapping[str, np.ndarray]]) -> None:
+            rows = list(pool)
+            columns = {name: [row[name] for row in rows if row] for name in source.fields}
+            writer.append({name: _join_rows(source.fields[name], column) for name, column in columns.items()})
+            bar.update(len(rows))
 
         pools = (threads.map(source.read_row, plan.row_ids.tolist()) for plan in order.pools(0))
         waiting = next(pools)
