@@ -72,11 +72,24 @@ fix: .venv/installed
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
 
-docs: export NO_MKDOCS_2_WARNING := 1
-docs: .venv/installed
-	"$(BIN)/pip" install -q --disable-pip-version-check -c "$(PROJECT)/constraints.txt" -r docs/requirements.txt
-	"$(BIN)/python" tools/docs_site.py
-	"$(BIN)/mkdocs" build
+# Pages of a project have conditions, so a project with all of them is baked beside the files of the template.
+docs: .cache/docs/installed
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)' \
+		| xargs -0 cp --parents -t build/pages
+	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
+		> /dev/null
+	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
+	cat docs/site/contents.md >> build/pages/README.md
+	.cache/docs/bin/sphinx-build -q -W --keep-going -d .cache/docs/doctrees -c docs/site build/pages build/site
+	cp build/site/README.html build/site/index.html
+	@echo "open build/site/index.html"
+
+.cache/docs/installed: docs/site/requirements.txt requirements.txt $(PROJECT)/constraints.txt
+	$(PYTHON) -m venv .cache/docs
+	.cache/docs/bin/pip install -q --disable-pip-version-check -c "$(PROJECT)/constraints.txt" -c requirements.txt -r $<
+	@touch $@
 
 lines: .venv/installed
 	"$(BIN)/python" tools/count_lines.py
