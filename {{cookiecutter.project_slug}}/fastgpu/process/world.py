@@ -3,10 +3,8 @@
 import gc
 import hashlib
 import json
-import os
 import signal
 import socket
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +20,6 @@ from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch, warn
 from fastgpu.process.signals import end_soon, end_with_launcher
 
-ANSWER_S = 5.0
-"""How long a rank that has lost others waits to learn which."""
 SAME = "all ranks need the same settings, rows and versions"
 
 
@@ -180,7 +176,6 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        store.set(f"rank {world.rank}", f"rank {world.rank} (process {os.getpid()} on {socket.gethostname()})")
         signal.signal(signal.SIGTERM, end_soon)
         yield world
         dist.barrier()
@@ -192,7 +187,8 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
         raise
     except BaseException as error:
         if _is_lost_peer(error):
-            raise RankError(f"rank {world.rank} lost the others; {_name_silent_ranks(store, world)}") from None
+            cure = "torchrun names the rank that failed first; if none did, raise dist.timeout_s"
+            raise RankError(f"rank {world.rank} lost the others; {cure}") from None
         if isinstance(error, torch.OutOfMemoryError):
             raise RankError(
                 f"rank {world.rank} on {socket.gethostname()} ran out of memory ({str(error).split('.')[0]}); lower "
@@ -226,24 +222,6 @@ def _is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
-
-
-def _name_silent_ranks(store: dist.Store, world: World) -> str:
-    """Which ranks do not say within a few seconds that they, too, have lost another one: they hang, or are gone."""
-    try:
-        store.set(f"lost {world.rank}", "")
-        deadline = time.monotonic() + ANSWER_S
-        silent = [*range(world.world_size)]
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.1)
-            silent = [rank for rank in silent if not store.check([f"lost {rank}"])]
-        names = [store.get(f"rank {rank}").decode() for rank in silent if store.check([f"rank {rank}"])]
-    except RuntimeError:  # the store is gone, too
-        names = []
-    if not names:
-        return "torchrun names the rank that failed first"
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more} did not answer: look there, or raise dist.timeout_s"
 
 
 def _leave() -> None:
