@@ -104,6 +104,7 @@ def test_wrong_pixels_are_named_with_their_line(tmp_path, convert, old, new, mes
         ("pixels\n1 2 3 4\n", (), "has the columns pixels; it should have columns of pixels"),
         ("label,pixels\n1,1 2 3\n", (), "has 3 pixels in a row, which is no square; give --shape"),
         ("label,pixels\n1,1 2 3 4\n", ("--shape", "1x3x3"), "has 4 pixels in a row, but --shape has 9"),
+        ("label,pixels\n1,1 2 3 99999999999999999999\n", (), "x.csv:2: the pixels are not whole numbers"),
         ("label,pixels\n1,1 2 3 4\n1,2,3\n", (), "x.csv:3: 3 columns; its header has 2; put quotes around"),
         ("label,pixels\n1,1 2 3 4\n,1 2 3 4\n", (), "x.csv:3: label is missing"),
         ("label,pixels\n", (), "has no rows below its header"),

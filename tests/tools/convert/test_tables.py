@@ -38,6 +38,7 @@ def test_spaces_around_names_and_words_mean_nothing(table):
         ("path,label\na,1\nb,Quercus, robur\n", r"x.csv:3: 3 columns; its header has 2; put quotes"),
         ("path,label\na,1,75\n", r"x.csv:2: 3 columns; its header has 2"),
         ("path,label,note\na,1,x\n\nb,2\n", r"x.csv:4: 2 columns; its header has 3; complete the row"),
+        ("path,lab\rel\na,1\n", r"x.csv is not a CSV file of UTF-8 text: new-line character"),
         ('path,label,note\na,1,x\nb,2,"24 inch\nc,3,y\n', r"x.csv.*: .*close the quotes, or double a stray one"),
         ('path,label,note\na,1,x\n\nb,2,"24" wide\n', r"x.csv.*: .*(stray one|put quotes)"),
         ('path,label\na,1\nb,"2\nc,3\nd,4"\ne,5\n', r"x.csv:5: label has a line break in quotes; remove it"),

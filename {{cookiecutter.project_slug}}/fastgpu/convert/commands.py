@@ -5,7 +5,7 @@ python convert.py arrays images=x.npy labels=y.npy train.h5         NumPy arrays
 python convert.py dataset mine:Photos photos/ train.h5              a torch Dataset of your own, decoded once
 python convert.py repack old-*.h5 train.h5                          HDF5 files -> one that is read fastest
 python convert.py info train.h5                                     rows, classes, layout, and what would be faster
-python convert.py check train.h5                                    every block that is damaged
+python convert.py check train.h5                                    whether blocks are damaged, and which
 """
 
 from argparse import Namespace
@@ -136,7 +136,8 @@ def info(args: Namespace) -> None:
 
 
 def check(args: Namespace) -> int:
-    """Read files and list every damaged block. The exit code is 1 if there is one."""
+    """Read files, count the damaged blocks and list the first of them. The exit code is 1 if there is one."""
+    from fastgpu.convert.messages import list_first
     from fastgpu.convert.summary import columns_of, damaged
     from fastgpu.convert.writing import progress_bar
 
@@ -146,7 +147,8 @@ def check(args: Namespace) -> int:
         with progress_bar(sum(column.nbytes for column in columns), "B") as bar:
             damages = damaged(path, args.threads, bar.update)
         exit_code |= bool(damages)
-        print(*damages, f"{path}: {len(damages)} blocks are damaged" if damages else f"{path}: whole", sep="\n")
+        verdict = f"{len(damages):,} blocks are damaged" if damages else "whole"
+        print(*filter(None, [list_first(damages, "\n")]), f"{path}: {verdict}", sep="\n")
         for column in columns:
             if not column.has_digests:
                 print(f"  {column.path} was read, but has no checksums; `python convert.py repack` writes them")

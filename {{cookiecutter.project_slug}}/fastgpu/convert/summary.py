@@ -137,7 +137,8 @@ def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object
     try:
         layout.read([(start, np.arange(n_rows))], out)
     except (RankError, OSError) as error:
-        return f"rows {start:,} to {start + n_rows - 1:,}: {error}"
+        problem = str(error).partition(";")[0]  # without the cure, which is that of a run
+        return f"rows {start:,} to {start + n_rows - 1:,}: {problem}"
     return ""
 
 

@@ -36,9 +36,10 @@ class Table:
         with explain_errors(path, "a CSV file of UTF-8 text"):
             self._content = path.read_bytes() if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
-        self.separator = max(SEPARATORS, key=header.count)
+            self.separator = max(SEPARATORS, key=header.count)
+            named = next(csv.reader([header], delimiter=self.separator), [])
         self._has_header = not names
-        self.names = list(names) or [name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])]
+        self.names = list(names) or [name.strip() for name in named]
 
     def read(self, types: Mapping[str, Any]) -> pl.DataFrame:
         """These columns, {name: type of polars}; text without the spaces around it.

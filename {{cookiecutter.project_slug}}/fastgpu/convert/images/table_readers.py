@@ -120,7 +120,7 @@ class PixelTable(Reader):
         for row, text in enumerate(table.read({name: pl.String})[name]):
             try:
                 values = np.array(text.split(), np.int64)
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise table.error(row, "the pixels are not whole numbers") from None
             if values.min() < 0 or values.max() > 255:
                 raise table.error(row, f"a pixel is {values[(values < 0) | (values > 255)][0]}; allowed are 0 to 255")
