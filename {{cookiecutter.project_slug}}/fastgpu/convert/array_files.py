@@ -27,8 +27,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
 
     channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W), for which HDF5 datasets are read.
-    Raises UserError for what cannot be
-    rows.
+    Raises UserError for what cannot be rows.
     """
     source_name = ", ".join(sources)
     columns: Columns = {}

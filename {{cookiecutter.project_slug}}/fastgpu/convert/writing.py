@@ -90,6 +90,8 @@ def write_files(
             writer = Writer(path, len(source), source.fields, attributes, compression=options.compression)
             writers[name] = stack.enter_context(writer)
             _copy_rows(source, orders[name], writers[name], options.threads)
+            n_broken = len(source.reasons) if isinstance(source, ReaderRows) else 0
+            assert writer.n_rows + n_broken == len(source), f"{writer.n_rows} of {len(source)} rows came"
         _check_broken(parts)
         for name, source in parts.items():
             writers[name].attributes |= {**source.attributes, "row_order": texts[name]}  # some are known only now
