@@ -70,7 +70,7 @@ def test_shards_of_ragged_rows_are_one_after_the_other(write_ragged):
     assert rows["number"].tolist() == list(range(68))
     assert is_ragged(rows["items"], range(68))
     other = write_ragged(5, "other.h5", items=99)
-    message = r"other.h5 holds items as int32 \(N, any number\) below 99, .*; shards must agree"
+    message = r"other.h5 holds items as int32 \(N, any number\) below 99, .*; files must agree"
     with pytest.raises(UserError, match=message):
         open_store("data.train", [*paths, other], FIELDS)
 

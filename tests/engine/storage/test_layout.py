@@ -100,7 +100,7 @@ def test_a_truncated_file(write):
     path = write(100, BIG)
     with Path(path).open("r+b") as raw:
         raw.truncate(20_000)
-    refused(path, "is truncated: copy or write it again")
+    refused(path, "truncated.*: copy or write it again")
 
 
 def test_chunks_that_were_never_written(tmp_path):

@@ -20,16 +20,15 @@ def test_items_have_the_same_numbers_in_all_sources(capsys):
     ):
         check_meaning("data.val", source("a", item_ids=ids), source("b", item_ids=[3, 7, 9]))
     check_meaning("data.val", source("a", item_ids=ids), source("b"))
-    assert "b has no item_ids; its items 0, 1, 2... would be 7, 3, 9 as in a, in this order" in capsys.readouterr().out
+    assert "b has no item_ids; its items 0, 1, 2... are taken for 7, 3, 9 as in a, in this order" in capsys.readouterr().out
 
 
-def test_pixels_and_encoded_images_may_show_the_same(capsys):
-    resized = '{"size": [8, 8], "resize": "shorter", "crop": null%s}'
-    sources = [source(name, preprocessing=resized % more) for name, more in (("a", ""), ("b", ', "centre_share": 1.0'))]
-    check_meaning("data.val", *sources)
+def test_images_that_were_prepared_in_two_ways_are_told(capsys):
+    pixels, others = (f'{{"size": [8, 8], "resize": "{resize}"}}' for resize in ("shorter", "exact"))
+    check_meaning("data.val", source("a", preprocessing=pixels), source("b", preprocessing=pixels), source("c"))
     assert not capsys.readouterr().out
-    check_meaning("data.val", sources[0], source("c", preprocessing=resized % ', "centre_share": 0.875'))
-    assert "'centre_share': 0.875}, those of a with" in capsys.readouterr().out
+    check_meaning("data.val", source("a", preprocessing=pixels), source("b", preprocessing=others))
+    assert f"the images of b were prepared with {others}, those of a with {pixels}" in capsys.readouterr().out
 
 
 def test_numbers_to_predict_have_one_order():

@@ -30,7 +30,6 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 LOOP_WARM_UP_POOLS = 3
@@ -77,8 +76,7 @@ def open_feeds(
         n_joint_pools = max(1, ceil(placement.n_readers / n_asks_per_pool))
         feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
     if placement.tier == "disk" and not isinstance(source, ItemDataset) and not only_real:  # which reads as it decodes
-        cached = source.through_page_cache() if isinstance(source, HDF5Dataset) else source
-        feeds = feeds._replace(cached=make_feed(cached, first_blocks(source, order), placement, loader))
+        feeds = feeds._replace(cached=make_feed(source, first_blocks(source, order), placement, loader))
     copies_rows = isinstance(feeds.real, PrefetchLoader)
     if placement.device.type == "cuda" and copies_rows and not only_real:
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)

@@ -84,12 +84,10 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
     attributes = attributes_of(group, where)
     kind = attributes.get("encoding-type", "csr_matrix")
+    shape = attributes.get("shape")
     if kind != "csr_matrix":
         raise UserError(f"{where} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
-    shape = attributes.get("shape")
-    n_items = 0.0
-    if isinstance(shape, list) and len(shape) == 2 and isinstance(shape[1], int | float):
-        n_items = shape[1]
+    n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else 0
     if not 1 <= n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
         raise UserError(
             f"{where} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
@@ -100,12 +98,7 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
 
 def warn_of_unread_values(root: h5py.Group, name: str, where: str) -> None:
     """Say if the first values of a CSR matrix, of which only the places are read, are not all 1."""
-    if "data" not in root[name]:
-        return
-    dataset = open_dataset(root, f"{name}/data", where)
-    if dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
-        return
-    values = dataset[:LOOK_AT_VALUES]
+    values = root[name].get("data", np.empty(0))[:LOOK_AT_VALUES]
     others = values[values != 1]
     if len(others):
         warn(

@@ -7,7 +7,6 @@ import threading
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -38,10 +37,8 @@ def not_found(path: object) -> UserError:
 def is_in_page_cache(descriptor: int, offset: int) -> bool | None:
     """Whether the byte at `offset` of a file can be read without the disk. None: nobody can tell.
 
-    Only Linux tells (preadv2 with RWF_NOWAIT), and not for file systems on a network.
+    Linux does not tell for file systems on a network.
     """
-    if not hasattr(os, "RWF_NOWAIT"):
-        return None
     try:
         n_read = os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -54,60 +51,28 @@ def is_in_page_cache(descriptor: int, offset: int) -> bool | None:
 class OpenFile:
     """A file that is open for reading.
 
-    A fork may share its descriptor, because `preadv` does not use the position of the file. h5py's handle is opened at
-    the first use in each process. A pickled OpenFile opens the file again, and expects it unchanged.
+    Threads and forks may share its descriptor, because `preadv` does not use the position of the file.
     """
 
     def __init__(self, path: str, *, around_page_cache: bool = False):
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
-        self._around_page_cache = around_page_cache
-        self._open()
+        self._raw = Path(path).open("rb", buffering=0)  # noqa: SIM115
+        self._direct = _open_direct(path) if around_page_cache else None
         self._stamp = self._current_stamp()
-
-    def _open(self) -> None:
-        self._raw = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
-        self._direct = self._open_direct() if self._around_page_cache else None
         self._mapped: np.ndarray | None = None
         self._can_probe = True
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
-        self._h5_pid = 0
-
-    def _open_direct(self) -> FileIO | None:
-        """The file without the page cache. None if the system or the file system has no such reads."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except (OSError, AttributeError):
-            return None
-        direct = FileIO(descriptor, "rb")
-        try:
-            os.preadv(descriptor, [aligned_scratch(DIRECT_ALIGNMENT).data], 0)
-        except OSError:
-            direct.close()
-            return None
-        return direct
 
     @property
     def is_direct(self) -> bool:
         """Whether bytes are read around the page cache."""
         return self._direct is not None
 
-    def use_page_cache(self) -> None:
-        """Read through the page cache from now on."""
-        self._around_page_cache = False
-        self._direct = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_raw": None, "_direct": None, "_h5": None, "_mapped": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state
-        self._open()
-
     @property
     def size(self) -> int:
-        """Bytes of the file when it was opened first."""
+        """Bytes of the file when it was opened."""
         return self._stamp[0]
 
     def _current_stamp(self) -> tuple[int, int]:
@@ -116,7 +81,7 @@ class OpenFile:
         return status.st_size, status.st_mtime_ns
 
     def check_unchanged(self) -> None:
-        """Raise RankError if somebody has written to the file since it was opened first."""
+        """Raise RankError if somebody has written to the file since it was opened."""
         if self._current_stamp() != self._stamp:
             raise RankError(f"{self.path} was changed while in use; {RESTORE}")
 
@@ -157,7 +122,7 @@ class OpenFile:
 
     def will_need(self, offset: int, count: int) -> None:
         """Ask the kernel to start reading those bytes from the disk into the page cache, if they are to go there."""
-        if hasattr(os, "posix_fadvise") and not self._direct:
+        if not self._direct:
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -184,33 +149,40 @@ class OpenFile:
     def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
         """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""
         try:
-            if self._h5 is None or self._h5_pid != os.getpid():
-                self._h5 = h5py.File(self.path, "r")
-                self._h5_pid = os.getpid()
+            self._h5 = self._h5 or h5py.File(self.path, "r")
             self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             text = " ".join(str(error).split())
             raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
 
+def _open_direct(path: str) -> FileIO | None:
+    """A file without the page cache. None if the file system has no such reads."""
+    try:
+        direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
+        os.preadv(direct.fileno(), [aligned_scratch(DIRECT_ALIGNMENT).data], 0)
+    except OSError:
+        return None
+    return direct
+
+
 def aligned_scratch(size: int) -> np.ndarray:
     """(size,) uint8 as of `scratch`, at the beginning of a huge page: a disk fills those in few requests."""
-    purpose = "direct"
     memory = _thread_local.__dict__
-    if purpose not in memory or len(memory[purpose]) < size:
-        n_pages = -(-size // HUGE_PAGE_BYTES)
-        mapped = mmap.mmap(-1, (n_pages + 1) * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError, AttributeError):  # a kernel without huge pages
+    if len(memory.get("direct", ())) < size:
+        n_bytes = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        mapped = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(mapped, np.uint8)
         start = -array.ctypes.data % HUGE_PAGE_BYTES
-        memory[purpose] = array[start : start + n_pages * HUGE_PAGE_BYTES]
-    return memory[purpose][:size]
+        memory["direct"] = array[start : start + n_bytes]
+    return memory["direct"][:size]
 
 
 def scratch(size: int, purpose: str = "file") -> np.ndarray:
     """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing."""
     memory = _thread_local.__dict__
-    if purpose not in memory or len(memory[purpose]) < size:
+    if len(memory.get(purpose, ())) < size:
         memory[purpose] = np.empty(size, np.uint8)
     return memory[purpose][:size]

@@ -11,11 +11,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.storage.file import not_found
 
-PLAIN_TYPES = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM, h5py.h5t.STRING)
-"""Types of attributes that are read. h5py writes bool as an enumeration."""
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """For images, tables and arrays."""
 ELSEWHERE = "takes its bytes from other files; name those files, or write the rows into one file"
@@ -26,8 +24,6 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
     """Open a file for reading. Raises UserError for whatever h5py raises, also in the block."""
     if Path(path).is_dir():
         raise UserError(f"{where} is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}")
-    if Path(path).exists() and not Path(path).is_file():
-        raise UserError(f"{where} is a device or a pipe; name an HDF5 file")
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -38,28 +34,17 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
             f"{where} is locked by a process that writes it; wait for that to end, or set "
             "HDF5_USE_FILE_LOCKING=FALSE if there is none"
         ) from None
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror or describe(error)}"
-        if "truncated" in str(error):
-            reason = "is truncated: copy or write it again"
-        if "signature not found" in str(error):
-            reason = f"is not an HDF5 file; name one, {OR_CONVERT}"
-        raise UserError(f"{where} {reason}") from None
-    except MemoryError:
-        raise UserError(f"{where} asks for more memory than there is: copy or write it again") from None
     except Exception as error:
-        if not is_of_h5py(error):
+        if not _is_of_h5py(error):
             raise
-        raise UserError(f"{where} cannot be read: {describe(error)}: copy or write it again") from None
+        reason = " ".join(str(error).split())
+        if "signature not found" in reason:
+            raise UserError(f"{where} is not an HDF5 file; name one, {OR_CONVERT}") from None
+        raise UserError(f"{where} cannot be read: {reason}: copy or write it again") from None
 
 
-def describe(error: Exception) -> str:
-    """What the HDF5 library says, in one line."""
-    return " ".join(str(error).split())
-
-
-def is_of_h5py(error: Exception) -> bool:
-    """Whether h5py raised the error: a RuntimeError, KeyError, ValueError or other. The rest are bugs of our own."""
+def _is_of_h5py(error: Exception) -> bool:
+    """Whether h5py raised the error: an OSError, RuntimeError, KeyError or other. The rest are bugs of our own."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
@@ -79,10 +64,6 @@ def open_group(file: h5py.File, name: str, where: str) -> h5py.Group:
 def open_dataset(root: h5py.Group, name: str, where: str) -> h5py.Dataset:
     """A dataset of numbers with a dimension of rows. Raises UserError if it is not one, or its bytes are elsewhere."""
     data = root.get(name)
-    if data is None:
-        link = root.get(name, getlink=True)
-        if isinstance(link, h5py.ExternalLink):
-            raise UserError(f"{where}: {name} links to {link.filename}, which is not there")
     if not isinstance(data, h5py.Dataset):
         raise UserError(f"{where} has no dataset {name}; it has {list_contents(root)} (see data.fields)")
     if data.is_virtual or data.external or data.file.filename != root.file.filename:
@@ -95,18 +76,8 @@ def open_dataset(root: h5py.Group, name: str, where: str) -> h5py.Dataset:
 
 
 def attributes_of(item: h5py.Group, where: str) -> dict[str, Any]:
-    """The attributes as plain Python values: str, int, float, bool, and lists of them.
-
-    Others, such as references, are left out with a warning: the library would look for their bytes elsewhere.
-    """
-    attributes = {}
-    for name in item.attrs:
-        kind = item.attrs.get_id(name).get_type().get_class()
-        if kind in PLAIN_TYPES and isinstance(name, str):
-            attributes[name] = _to_python(item.attrs[name])
-        else:
-            warn(f"{where}: the attribute {name} is not read: it is neither text nor numbers")
-    return attributes
+    """The attributes as plain Python values: str, int, float, bool, and lists of them."""
+    return {name: _to_python(value) for name, value in item.attrs.items()}
 
 
 def _to_python(value: Any) -> Any:

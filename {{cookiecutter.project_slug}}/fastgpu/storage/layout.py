@@ -24,11 +24,10 @@ import numpy as np
 
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.contract import PoolPlan
-from fastgpu.rows.rows import MAX_VALUES, Field
+from fastgpu.rows.rows import Field
 from fastgpu.storage import codecs
 from fastgpu.storage.columns import Range, index_of
 from fastgpu.storage.file import RESTORE, OpenFile
-from fastgpu.storage.hdf5 import open_file
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -82,7 +81,7 @@ class _Chunks(NamedTuple):
 class Layout:
     """The rows of one dataset. They are found in the file as chunks, or left to h5py.
 
-    A dataset without chunks is cut into chunks of about BLOCK_BYTES. Picklable; holds no h5py object.
+    A dataset without chunks is cut into chunks of about BLOCK_BYTES. Holds no h5py object.
     """
 
     def __init__(self, name: str, data: h5py.Dataset, options: ReadOptions, n_items: int | None = None):
@@ -92,12 +91,7 @@ class Layout:
         """
         self.dataset = data.name
         self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
-        if data.chunks:
-            self.chunk_rows = data.chunks[0]
-        else:
-            self.chunk_rows = max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
-        if self.chunk_rows > MAX_VALUES:
-            raise UserError(f"{name} has chunks of {self.chunk_rows:,} rows; write it with at most {MAX_VALUES:,}")
+        self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
         self._name = name
         self._n_items = n_items
         self._n_rows = len(data)
@@ -105,18 +99,18 @@ class Layout:
         self._file = OpenFile(data.file.filename, around_page_cache=options.around_page_cache)
         self._filters = codecs.filters_of(data.id.get_create_plist())
         self._chunks = self._find_chunks(data)  # None: read through h5py
-        self._digests: np.ndarray | None = None  # (chunks, 32) uint8
+        digests = data.parent.get(self._digests_name)
+        self._digests: np.ndarray | None = digests[:] if isinstance(digests, h5py.Dataset) else None
+        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
+        self._verifies = options.verify
+        if options.verify and self._digests is None:
+            raise UserError(f"{self._name} has no checksums; `python convert.py repack` writes them")
         for applied in self._filters:
             if self._chunks is None and not h5py.h5z.filter_avail(applied[0]):
                 codec = codecs.name_of([applied])
-                raise UserError(
-                    f"{self._name} is compressed by {codec}, which is not installed; pip install hdf5plugin"
-                )
-        if options.verify:
-            self._digests = self._read_digests(data)
-            if self._digests is None:
-                raise UserError(f"{self._name} has no checksums; `python convert.py repack` writes them")
+                raise UserError(f"{name} is compressed by {codec}, which is not installed; pip install hdf5plugin")
         self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
+        self._is_plain = not self._takes_whole_chunks and n_items is None and data.dtype.isnative
 
     @property
     def filters(self) -> str:
@@ -128,15 +122,9 @@ class Layout:
         """Whether the rows are read without the page cache."""
         return self._file.is_direct
 
-    def use_page_cache(self) -> None:
-        """Read through the page cache from now on."""
-        self._file.use_page_cache()
-
     def fingerprint(self) -> bytes:
         """The SHA-256 of the file's size and the checksums of all rows; without them, of a few rows of all parts."""
-        with open_file(self._file.path, self._name) as file:
-            digests = file[self.dataset].parent.get(self._digests_name)
-            content = digests[:] if isinstance(digests, h5py.Dataset) else None
+        content = self._digests
         if content is None:
             rows = np.linspace(0, self._n_rows - 1, min(SAMPLED_ROWS, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
@@ -147,10 +135,6 @@ class Layout:
 
     def _find_chunks(self, data: h5py.Dataset) -> _Chunks | None:
         """The table of chunks. None: only the HDF5 library can find or decode the rows."""
-        if not self._n_rows:
-            return _Chunks(*np.empty((3, 0), np.int64))
-        if data.is_virtual or data.external:
-            return None
         if data.chunks:
             table = self._find_stored_chunks(data)
             if table is None:
@@ -158,22 +142,17 @@ class Layout:
             first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         else:
             offset = data.id.get_offset()
-            if offset is None:
+            if offset is None and self._n_rows:
                 raise UserError(f"{self._name} was never written")
-            if offset + self._n_rows * self.field.row_bytes > self._file.size:
-                raise self._is_truncated()
             first_rows = np.arange(0, self._n_rows, self.chunk_rows)
             table = np.zeros((3, len(first_rows)), np.int64)
-            table[0] = offset + first_rows * self.field.row_bytes
+            table[0] = (offset or 0) + first_rows * self.field.row_bytes
         if not self._filters:
             table[1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
         chunks = _Chunks(*table)
-        if int((chunks.offsets + chunks.sizes).max()) > self._file.size:
-            raise self._is_truncated()
+        if (chunks.offsets + chunks.sizes).max(initial=0) > self._file.size:
+            raise UserError(f"{self._name}: the file is truncated: copy or write it again")
         return chunks
-
-    def _is_truncated(self) -> UserError:
-        return UserError(f"{self._name}: the file is truncated: copy or write it again")
 
     def _find_stored_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
         """(3, chunks) int64: offset, size and skipped filters of each chunk; None as above."""
@@ -184,32 +163,18 @@ class Layout:
         splits_rows = data.chunks[1:] != data.shape[1:]
         if splits_rows or not codecs.can_decode(self._filters) or not self.field.row_bytes:
             return None
-        if n_chunks > self._file.size:  # an index that HDF5 computes claims chunks that take no byte
-            raise self._is_truncated()
-        table = np.full((3, n_chunks), -1)
+        table = np.zeros((3, n_chunks), np.int64)
 
         def note(chunk: h5py.h5d.StoreInfo) -> None:
-            number = chunk.chunk_offset[0] // self.chunk_rows
-            if number < n_chunks and max(chunk.byte_offset, chunk.size) <= self._file.size:
-                table[:, number] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            table[:, chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         data.id.chunk_iter(note)
-        if table.min() < 0:
-            raise self._is_truncated()
         return table
 
     @property
     def _digests_name(self) -> str:
         """Where its group has the checksums of this dataset, if the file has any."""
         return f"{DIGESTS}/{self.dataset.rpartition('/')[2]}"
-
-    def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
-        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        n_chunks = -(-self._n_rows // self.chunk_rows)
-        digests = data.parent.get(self._digests_name)
-        if not isinstance(digests, h5py.Dataset) or digests.shape != (n_chunks, 32):
-            return None
-        return digests[:]
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -278,8 +243,7 @@ class Layout:
     @cached_property
     def _first_byte(self) -> int | None:
         """Where the rows begin in the file, if they are to be gathered: they lie there as they are, in one piece."""
-        is_plain = not self._takes_whole_chunks and self._n_items is None and self._dtype.isnative
-        if self._chunks is None or not is_plain or self.field.row_bytes < GATHER_BYTES:
+        if self._chunks is None or not self._is_plain or self.field.row_bytes < GATHER_BYTES:
             return None
         is_one_piece = np.all(np.diff(self._chunks.offsets) == self.chunk_rows * self.field.row_bytes)
         return int(self._chunks.offsets[0]) if is_one_piece else None
@@ -316,8 +280,7 @@ class Layout:
     @cached_property
     def _scatters(self) -> bool:
         """Whether the kernel scatters rows that are not in memory to their places."""
-        is_plain = not self._takes_whole_chunks and self._dtype.isnative and self._n_items is None
-        return is_plain and self.field.row_bytes >= SCATTER_BYTES and not self._file.is_direct
+        return self._is_plain and self.field.row_bytes >= SCATTER_BYTES and not self._file.is_direct
 
     def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Read neighbouring rows to their places by system calls."""
@@ -338,13 +301,11 @@ class Layout:
             if self._filters:
                 data = self._decode(chunk, data)[: n_rows * self.field.row_bytes]
             rows = self._as_rows(data)
-        self._verify(chunk, rows, self._digests)
+        if self._verifies:
+            assert self._digests is not None
+            if hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
+                raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
         return rows
-
-    def _verify(self, chunk: int, rows: np.ndarray, digests: np.ndarray | None) -> None:
-        """Raise RankError if the rows of a chunk are not those that `digests` were made of."""
-        if digests is not None and hashlib.sha256(rows.data).digest() != digests[chunk].tobytes():
-            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is not the recorded one; {RESTORE}")
 
     def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
         assert self._chunks is not None

@@ -1,10 +1,8 @@
 """What the numbers in rows mean, and whether sources that are used together agree about it.
 
-Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`, `row_order`.
+Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`.
 """
 
-import json
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +11,8 @@ from fastgpu.process.launch import UserError, warn
 
 NUMBERED = {"class_names": "labels", "target_names": "columns of labels", "item_ids": "items"}
 """{attribute that says what numbers stand for: the numbers}"""
+MAX_NAMES = 20
+"""Names that a warning lists."""
 
 
 class Described(Protocol):
@@ -23,67 +23,45 @@ class Described(Protocol):
 
 
 def check_meaning(key: str, *sources: Described, labels: bool = True, preparation: bool = True) -> None:
-    """Compare classes, names of numbers to predict, items and the preparation of images. key: names the sources.
+    """Compare what numbers stand for, and how images were prepared. key: names the sources.
 
-    Raises UserError if a number means one thing in one source and another thing in another. Prints a warning if images
-    were prepared in other ways, or if only some of the sources say what their numbers mean. labels: compare classes and
-    numbers to predict. preparation: compare how images were prepared.
+    Raises UserError if a number means one thing in one source and another thing in another. Prints a warning if only
+    some of the sources say what their numbers mean, or if images were prepared in other ways. labels: compare classes
+    and numbers to predict. preparation: compare how images were prepared.
     """
     for attribute in NUMBERED if labels else ("item_ids",):
-        _check_numbers(key, sources, attribute)
-    if preparation:
-        _warn_of_other_preparation(key, sources)
-
-
-def _check_numbers(key: str, sources: Sequence[Described], attribute: str) -> None:
-    """Each number stands for the same in all sources that say it."""
-    named = [source for source in sources if len(source.attributes.get(attribute, ()))]
-    if not named:
-        return
-    first = named[0]
-    names = np.asarray(first.attributes[attribute])
-    what = NUMBERED[attribute]
-    for other in named[1:]:
-        others = np.asarray(other.attributes[attribute])
-        n = min(len(names), len(others))
-        differ = np.flatnonzero(names[:n] != others[:n])
-        if len(differ):
-            number = differ[0]
-            raise UserError(
-                f"{key}: number {number} of the {what} is {others[number]} in {other.name} and {names[number]} in "
-                f"{first.name} (attribute {attribute}); convert them together"
-            )
-        if len(names) != len(others) and attribute != "class_names":  # the classes of one file may be the first ones
-            raise UserError(
-                f"{key}: {other.name} has {len(others):,} {what} and {first.name} {len(names):,} (attribute "
-                f"{attribute}); convert them together"
-            )
-    unnamed = [source.name for source in sources if source not in named]
-    if not unnamed or names.astype(str).tolist() == [str(number) for number in range(len(names))]:
-        return
-    text = f"{key}: {unnamed[0]} has no {attribute}; its {what} 0, 1, 2... would be {', '.join(map(str, names[:20]))}"
-    if attribute == "class_names" and all(str(name).isdecimal() for name in names):  # sorted as text: 0, 1, 10, 11, 2
-        raise UserError(f"{text} as in {first.name}: other numbers; convert them together")
-    warn(f"{text} as in {first.name}, in this order")
-
-
-def _warn_of_other_preparation(key: str, sources: Sequence[Described]) -> None:
-    known = [(source.name, settings) for source in sources if (settings := _read_preparation(source))]
-    for name, settings in known[1:]:
-        if settings != known[0][1]:
+        named = [source for source in sources if len(source.attributes.get(attribute, ()))]
+        for other in named[1:]:
+            _compare(key, attribute, named[0], other)
+        unnamed = [source for source in sources if source not in named]
+        if named and unnamed:
+            names = [*map(str, named[0].attributes[attribute])]
+            if names != [*map(str, range(len(names)))]:
+                warn(
+                    f"{key}: {unnamed[0].name} has no {attribute}; its {NUMBERED[attribute]} 0, 1, 2... are taken for "
+                    f"{', '.join(names[:MAX_NAMES])} as in {named[0].name}, in this order"
+                )
+    prepared = [source for source in sources if "preprocessing" in source.attributes]
+    for other in prepared[1:] if preparation else ():
+        first = prepared[0]
+        if other.attributes["preprocessing"] != first.attributes["preprocessing"]:
             warn(
-                f"{key}: the images of {name} were prepared with {settings}, those of {known[0][0]} with "
-                f"{known[0][1]}: they show other parts or proportions"
+                f"{key}: the images of {other.name} were prepared with {other.attributes['preprocessing']}, those of "
+                f"{first.name} with {first.attributes['preprocessing']}: they may show other parts"
             )
-            return
 
 
-def _read_preparation(source: Described) -> dict[str, Any]:
-    """Settings of `Preprocessing` without those that change nothing. Empty if the source has none of convert.py."""
-    try:
-        values = dict(json.loads(source.attributes.get("preprocessing", "{}")))
-    except (TypeError, ValueError):
-        return {}
-    if values.get("centre_share") == 1.0:  # pixels and encoded images both show all
-        del values["centre_share"]
-    return {name: value for name, value in values.items() if value is not None}
+def _compare(key: str, attribute: str, first: Described, other: Described) -> None:
+    """Raise UserError if a number stands for other things in two sources. One may have fewer classes."""
+    names = np.asarray(first.attributes[attribute])
+    others = np.asarray(other.attributes[attribute])
+    n = min(len(names), len(others))
+    differ = np.flatnonzero(names[:n] != others[:n]).tolist()
+    if not differ and len(names) != len(others) and attribute != "class_names":
+        differ = [n]
+    for number in differ[:1]:
+        has, should = (str(each[number]) if number < len(each) else "missing" for each in (others, names))
+        raise UserError(
+            f"{key}: number {number} of the {NUMBERED[attribute]} is {has} in {other.name} and {should} in "
+            f"{first.name} (attribute {attribute}); convert them together"
+        )

@@ -7,12 +7,10 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +31,9 @@ until the next epoch asks for them: under a third of them, if the blocks come in
 
 
 class HDF5Dataset(ColumnDataset):
-    """The rows of one or more HDF5 files, one file after the other.
+    """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork.
 
-    `attributes` are those of the first file or group, but `mean` and `std` are of all rows. Picklable, and safe to use
-    after a fork.
+    `attributes` are those of the first file or group, but `mean` and `std` are of all rows.
     """
 
     def __init__(self, files: Sequence["_File"]):
@@ -68,17 +65,6 @@ class HDF5Dataset(ColumnDataset):
     def digest(self) -> str:
         """Of all rows if the files have checksums, else of some. Raises UserError."""
         return hashlib.sha256(b"".join(file.fingerprint() for file in self._files)).hexdigest()[:12]
-
-    def through_page_cache(self) -> Self:
-        """The same rows, of which those that are read again come from memory: for measurements."""
-        if not self.around_page_cache:
-            return self
-        other = deepcopy(self)
-        other.around_page_cache = False
-        for file in other._files:
-            for layout in file.layouts:
-                layout.use_page_cache()
-        return other
 
     def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
         """See `Dataset.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
@@ -124,38 +110,36 @@ def open_store(
     such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: check the SHA-256 of each block
     whenever it is read.
     """
-    if not fields:
-        raise UserError(f"{key}: no field is named; data.fields maps names in the code to datasets of the file")
-    if isinstance(paths, str):
-        paths = [paths]
-    names = [name for path in paths for name in expand(key, path)]
+    names = [name for path in ([paths] if isinstance(paths, str) else paths) for name in expand(key, path)]
+    if not fields or not names:
+        raise UserError(f"{key}: no file or no field is named; data.fields maps names in the code to datasets of files")
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
-    is_too_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
-    options = ReadOptions(verify, is_too_large)
-    _warn_of_missing_shards(key, [path for path, _ in names])
+    options = ReadOptions(verify, around_page_cache=n_bytes > AROUND_PAGE_CACHE * free_host_bytes())
     files = [_File(key, path, group, fields=fields, options=options) for path, group in names]
-    if not files:
-        raise UserError(f"{key} is an empty list; name a file")
     check_meaning(key, *files)
     for file in files[1:]:
         for name, column in file.columns.items():
-            field = column.field
             expected = files[0].columns[name].field
-            if field.signature != expected.signature:
+            if column.field.signature != expected.signature:
                 raise UserError(
-                    f"{key}: {file.name} holds {name} as {field}, {files[0].name} as {expected}; shards must agree"
+                    f"{key}: {file.name} holds {name} as {column.field}, {files[0].name} as {expected}; files must "
+                    "agree"
                 )
     return HDF5Dataset(files)
 
 
-def _warn_of_missing_shards(key: str, paths: Sequence[str]) -> None:
-    """Say that files of a set are missing, as after a conversion or a copy that was cut short."""
-    matches = [re.fullmatch(r"(.+)-\d{5}-of-(\d{5})(\.\w+)", path) for path in paths]  # names of shards
-    for stem, count, suffix in sorted({match.groups() for match in matches if match}):
-        shards = [f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count))]
-        missing = [path for path in shards if not Path(path).exists()]
-        if missing:
-            warn(f"{key}: {len(missing):,} of {len(shards):,} shards are missing, the first is {missing[0]}")
+def expand(key: str, path: str) -> list[tuple[str, str]]:
+    """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none.
+
+    Whether a plain `file.h5` exists is found out when it is opened.
+    """
+    pattern, group = split_group(path)
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [(pattern, group)]
+    files = sorted(glob.glob(pattern))  # noqa: PTH207 (pathlib cannot glob absolute patterns)
+    if not files:
+        raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
+    return [(file, group) for file in files]
 
 
 def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
@@ -187,63 +171,46 @@ def _check_types(attributes: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: the attribute {name} is {attributes[name]}; it should be numbers")
 
 
-def expand(key: str, path: str) -> list[tuple[str, str]]:
-    """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none.
-
-    Whether a plain `file.h5` exists is found out when it is opened.
-    """
-    pattern, group = split_group(path)
-    if Path(pattern).exists() or not glob.has_magic(pattern):
-        return [(pattern, group)]
-    files = sorted(glob.glob(pattern))  # noqa: PTH207 (pathlib cannot glob absolute patterns)
-    if not files:
-        raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
-    return [(file, group) for file in files]
-
-
 class _File:
     """The rows of one file, or of one group of a file."""
 
     def __init__(self, key: str, path: str, group: str, *, fields: Mapping[str, str], options: ReadOptions):
-        self.name = path
-        if group != "/":
-            self.name = f"{path}::{group}"
+        self.name = path if group == "/" else f"{path}::{group}"
         where = f"{key}: {self.name}"
         with open_file(path, f"{key}: {path}") as file:
             root = open_group(file, group, f"{key}: {path}")
             self.attributes = attributes_of(root, where)
             _check_types(self.attributes, where)
-            data = {}
-            for field_name, name in fields.items():
-                data[field_name] = open_field(root, name, where)
-                if data[field_name].n_items and f"{name}/data" not in fields.values():
-                    warn_of_unread_values(root, name, where)
+            data = {field_name: open_field(root, name, where) for field_name, name in fields.items()}
             indptr = {
-                name: read_indptr(field_data, f"{where}: {fields[name]}", options)
-                for name, field_data in data.items()
-                if field_data.indptr is not None
+                field_name: read_indptr(each, f"{where}: {fields[field_name]}", options)
+                for field_name, each in data.items()
+                if each.indptr is not None
             }
-            lengths = {name: field_data.n_rows for name, field_data in data.items()}
+            lengths = {field_name: each.n_rows for field_name, each in data.items()}
+            n_rows = next(iter(lengths.values()))
             if len(set(lengths.values())) != 1:
                 raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")
-            n_rows = next(iter(lengths.values()))
             if not n_rows:
                 raise UserError(f"{where} has no rows")
-            layouts = {
-                name: Layout(f"{where}: {fields[name]}", field_data.values, options, field_data.n_items)
-                for name, field_data in data.items()
-            }
-            types = {name: field_data.field(layouts[name].field) for name, field_data in data.items()}
-            largest = max(types, key=lambda name: types[name].row_bytes)
-            self.layouts = [*layouts.values()]
-            """Where the values of each field lie."""
-            self.largest = layouts[largest]
-            self.columns: dict[str, Column] = {}
-            for name, field in types.items():  # small ones in memory, so that a block costs one read: of the largest
-                column: InMemory | Layout = layouts[name]
-                if name != largest and n_rows * field.row_bytes <= COLUMN_BYTES:
-                    column = InMemory(layouts[name].read_all(field.dtype))
-                self.columns[name] = RaggedColumn(field, column, indptr[name]) if name in indptr else column
+            layouts: dict[str, Layout] = {}
+            for field_name, each in data.items():
+                name = fields[field_name]
+                layouts[field_name] = Layout(f"{where}: {name}", each.values, options, each.n_items)
+                if each.n_items and f"{name}/data" not in fields.values():
+                    warn_of_unread_values(root, name, where)
+            types = {field_name: each.field(layouts[field_name].field) for field_name, each in data.items()}
+        largest = max(types, key=lambda field_name: types[field_name].row_bytes)
+        self._layouts = layouts
+        self.largest = layouts[largest]
+        """Where the values of the largest field lie."""
+        self.columns: dict[str, Column] = {}
+        for field_name, field in types.items():  # small ones in memory, so that a block costs one read: of the largest
+            column: InMemory | Layout = layouts[field_name]
+            if field_name != largest and n_rows * field.row_bytes <= COLUMN_BYTES:
+                column = InMemory(layouts[field_name].read_all(field.dtype))
+            is_ragged = field_name in indptr
+            self.columns[field_name] = RaggedColumn(field, column, indptr[field_name]) if is_ragged else column
         block_rows = self.largest.chunk_rows  # for ragged rows: about BLOCK_BYTES, in MIN_BLOCKS or more
         if types[largest].is_ragged:
             block_rows = max(1, min(BLOCK_BYTES // types[largest].row_bytes, n_rows // MIN_BLOCKS))
@@ -263,4 +230,4 @@ class _File:
         arrays = [column.rows for column in values if isinstance(column, InMemory)]
         arrays += [column.indptr for column in columns if isinstance(column, RaggedColumn)]
         digests = [hashlib.sha256(array.data).digest() for array in arrays]
-        return b"".join([*digests, *(layout.fingerprint() for layout in self.layouts)])
+        return b"".join([*digests, *(layout.fingerprint() for layout in self._layouts.values())])
