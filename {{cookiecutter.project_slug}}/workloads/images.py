@@ -92,7 +92,7 @@ class Workload(workloads.Workload):
         o = self.options
         if o.pretrained and not o.timm:
             raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
-        if o.min_crop_scale < 1 and train.encoded:
+        if o.min_crop_scale < 1 and train.decoding and train.may_vary:
             warn(
                 f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
                 "image already: the model sees parts of parts"

@@ -225,7 +225,7 @@ def test_workers_that_cannot_be_started_are_the_same_error_again():
     order = order_of(source)
     reader = source.with_workers(1, order)
     plan = next(order.pools(0))
-    reads = next(plan.reads.portions(reader.rows_per_job))
+    reads = next(plan.reads.portions(reader._rows_per_ask))
     out = {"images": np.zeros((24, 1, 8, 8), np.uint8), "labels": np.zeros(24, int)}
     with (
         start_method("spawn"),

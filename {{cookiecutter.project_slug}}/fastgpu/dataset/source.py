@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
@@ -63,8 +63,7 @@ class _Answers(TorchDataset):
 
     def __getitem__(self, ask: Ask) -> "tuple[Ask, dict[str, Any] | str]":
         """The rows, {field: tensor, or (values, offsets)}; or a line about what is wrong with one of them."""
-        hangs = threading.Timer(self._timeout_s, faulthandler.dump_traceback)  # shows where an item hangs
-        hangs.start()
+        faulthandler.dump_traceback_later(self._timeout_s)  # shows where an item hangs
         try:
             columns = self._items.read_rows(*ask)
         except RankError as error:
@@ -72,7 +71,7 @@ class _Answers(TorchDataset):
         except Exception as error:
             return ask, f"{self._items.name}: {_describe(error)}; loader.num_workers=0 shows the whole traceback"
         finally:
-            hangs.cancel()
+            faulthandler.cancel_dump_traceback_later()
         return ask, {name: _to_tensors(column) for name, column in columns.items()}
 
 
@@ -108,6 +107,8 @@ class ItemDataset(Dataset):
     Dataset has it, and so are arrays with the name of a field (or `targets`) if they have the values of the items.
     """
 
+    may_vary = True
+
     def __init__(self, name: str, dataset: TorchDataset, names: Mapping[str, str], *, timeout_s: float = 300):
         """names: {field: its key in the items}. timeout_s: for an answer of the workers."""
         self.name = name
@@ -123,6 +124,7 @@ class ItemDataset(Dataset):
         class_names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
         self.attributes: dict[str, Any] = {"class_names": list(class_names)} if class_names else {}
         self.n_workers = 0
+        self._rows_per_ask = 1
         self._timeout_s = timeout_s
         self._answers: Iterator[tuple[Ask, Any]] | None = None
 
@@ -130,9 +132,13 @@ class ItemDataset(Dataset):
         """The same rows for a feed of its own. n_workers: 0 reads in this process."""
         other = copy(self)
         other.n_workers = n_workers
-        other.rows_per_job = rows_per_ask(self, order)
+        other._rows_per_ask = rows_per_ask(self, order)
         other._answers = None
         return other
+
+    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
+        """See `Dataset.jobs`. A job is what a worker is asked for."""
+        return super().jobs(plan, out, self._rows_per_ask)
 
     def column(self, name: str) -> np.ndarray:
         """One field of all rows, if the Dataset has it as an attribute. Raises KeyError if it has not.
@@ -173,14 +179,7 @@ class ItemDataset(Dataset):
         if not self.n_workers:
             columns = self.items.read_rows(*_ask(plan, reads))
         else:
-            if self._answers is None:
-                self._start_workers(plan)
-            ask, answer = self._next_answer()
-            if ask.epoch != plan.epoch or not np.array_equal(ask.rows, reads.starts):
-                self.close()  # the reader has left the order, as at the beginning of another epoch
-                self._start_workers(plan)
-                ask, answer = self._next_answer()
-                assert np.array_equal(ask.rows, reads.starts), "a reader begins with the first rows of a pool"
+            answer = self._answer_to(_ask(plan, reads), plan)
             if isinstance(answer, str):
                 self.close()
                 raise RankError(answer)
@@ -196,8 +195,6 @@ class ItemDataset(Dataset):
 
     def _start_workers(self, plan: PoolPlan) -> None:
         """Begin with the first rows of a pool."""
-        if self.rows_per_job is None:
-            raise ValueError("open a Dataset by with_workers before it is read")
         if multiprocessing.get_start_method() == "forkserver":
             forkserver.ensure_running()  # before the signal is blocked: what else it starts would never be terminated
         before = {*multiprocessing.active_children()}
@@ -207,7 +204,7 @@ class ItemDataset(Dataset):
             loader = DataLoader(
                 _Answers(self.items, self._timeout_s),
                 batch_size=None,
-                sampler=asks_from(plan, self.rows_per_job),
+                sampler=asks_from(plan, self._rows_per_ask),
                 collate_fn=_as_it_is,
                 num_workers=self.n_workers,
                 prefetch_factor=ASKS_AHEAD,
@@ -232,9 +229,21 @@ class ItemDataset(Dataset):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
+    def _answer_to(self, asked: Ask, plan: PoolPlan) -> Any:
+        """What the workers say of these rows. Those that run on to other rows are ended."""
+        if self._answers is not None:  # the iterator of torch is false: it has no length
+            ask, answer = self._next_answer()
+            if ask.epoch == asked.epoch and np.array_equal(ask.rows, asked.rows):
+                return answer
+            self.close()
+        self._start_workers(plan)
+        ask, answer = self._next_answer()
+        assert np.array_equal(ask.rows, asked.rows), "a reader begins with the first rows of a pool"
+        return answer
+
     def _next_answer(self) -> tuple[Ask, Any]:
         deadline = time.monotonic() + self._timeout_s
-        while (answers := self._answers) is not None:  # the iterator of torch is false: it has no length
+        while (answers := self._answers) is not None:
             try:
                 return next(answers)
             except (RuntimeError, OSError, EOFError) as error:

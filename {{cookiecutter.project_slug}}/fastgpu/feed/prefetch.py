@@ -92,7 +92,7 @@ class PrefetchLoader:
         self._unknown = ragged - source.lengths.keys()  # a Dataset's: how long its rows are is known once they are read
         job_rows = JOB_BYTES // max(1, source.row_bytes)
         worth_waking = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * n_threads))
-        self._rows_per_job = source.rows_per_job or worth_waking
+        self._rows_per_job = worth_waking
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot() for _ in range(loader.prefetch_pools + 1)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream

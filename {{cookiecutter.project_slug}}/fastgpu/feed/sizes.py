@@ -21,7 +21,7 @@ from fastgpu.rows.rows import MAX_VALUES
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""
 MAX_POOL_ROWS = 8 << 20
-"""The most rows of such a pool. To plan the places of so many takes a third of a second, in which no row is read."""
+"""Maximum number of rows of such a pool. To plan so many takes a third of a second, in which no row is read."""
 MAX_READERS = 8
 RESIDENT_SHARE = 0.5
 """Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
@@ -63,32 +63,38 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     batch_size = choose_rank_batch(data.batch_size, world.world_size, cfg.optim.accumulation_steps, source)
     canonical_ranks = choose_canonical_ranks(data.batch_size, world.world_size, source)
     pool_batches = choose_pool_batches(data.pool_batches, data.batch_size, source)
-    uses_workers = isinstance(source, ItemDataset)
-    need = sum(len(each) * (each.encoded or each).row_bytes for each in sources)
+    need = sum(len(each) * each.row_bytes for each in sources)
     free_host = free_host_bytes() // world.local_world_size
     free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
     free = {"device": free_device, "host": free_host}
-    if data.tier == "device" and source.encoded:
-        raise UserError(
-            f"data.tier is device, but each epoch decodes other parts of the images of {source.name} "
-            f"(data.min_crop_scale is {data.min_crop_scale:g}); use disk, or host for the encoded images"
-        )
     tier = choose_tier(data.tier, need, free, source.name, can_stay=all(may_stay(each) for each in sources))
-    if isinstance(source, ItemDataset) and tier != "disk" and source.draws_at_random():
-        warn(
-            f"data.tier is {tier}: the items of {source.name} are read once, so what they draw at random is the "
-            "same in each epoch; data.tier=disk reads them anew"
-        )
-    if uses_workers:
-        n_readers = choose_workers(loader.num_workers, world.local_world_size)
-    else:
-        max_readers = available_cpus() if source.decoder else MAX_READERS
-        n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
+    if tier != "disk" and source.may_vary:
+        _warn_of_frozen_rows(source, tier)
     if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
         warn("loader.prefetch_pools has no effect on the device tier")
     if text := class_order_warning(source, pool_batches * data.batch_size):
         warn(text)
+    uses_workers = isinstance(source, ItemDataset)
+    if uses_workers:
+        n_readers = choose_workers(loader.num_workers, world.local_world_size)
+    else:
+        max_readers = available_cpus() if source.decoding else MAX_READERS
+        n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
     return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
+
+
+def _warn_of_frozen_rows(source: Dataset, tier: Tier) -> None:
+    """Say that rows which differ from epoch to epoch would be kept. Raises UserError if they are known to differ."""
+    if source.decoding:
+        raise UserError(
+            f"data.tier is {tier}, but each epoch decodes other parts of the images of {source.name} "
+            "(data.min_crop_scale); use data.tier=disk"
+        )
+    if isinstance(source, ItemDataset) and source.draws_at_random():
+        warn(
+            f"data.tier is {tier}: the items of {source.name} are read once, so what they draw at random is the "
+            "same in each epoch; data.tier=disk reads them anew"
+        )
 
 
 def choose_rank_batch(batch_size: int, world_size: int, accumulation: int, source: Dataset) -> int:
@@ -130,7 +136,7 @@ def auto_pool_rows(source: Dataset) -> int:
 
 
 def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: int = MAX_READERS) -> int:
-    """auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them."""
+    """Reader threads. auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them."""
     if num_readers != "auto":
         return num_readers
     return max(1, min(max_readers, available_cpus() // local_world_size))
@@ -138,27 +144,21 @@ def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: 
 
 def choose_workers(num_workers: int | Auto, local_world_size: int) -> int:
     """Worker processes of a Dataset. auto: the CPUs of this rank."""
-    if num_workers != "auto":
-        return num_workers
-    return max(1, available_cpus() // local_world_size)
+    return choose_readers(num_workers, local_world_size, available_cpus())
 
 
 def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str, *, can_stay: bool = True) -> Tier:
     """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
 
-    need: bytes of the rows. free: {"device": bytes, "host": bytes} for each rank. can_stay: False if `auto` must not
-    keep the rows in memory, because they may change from epoch to epoch (a Dataset with augmentation, random parts of
-    encoded images), or because they have more values than 32-bit offsets can count.
+    need: bytes of the rows. free: {"device": bytes, "host": bytes} for each rank. can_stay: see `may_stay`.
     """
-    if tier == "disk":
-        return tier
     if tier == "auto":
         if can_stay and need <= RESIDENT_SHARE * free["device"]:
             return "device"
         if can_stay and need <= RESIDENT_SHARE * free["host"]:
             return "host"
         return "disk"
-    if need > free[tier]:
+    if tier != "disk" and need > free[tier]:
         raise UserError(
             f"data.tier is {tier}, but {name} needs {format_bytes(need)} a rank and {format_bytes(free[tier])} are "
             "free; use data.tier=disk"
@@ -168,16 +168,14 @@ def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str
 
 def may_stay(source: Dataset) -> bool:
     """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
-    if isinstance(source, ItemDataset) or source.encoded:
-        return False
-    return all(int(lengths.sum(dtype=np.int64)) <= MAX_VALUES for lengths in source.lengths.values())
+    n_values = [int(lengths.sum(dtype=np.int64)) for lengths in source.lengths.values()]
+    return not source.may_vary and max(n_values, default=0) <= MAX_VALUES
 
 
 def class_order_warning(source: Dataset, pool_rows: int) -> str:
     """A warning if the file is sorted by class and pools of `pool_rows` rows cannot mix it; otherwise empty.
 
-    The file counts as sorted if neighbouring rows share their label far more often than by chance. The labels of a
-    batch then scatter more than those of a random sample. Blocks of single rows are always mixed.
+    The file counts as sorted if neighbouring rows share their label far more often than by chance.
     """
     is_mixed = pool_rows >= len(source) or source.block_rows.max() == 1
     labels = None if is_mixed else source.in_memory("labels")

@@ -82,8 +82,7 @@ def make_feed(
     tier, device, n_readers = placement
     if tier == "disk":
         return _prefetch(source, order, placement, loader)
-    whole = source.whole or source
-    stored = (whole if tier == "device" else whole.encoded) or whole
+    stored = source.whole or source
     if stored not in kept:
         home = placement if tier == "device" else placement._replace(device=torch.device("cpu"))
         kept[stored] = _read_all(stored, home, loader)
@@ -92,8 +91,6 @@ def make_feed(
     rows: Dataset = ArrayDataset(
         stored.name, kept[stored].numpy(), stored.attributes, block_rows=stored.block_rows, fields=stored.fields
     )
-    if source.encoded and source.decoder:
-        rows = source.decoder.decoded(rows)
     return _prefetch(rows, order, placement._replace(n_readers=max(1, n_readers)), loader)
 
 

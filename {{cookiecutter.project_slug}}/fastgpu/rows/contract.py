@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -93,13 +93,6 @@ class Pool(NamedTuple):
     rows: Rows
 
 
-class Decoder(Protocol):
-    """How encoded rows become values. As text: in words."""
-
-    def decoded(self, rows: "Dataset") -> "Dataset":
-        """The same rows, decoded."""
-
-
 class Dataset:
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
 
@@ -116,12 +109,10 @@ class Dataset:
     """The rows of each epoch. None: each row once."""
     whole: "Dataset | None" = None
     """All rows, if only some of them are selected: what is kept in memory serves all parts of a split."""
-    decoder: "Decoder | None" = None
-    """How encoded rows are decoded while they are read. None: they are not encoded."""
-    encoded: "Dataset | None" = None
-    """The rows that may be kept in memory, if each epoch decodes other parts of them."""
-    rows_per_job: int | None = None
-    """Number of rows that a thread reads at a time. None: as many as are worth waking it."""
+    decoding: str = ""
+    """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
+    may_vary: bool = False
+    """Whether a row may be another one in another epoch, so that it cannot be kept in memory."""
 
     def __len__(self) -> int:
         """Number of rows that may be in an epoch."""

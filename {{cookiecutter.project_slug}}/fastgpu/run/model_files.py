@@ -48,7 +48,7 @@ def describe_model(
     train, val = sources
     fields = {**val.fields, **train.fields}
     described = dict(train.attributes)
-    if val.decoder:  # what is predicted will be decoded like this, perhaps to another size than in training
+    if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
         fields = {**train.fields, **val.fields}
         described["preprocessing"] = val.attributes["preprocessing"]
     attributes = {}

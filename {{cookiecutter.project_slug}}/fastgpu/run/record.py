@@ -109,10 +109,8 @@ def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     )
     if isinstance(source, HDF5Dataset) and source.around_page_cache and sizes.tier == "disk":
         text += "\nfiles: larger than the free memory, so they are read around the page cache (O_DIRECT)"
-    if source.decoder:
-        text += f"\nimages: {source.decoder}"
-        if source.encoded and sizes.tier == "disk":
-            text += "; pixels do not stay in memory, because epochs take other ones"
+    if source.decoding:
+        text += f"\nimages: {source.decoding}"
     if isinstance(source.selection, Mixture):
         text += f"\neach epoch: {source.selection.describe()}"
     elif order.total_size < len(source):
