@@ -636,7 +636,7 @@ def test_a_batch_with_rows_of_several_types_keeps_their_values(n_workers):
 
 
 def test_a_dataset_of_words_is_refused():
-    with pytest.raises(UserError, match="data.dataset: mine has x as str; use numbers, arrays or tensors of the CPU"):
+    with pytest.raises(UserError, match="data.dataset: mine has x as str; use numbers, arrays or CPU tensors"):
         ItemDataset("mine", Changing("a", "b"), {"x": "x"})
 
 
@@ -676,7 +676,7 @@ def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(tmp_path):
 
 def test_items_of_another_number_of_values_than_are_named_are_one_line():
     for fields in ({"images": "images"}, {**FIELDS, "weights": "weights"}):
-        message = f"have 2 values, but {len(fields)} names are given: {', '.join(fields)}; name all of them"
+        message = f"have 2 values; data.fields .* names {', '.join(fields)}: name what they have"
         with pytest.raises(UserError, match=message):
             ItemDataset("x", Numbered(), fields)
 
@@ -685,5 +685,5 @@ def test_an_item_that_is_a_tensor_is_one_value():
     """Its first axis are no fields."""
     source = ItemDataset("x", Single(), {"images": "images"})
     assert source.fields["images"].shape == (1, 8, 8)
-    with pytest.raises(UserError, match="have 1 values, but 2 names are given"):
+    with pytest.raises(UserError, match="have 1 values; data.fields .* names images, labels"):
         ItemDataset("x", Single(), FIELDS)

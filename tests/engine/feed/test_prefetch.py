@@ -100,7 +100,6 @@ def test_rows_arrive_in_the_order_of_the_plan(store, n_readers, n_slots):
     assert not prefetch_threads()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
 def test_readers_have_a_lower_priority_than_the_loop(store):
     priorities = set()
 

@@ -35,46 +35,39 @@ class Items:
         self.dataset = dataset
         self._names = names
         self.first = self.read(0)
-        self.fields = {field: self._type_of(field, value) for field, value in self.first.items()}
+        self.fields: dict[str, Field] = {}
         n_rows = len(dataset)  # type: ignore[arg-type]
         samples = [self.read(row) for row in np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int).tolist()]
-        for field, first in self.fields.items():
+        for field, value in self.first.items():
+            found = type_of(value)
+            if isinstance(found, str):
+                raise UserError(f"data.dataset: {name} has {field} as {found}; use numbers, arrays or CPU tensors")
             shapes = [np.shape(to_array(sample[field])) for sample in samples if is_array(sample[field])]
-            differ = {shape[1:] for shape in shapes if shape} == {first.shape[1:]} and len({*shapes}) > 1
-            if first.shape and (differ or field in getattr(dataset, "ragged", ())):
-                mean_values = float(np.mean([shape[0] for shape in shapes]))
-                self.fields[field] = Field(first.dtype, first.shape[1:], mean_values)
-
-    def _type_of(self, field: str, value: object) -> Field:
-        found = type_of(value)
-        if isinstance(found, str):
-            raise UserError(
-                f"data.dataset: {self.name} has {field} as {found}; use numbers, arrays or tensors of the CPU"
-            )
-        return found
+            differ = {shape[1:] for shape in shapes if shape} == {found.shape[1:]} and len({*shapes}) > 1
+            if found.shape and (differ or field in getattr(dataset, "ragged", ())):
+                found = Field(found.dtype, found.shape[1:], float(np.mean([shape[0] for shape in shapes])))
+            self.fields[field] = found
 
     def read(self, row: int) -> dict[str, Any]:
         """One item, as {field: what the Dataset gives}."""
         try:
             item = self.dataset[row]
-            if isinstance(item, Mapping):
-                if missing := [name for name in self._names.values() if name not in item]:
-                    raise UserError(
-                        f"data.dataset: the items of {self.name} have {', '.join(map(str, item))}, not "
-                        f"{', '.join(missing)}; name what they have in data.fields, or in --fields NAME=NAME of repack"
-                    )
-                return {field: item[name] for field, name in self._names.items()}
-            values = item if isinstance(item, Sequence) else (item,)  # a tensor is one value
-            if len(values) != len(self._names):
-                raise UserError(
-                    f"data.dataset: the items of {self.name} have {len(values)} values, but {len(self._names)} names "
-                    f"are given: {', '.join(self._names)}; name all of them, in their order, in data.fields, or in "
-                    "--fields NAME=NAME of repack"
-                )
-            return dict(zip(self._names, values, strict=True))
         except Exception as error:
             error.add_note(f"in row {row} of {self.name}")
             raise
+        if not isinstance(item, Mapping):
+            values = item if isinstance(item, Sequence) else (item,)  # a tensor is one value
+            if len(values) == len(self._names):
+                return dict(zip(self._names, values, strict=True))
+            found = f"{len(values)} values"
+        elif all(name in item for name in self._names.values()):
+            return {field: item[name] for field, name in self._names.items()}
+        else:
+            found = ", ".join(map(str, item))
+        raise UserError(
+            f"data.dataset: the items of {self.name} have {found}; data.fields (--fields of convert.py) names "
+            f"{', '.join(self._names.values())}: name what they have, values without names in their order"
+        )
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
         """{field: (n, *shape), or ragged} of these rows, (n,), in their order.

@@ -14,11 +14,11 @@ the device, or calls `record_stream`. On a CPU, host and device memory are the s
 import atexit
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import ceil
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -91,8 +91,7 @@ class PrefetchLoader:
         ragged = {name for name, field in source.fields.items() if field.is_ragged}
         self._unknown = ragged - source.lengths.keys()  # a Dataset's: how long its rows are is known once they are read
         job_rows = JOB_BYTES // max(1, source.row_bytes)
-        worth_waking = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * n_threads))
-        self._rows_per_job = worth_waking
+        self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * n_threads))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot() for _ in range(loader.prefetch_pools + 1)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
@@ -202,11 +201,8 @@ class PrefetchLoader:
             has_more = True
             while has_more or filling:
                 slot = None
-                if has_more:
-                    try:  # while reads are under way, do not wait for a slot: the loop may need those pools to free one
-                        slot = self._free.get(block=not filling)
-                    except Empty:
-                        slot = None
+                with suppress(Empty):  # while reads are under way, do not wait: the loop may need their pools first
+                    slot = self._free.get(block=not filling) if has_more else None
                 if self._closing.is_set():
                     break
                 if slot is None:
@@ -306,8 +302,7 @@ def _join(plan: PoolPlan, slot: _Slot, name: str, parts: Sequence[tuple[np.ndarr
 def _lower_priority() -> None:
     """Let the loop run first where both want a CPU: it wakes up to queue a step that the device is waiting for.
 
-    Linux gives each thread its own priority. On other systems this does nothing.
+    Linux gives each thread its own priority.
     """
-    if sys.platform == "linux":
-        nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + READERS_NICE)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + READERS_NICE)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -176,15 +176,11 @@ class Mixture:
 
     def describe(self) -> str:
         """How many rows of each group an epoch has, for people."""
-        passes = self.turns / self._group_rows
-        if len(self.turns) > MAX_GROUPS_SHOWN:
-            kind = "sources" if self.groups.by_block else "classes"
-            return (
-                f"{self.epoch_rows:,} rows, {self.turns.min():,} to {self.turns.max():,} of each of "
-                f"{len(self.turns):,} {kind} ({passes.min():.3g} to {passes.max():.3g} passes)"
-            )
-        groups = zip(self.groups.names, self.turns.tolist(), passes.tolist(), strict=True)
-        return ", ".join(f"{n_turns:,} rows of {name} ({n_passes:.3g} passes)" for name, n_turns, n_passes in groups)
+        n_shown = min(len(self.turns), MAX_GROUPS_SHOWN)
+        shares = (self.turns / self._group_rows).tolist()
+        groups = [f"{self.turns[n]:,} rows of {self.groups.names[n]} ({shares[n]:.3g} passes)" for n in range(n_shown)]
+        n_more = len(self.turns) - n_shown
+        return ", ".join(groups) + (f", and those of {n_more:,} more" if n_more else "")
 
 
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
