@@ -119,7 +119,7 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
         "from mine import Photos\nclass Table(Photos):\n    def __getitem__(self, i): return {'x': i, 'y': 2 * i}\n"
     )
     refused = convert("dataset", "own:Table", "60", "table.h5")
-    assert (
+    assert " have x, y; data.fields (--fields of convert.py) names images, labels: name what" in refused.stderr
         " have x, y; data.fields (--fields of convert.py) names images, labels: name what they have" in refused.stderr
     )
     assert convert("dataset", "own:Table", "60", "table.h5", "--fields", "x=x", "y=y").returncode == 0
