@@ -8,7 +8,7 @@ from typing import Any
 from template import PROJECT, condition_of
 
 import workloads
-from fastgpu.process.config import MAX_COUNT, Config, Section
+from fastgpu.process.config import Config, Section
 from fastgpu.process.config_loader import keys
 
 HEAD = """# Configuration
@@ -42,11 +42,7 @@ def describe_allowed(field: dict[str, Any]) -> str:
     kind = field.get("type", "any value")
     if kind == "array":
         return f"list of {describe_allowed(field.get('items', {}))}"
-
-    def is_told(bound: str) -> bool:
-        return bound in field and not (kind == "integer" and bound == "maximum" and field[bound] >= MAX_COUNT)
-
-    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if is_told(name)]
+    bounds = [f"{sign} `{field[name]}`" for name, sign in BOUNDS.items() if name in field]
     return " ".join(["mapping" if kind == "object" else kind, *bounds])
 
 

@@ -1,9 +1,8 @@
 """The settings of a run: one class for each section of config.yaml.
 
-Every field has a type, a default where there is a sensible one, and a docstring, which `python train.py --help` prints.
-Functions take the sections they need. Only the scripts, `choose_sizes` and the bench of diagnose.py see all of them.
-The section `model` belongs to the workload, which declares its settings itself (see workloads/__init__.py). This module
-does not import torch, so a typing error in the config is reported at once.
+The docstring below a field is what `python train.py --help` and docs/config.md say about it. Functions take the
+sections they need. The section `model` belongs to the workload, which declares its settings itself (see
+workloads/__init__.py). This module does not import torch, so a typing error in the config is reported at once.
 """
 
 import re
@@ -15,11 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
-MAX_COUNT = 2**31 - 1
-"""No number of rows of a batch, of steps, threads or seconds is larger."""
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-LargeCount = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(gt=0)]
 
@@ -44,15 +40,15 @@ class Run(Section):
     """Folder of this run below `run.folder`. auto: date and time, or with `resume: auto` the newest run."""
     folder: str = "runs"
     """Folder that holds all runs."""
-    seed: LargeCount = 0
+    seed: CountOrZero = 0
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
-    """auto: continue from the last checkpoint of the run if there is one, else start a new run. On a command line also
-    the folder of a run, such as runs/first: it goes on with the config that it recorded, which other words change."""
+    """auto: continue from the last checkpoint if there is one. On a command line also the folder of a run, such as
+    runs/first: it goes on with the config that it recorded, and other words change it."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
     check: bool = False
-    """Build data, model and optimizer, and stop before the first step: whatever would stop the run shows in seconds."""
+    """Build data, model and optimizer, and stop before the first step."""
 
 
 class Data(Section):
@@ -73,20 +69,20 @@ class Data(Section):
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
     image_size: CountOrZero = 0
-    """Height and width that encoded images are decoded to (files that hold JPEG or PNG bytes)."""
+    """Height and width that JPEG and PNG images are decoded to."""
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Encoded images: in each epoch, train on another random part of at least this share of the area (0.08 to 0.35 for
-    photographs), and validate on the centre, 7/8 of the sides. 1: the centre, all of it, in both."""
+    """JPEG and PNG images: train on a random part of at least this share of the area (0.08 to 0.35 for photographs),
+    and validate on the centre, 7/8 of the sides. 1: train and validate on the whole centre."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
     tier: Tier | Auto = "auto"
     """Where the rows are kept: on the device, in host memory, or on disk. auto: the nearest tier that has room."""
     pool_batches: Count | Auto = "auto"
-    """Global batches in a pool; a pool is shuffled, copied and echoed as a whole. auto: 256 MiB of
-    rows, at most 8 million."""
+    """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
+    million."""
     echo: Annotated[float, Field(ge=1)] = 1.0
-    """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). Useful where reading is the
-    bottleneck: a diagnosis names the factor that costs no time."""
+    """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). diagnose.py names the
+    factor that costs no time."""
 
     @property
     def val_share(self) -> float | None:
@@ -104,10 +100,9 @@ class Loader(Section):
     """Pools prepared ahead of the one in use. Each has its own staging memory. No effect on the device tier."""
     num_workers: CountOrZero | Auto = "auto"
     """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main process, to
-    debug; steps that draw random numbers on a CPU then differ from run to run."""
+    debug; random numbers that steps draw on a CPU then differ from run to run."""
     timeout_s: Count = 300
-    """Stop the run when a reader thread has read nothing, or no worker process has sent a batch, for this many seconds:
-    a network file system is gone, or a Dataset hangs."""
+    """Stop the run if a reader thread or the worker processes deliver nothing for this many seconds."""
 
 
 class Optim(Section):
@@ -141,8 +136,8 @@ class Train(Section):
     compile: bool = False
     """Use torch.compile: the first step is slow, the others are faster."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999: about the
-    mean over 1000 steps. It begins at 0 and rises to that: n / (n + 9) after n steps. 0: the weights themselves."""
+    """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999. The decay
+    after n steps is at most n / (n + 9). 0: the weights themselves."""
 
 
 class Dist(Section):
@@ -165,8 +160,7 @@ class Log(Section):
     every_steps: Count = 50
     """Steps between two points in metrics.jsonl and TensorBoard."""
     wandb: str = ""
-    """A project of Weights & Biases that gets the scalars, too (pip install wandb). Its own environment variables,
-    such as WANDB_MODE=offline, decide how."""
+    """A project of Weights & Biases that gets the scalars, too (pip install wandb)."""
 
 
 class Config(Section):
@@ -188,26 +182,23 @@ class Config(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """{dotted key: where it was set last}: `config.yaml:12` or `command line`. For messages."""
+        """{dotted key: where it was set last}: `config.yaml:12` or `command line`."""
         return self._origins
 
     def resolved(self, **sections: dict[str, Any]) -> "Config":
         """A copy with other values: resolved(data={"tier": "disk"}). The values are not checked again."""
-        changed = {}
+        changed: dict[str, Any] = {}
         for name, values in sections.items():
             section = getattr(self, name)
-            is_section = isinstance(section, Section)
-            changed[name] = section.model_copy(update=values) if is_section else {**section, **values}
+            changed[name] = section | values if name == "model" else section.model_copy(update=values)
         return self.model_copy(update=changed)
 
     def flat(self) -> dict[str, Any]:
         """{dotted key: value} of every key."""
-        values: dict[str, Any] = {}
-        for name, value in self.model_dump().items():
-            if name in SECTIONS:
-                values |= {f"{name}.{key}": each for key, each in value.items()}
-            else:
-                values[name] = value
+        tree = self.model_dump()
+        values = {"workload": tree.pop("workload")}
+        for section, content in tree.items():
+            values |= {f"{section}.{key}": value for key, value in content.items()}
         return values
 
 
@@ -215,9 +206,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of config.yaml for {dotted key: value}: the inverse of `Config.flat`."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        branch = tree.setdefault(section, {}) if section else tree
-        branch[name] = value
+        section, _, name = key.partition(".")
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[key] = value
     return tree
 
 
