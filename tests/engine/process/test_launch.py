@@ -5,67 +5,64 @@ import pytest
 from harness import ROOT, TIMEOUT_S
 
 from fastgpu.process import launch as launch_module
-from fastgpu.process.launch import (
-    Launch,
-    RankError,
-    UserError,
-    exit_with_message,
-    read_launch,
-    warn,
-)
+from fastgpu.process.launch import Launch, RankError, UserError, exit_with_message, read_launch, warn
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def slept(monkeypatch) -> list[float]:
+    """Where this process was started without torchrun: the seconds that it has slept."""
+    slept: list[float] = []
+    monkeypatch.setattr(launch_module.time, "sleep", slept.append)
+    for name in (*VARIABLES, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return slept
+
+
+def ends_with(error: BaseException) -> int:
+    """The exit code that an error becomes."""
+    with pytest.raises(SystemExit) as stop, exit_with_message():
+        raise error
+    return stop.value.code
 
 
 def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
     assert read_launch() == Launch()
-    for number, name in enumerate(names, 3):
+    for number, name in enumerate(VARIABLES, 3):
         monkeypatch.setenv(name, str(number))
-    assert read_launch() == Launch(3, 4, 5, 6, 7)
-
-
-@pytest.mark.parametrize(("local_rank", "message"), [(0, "error: too many\n"), (1, "")])
-def test_a_user_error_is_one_line_for_a_machine_and_the_same_exit_code_on_every_rank(
-    monkeypatch, capsys, local_rank, message
-):
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    with pytest.raises(SystemExit) as stop, exit_with_message():
-        raise UserError("too many")
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == message
-
-
-def test_under_torchrun_the_first_rank_ends_first_so_that_its_message_is_seen(monkeypatch, capsys):
-    slept = []
-    monkeypatch.setattr(launch_module.time, "sleep", slept.append)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    for local_rank in (0, 1):
+    assert read_launch() == Launch(3, 4, 5, 6, 7, is_launched=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "first", "other"),
+    [
+        (UserError("too many"), 2, "error: too many\n", ""),
+        (RankError("my disk is gone"), 2, "error: my disk is gone\n", "error: my disk is gone\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted; run.resume=auto continues from the last checkpoint\n", ""),
+    ],
+)
+def test_a_person_sees_one_message_of_a_machine_or_that_of_the_rank_that_alone_failed(
+    monkeypatch, capsys, error, code, first, other
+):
+    for local_rank, message in enumerate((first, other)):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        with pytest.raises(SystemExit), exit_with_message():
-            raise UserError("too many")
+        assert ends_with(error) == code
+        assert capsys.readouterr().err == message
+
+
+def test_under_torchrun_the_first_rank_ends_first_so_that_its_message_is_seen(monkeypatch, slept):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    ends_with(UserError("too many"))
+    assert slept == []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    ends_with(UserError("too many"))
     assert slept == [launch_module.SPEAKER_S]
-    assert capsys.readouterr().err == "error: too many\n"
-
-
-def test_an_error_of_one_rank_is_printed_by_that_rank(monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(SystemExit) as stop, exit_with_message():
-        raise RankError("my disk is gone")
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: my disk is gone\n"
-
-
-def test_an_interruption_has_no_traceback(capsys):
-    with pytest.raises(SystemExit) as stop, exit_with_message():
-        raise KeyboardInterrupt
-    assert stop.value.code == 130
-    assert "run.resume=auto" in capsys.readouterr().err
 
 
 def test_a_message_does_not_repeat_a_whole_file(capsys):
-    with pytest.raises(SystemExit), exit_with_message():
-        raise UserError(f"x.csv:2: {'a' * 10**6} is no number\nx.csv:3: is empty")
+    ends_with(UserError(f"x.csv:2: {'a' * 10**6} is no number\nx.csv:3: is empty"))
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: x.csv:2: aaa")
     assert len(first) < 1100
@@ -78,22 +75,15 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
-    printed = []
+    warn("the file is sorted")
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         warn("the file is sorted")
-        printed.append(capsys.readouterr().out)
-    assert printed == ["warning: the file is sorted\n", "", "", ""]
-
-
-def test_a_plain_process_prints_its_warnings(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    warn("the file is sorted")
-    assert capsys.readouterr().out == "warning: the file is sorted\n"
+    assert capsys.readouterr().out == 2 * "warning: the file is sorted\n"  # of a plain process and of rank 0
 
 
 HANGS = """
-import atexit, threading
+import threading
 import h5py
 from h5py._objects import phil
 from fastgpu.process.launch import HangError, exit_with_message
@@ -106,7 +96,7 @@ def hang():
 is_stuck = threading.Event()
 threading.Thread(target=hang, daemon=True).start()
 is_stuck.wait()
-atexit.register(print, "report written")
+print("a line")
 with exit_with_message():
     raise HangError("no rows have come")
 """
@@ -116,4 +106,4 @@ def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
     done = subprocess.run(
         [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "report written\n", "error: no rows have come\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "a line\n", "error: no rows have come\n")

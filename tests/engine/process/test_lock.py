@@ -6,15 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Timer
 
 import pytest
+from harness import ROOT
 
 from fastgpu.process import files
 from fastgpu.process.files import LOCK, FolderLock
 from fastgpu.process.launch import UserError
 
-ROOT = Path(__file__).parents[3] / "{{cookiecutter.project_slug}}"
 HOLD = """
 import os, sys, time
 from pathlib import Path
@@ -41,16 +40,16 @@ def hold(folder: Path, how: str = "alone") -> Iterator[int]:
 
 
 def test_a_second_process_is_refused_and_told_whom_to_stop(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(files, "PATIENCE_S", 0)
     with hold(tmp_path) as pid, pytest.raises(UserError) as error:
         FolderLock(tmp_path)
     assert f"{tmp_path} is in use by process {pid} on {socket.gethostname()} since 2" in str(error.value)
     FolderLock(tmp_path).close()  # the kernel released the lock
 
 
-def test_a_lock_is_waited_for_a_little(tmp_path):
+def test_a_lock_is_waited_for_a_little(tmp_path, monkeypatch):
     with hold(tmp_path) as pid:
-        Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: os.kill(pid, signal.SIGKILL))
         FolderLock(tmp_path).close()
 
 
@@ -59,7 +58,6 @@ def test_a_child_does_not_keep_the_lock_of_a_dead_process(tmp_path):
         FolderLock(tmp_path).close()
 
 
-def test_a_closed_lock_can_be_taken_at_once(tmp_path):
+def test_a_closed_lock_names_nobody(tmp_path):
     FolderLock(tmp_path).close()
     assert (tmp_path / LOCK).read_bytes() == b""
-    FolderLock(tmp_path).close()

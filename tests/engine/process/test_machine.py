@@ -1,5 +1,4 @@
 import os
-import sys
 from pathlib import Path
 
 import psutil
@@ -34,12 +33,6 @@ def test_cpus_follow_the_affinity_and_the_quota_of_the_cgroup(monkeypatch, cgrou
     assert available_cpus() == cpus
 
 
-def test_cpus_where_there_is_no_affinity(monkeypatch, cgroup):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 10)
-    assert available_cpus() == 10
-
-
 @pytest.mark.parametrize(
     ("files", "free"),
     [
@@ -67,8 +60,7 @@ def test_free_memory_is_that_of_the_machine_or_of_its_cgroup(monkeypatch, cgroup
     assert free_host_bytes() == free
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /sys/fs/cgroup")
-def test_free_memory_of_this_machine_is_a_sensible_number():
+def test_the_limits_of_this_machine_are_sensible_numbers():
     assert 0 < free_host_bytes() < 1 << 50
     assert available_cpus() >= 1
 

@@ -1,7 +1,6 @@
 import signal
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from harness import ALONE, CPU, in_world
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, RankError, UserError
-from fastgpu.process.world import World, _check_device, init_distributed
+from fastgpu.process.world import World, init_distributed
 
 
 def error_of(function: Callable[[], Any]) -> str | None:
@@ -75,17 +74,13 @@ def test_an_error_of_one_rank_is_raised_on_every_rank_and_they_can_still_talk(ra
         assert rank["sum afterwards"] == 2.0
 
 
-def test_values_that_differ_are_named_with_both_ranks(ranks):
+def test_values_that_differ_are_named_on_every_rank(ranks):
     host = socket.gethostname()
     for rank in ranks:
         assert rank["same values"] is None
-        assert rank["other value"] == (
-            f"run.seed is 1 on rank 1 ({host}) and 0 on rank 0 ({host}) (1 more differ); all ranks need the same "
-            "settings, rows and versions"
-        )
-        assert rank["different"] == f"the step is 1 on rank 1 ({host}) and 0 on rank 0 ({host}); share the folder"
-        assert "x.py is ab on rank 1" in rank["value of one rank"]
-        assert f"and missing on rank 0 ({host})" in rank["value of one rank"]
+        assert rank["other value"].startswith(f"run.seed is 1 on rank 1 ({host}) and 0 on rank 0; all ranks need")
+        assert rank["different"] == f"the step is 1 on rank 1 ({host}) and 0 on rank 0; share the folder"
+        assert rank["value of one rank"].startswith(f"x.py is ab on rank 1 ({host}) and None on rank 0; ")
 
 
 def test_addresses_of_the_ranks_are_kept_apart_for_each_restart(ranks):
@@ -127,12 +122,10 @@ def test_more_processes_than_gpus(monkeypatch):
 def store(monkeypatch) -> dist.Store:
     """The store of a job of two ranks, of which this process is the first. It has no process group."""
     store = dist.HashStore()
-    others = dist.PrefixStore("devices", dist.PrefixStore("attempt0", store))
-    others.add("compared", 1)
     monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    return others
+    return store
 
 
 def end_by(error: Exception) -> None:
@@ -148,11 +141,7 @@ def end_by(error: Exception) -> None:
         (UserError("data.train is x"), UserError, "data.train is x"),
         (ValueError("a bug"), ValueError, "a bug"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError, "mat1 and mat2"),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
-            RankError,
-            r"rank 0 on .* ran out of memory \(CUDA out of memory\); lower data.batch_size",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
         (
             RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
             RankError,
@@ -166,25 +155,11 @@ def test_what_ends_a_rank_is_one_line_unless_it_is_a_bug(error, kind, raised):
         end_by(error)
 
 
-def test_ranks_that_never_meet_are_one_line_too(store, monkeypatch):
+@pytest.mark.usefixtures("store")
+def test_ranks_that_never_meet_are_one_line_too(monkeypatch):
     def fail(*arguments: Any, **options: Any) -> None:
         raise dist.DistStoreError("timed out")
 
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(RankError, match="rank 0 lost the others"):
         end_by(AssertionError("not reached"))
-
-
-def test_a_rank_with_another_device_is_named_on_every_rank():
-    store = dist.HashStore()
-
-    def check(rank: int) -> str:
-        world = World(rank, 8, 8, torch.device("cuda" if rank == 5 else "cpu"))
-        with pytest.raises(UserError) as raised:
-            _check_device(store, world)
-        return str(raised.value)
-
-    with ThreadPoolExecutor(8) as threads:
-        messages = {*threads.map(check, range(8))}
-    assert len(messages) == 1
-    assert messages.pop().startswith("the device is cuda on rank 5 (")

@@ -104,7 +104,12 @@ class Bench:
         """What was measured. config: {dotted key: value}, without `auto`."""
         return {
             "world": str(self.world),
-            "machine": self.world.identity | {"row_bytes": self.parts.train_rows.row_bytes},
+            "machine": {
+                "device": self.world.device_name,
+                "world_size": self.world.world_size,
+                "local_world_size": self.world.local_world_size,
+                "row_bytes": self.parts.train_rows.row_bytes,
+            },
             "config": self.parts.config.flat() | {"data.echo": self.loop.echo},
         }
 

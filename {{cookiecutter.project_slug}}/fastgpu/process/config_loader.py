@@ -97,7 +97,8 @@ def _split(argv: list[str]) -> tuple[list[str], dict[str, str]]:
             paths.append(value)
         elif word.startswith("-") or not equals:
             raise UserError(
-                f'{COMMAND_LINE}: "{word}" is not understood: use --config FILE, section.key=value or --help'
+                f'{COMMAND_LINE}: "{word}" is not understood: use --config FILE, section.key=value or --help; flags of '
+                "torchrun go before train.py"
             )
         elif key in values:
             raise UserError(f"{COMMAND_LINE}: {key} is given twice: keep one")

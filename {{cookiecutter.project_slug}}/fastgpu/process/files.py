@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from fastgpu.process.launch import UserError
 
@@ -55,14 +54,6 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     flush(target.parent)
 
 
-def open_to_append(path: Path) -> TextIO:
-    """Open a text file in the folder of a run to append to it.
-
-    Raises OSError for a symbolic link: whoever may write to the folder could lead the run to any file of its user.
-    """
-    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a text file: it is complete, or as before. Raises OSError if the disk refuses."""
     with new_file(path, replace=True) as partial:
@@ -85,22 +76,19 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path):
-        until = time.monotonic() + PATIENCE_S
         self._path = folder / LOCK
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            while not self._try():
-                if time.monotonic() > until:
-                    holder = os.pread(self._descriptor, MAX_HOLDER_BYTES, 0).decode(errors="replace")
-                    raise UserError(f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name")
-                time.sleep(POLL_S)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._holder = f"process {os.getpid()} on {socket.gethostname()} since {since}".encode()
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, self._holder, 0)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+        until = time.monotonic() + PATIENCE_S
+        while not self._try():
+            if time.monotonic() > until:
+                holder = os.pread(self._descriptor, MAX_HOLDER_BYTES, 0).decode(errors="replace")
+                os.close(self._descriptor)
+                raise UserError(f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name")
+            time.sleep(POLL_S)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._holder = f"process {os.getpid()} on {socket.gethostname()} since {since}".encode()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, self._holder, 0)
 
     def check(self) -> None:
         """Raise UserError if the lock is no longer that of the folder: it was removed, or the folder was moved."""
@@ -116,11 +104,9 @@ class FolderLock:
             )
 
     def close(self) -> None:
-        """Release the lock."""
-        if self._descriptor >= 0:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Release the lock. Call it once."""
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
 
     def _try(self) -> bool:
         try:

@@ -4,25 +4,18 @@ The only module that reads environment variables. It does not import torch, so a
 once.
 """
 
-import atexit
 import faulthandler
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, NamedTuple, NoReturn
-
-EXIT_S = 2.0
-"""Time for what is registered with `atexit` if Python's own exit would hang."""
+from typing import IO, NamedTuple
 
 SPEAKER_S = 3.0
 """How long ranks wait until the first one has printed a message: torchrun ends all of them with the first that ends."""
 MAX_LINE = 1000
-"""Characters of a line of a message. It may quote what a damaged file holds, whatever its length."""
-
-
+"""Characters of a line of a message, which may quote a file."""
 RECORDED = ("CUDA_", "FI_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
 """Beginnings of the environment variables that change how NCCL, CUDA, OpenMP and torch work."""
 
@@ -32,11 +25,11 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """A UserError that one rank alone meets during training. That rank prints it, whichever it is."""
+    """A UserError that one rank alone meets. That rank prints it; others are raised on every rank."""
 
 
 class HangError(RankError):
-    """A thread hangs, and so may Python's own exit: it waits for the locks of that thread."""
+    """A thread hangs. Python's own exit would wait for the locks of that thread, so the process ends by force."""
 
 
 class Launch(NamedTuple):
@@ -50,27 +43,18 @@ class Launch(NamedTuple):
     """How often torchrun has restarted the processes of this job."""
     is_launched: bool = False
     """Whether torchrun started this process and waits for its end."""
-    shares_store: bool = False
-    """Whether torchrun keeps one store for all restarts of the processes."""
-
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this process prints for its machine: a person sees one message, not one from each rank."""
-        return self.local_rank == 0
 
 
 def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-2], strict=True)]
+    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
     rank, world_size, local_rank, local_world_size, attempt = numbers
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch(rank, world_size, local_rank, local_world_size, attempt, is_launched, shares_store)
+    return Launch(rank, world_size, local_rank, local_world_size, attempt, "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def read_environment() -> dict[str, str]:
-    """{variable: value} of all that `RECORDED` names. This project sets none of them; torchrun and clusters do."""
+    """{variable: value} of all that `RECORDED` names."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}
 
 
@@ -84,26 +68,24 @@ def warn(text: str) -> None:
 def exit_with_message(
     interrupted: str = "interrupted; run.resume=auto continues from the last checkpoint",
 ) -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr and exit code 2 on every rank. Bugs keep their traceback.
-
-    A fatal signal (a bug in a driver, a file truncated while it is mapped) leaves a traceback, too.
-    """
+    """Turn a `UserError` into one line on stderr for each machine, and exit code 2 on every rank. Bugs keep their
+    traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too."""
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
     try:
         yield
     except UserError as error:
-        if launch.is_local_main or isinstance(error, RankError):
-            lines = f"error: {error}".splitlines()
-            lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in lines]
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+        if launch.local_rank == 0 or isinstance(error, RankError):
+            for line in f"error: {error}".splitlines():
+                print(line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ...", file=sys.stderr, flush=True)
         elif launch.is_launched:
             time.sleep(SPEAKER_S)
         if isinstance(error, HangError):
-            _exit_by_force(2)
+            sys.stdout.flush()
+            os._exit(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        if launch.is_local_main:
+        if launch.local_rank == 0:
             print(f"\n{interrupted}", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 
@@ -117,13 +99,3 @@ def stop_at_closed_pipe(file: IO[str]) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or Python complains when it flushes at exit
         raise SystemExit(1) from None
-
-
-def _exit_by_force(code: int) -> NoReturn:
-    """End the process, whatever hangs in it. Functions registered with `atexit` are called if they are quick."""
-    timer = threading.Timer(EXIT_S, os._exit, [code])
-    timer.daemon = True
-    timer.start()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 GIB = 1 << 30
 MIB = 1 << 20
-CGROUPS = "/sys/fs/cgroup"
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_cpus() -> int:
@@ -17,11 +18,10 @@ def available_cpus() -> int:
         n_cpus = len(os.sched_getaffinity(0))
     else:  # macOS
         n_cpus = os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return n_cpus
-    return n_cpus if quota == "max" else max(1, min(n_cpus, int(quota) // int(period)))
+    with suppress(OSError, ValueError):
+        quota, period = (CGROUPS / "cpu.max").read_text().split()
+        n_cpus = max(1, min(n_cpus, int(quota) // int(period)))  # ValueError: the quota is `max`
+    return n_cpus
 
 
 def free_host_bytes() -> int:
@@ -34,21 +34,18 @@ def free_host_bytes() -> int:
 
 def _free_in_cgroups() -> Iterator[int]:
     """What is left of each limit on this process: of its cgroup (version 2), and of those around it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().split()
-    except OSError:
-        lines = []
-    own = Path(CGROUPS, next((line for line in lines if line.startswith("0::/")), "0::/").removeprefix("0::/"))
-    for folder in [own, *own.parents[: len(own.parts) - len(Path(CGROUPS).parts)]]:
-        try:
-            limit = (folder / "memory.max").read_text().strip()
+    own = CGROUPS
+    with suppress(OSError):
+        own /= Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
+    for folder in [own, *own.parents]:
+        # a container may not see the folder of its cgroup, but sees it as the root; ValueError: the limit is `max`
+        with suppress(OSError, ValueError):
+            limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
             stat = (folder / "memory.stat").read_text().split()
-        except OSError:  # a container may not see the folder of its cgroup, but sees it as the root
-            continue
-        values = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
-        if limit != "max":
-            yield max(0, int(limit) - used + values.get("inactive_file", 0) + values.get("active_file", 0))
+            values = dict(zip(stat[::2], stat[1::2], strict=True))
+            cached = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
+            yield max(0, limit - used + cached)
 
 
 def format_bytes(n_bytes: float) -> str:

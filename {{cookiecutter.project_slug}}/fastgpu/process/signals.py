@@ -23,19 +23,22 @@ if TYPE_CHECKING:
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
-PARENT_POLL_S = 0.5
 LAST_WORDS_S = 5.0
-"""Outside of training, a rank ends this long after SIGTERM."""
+"""Before the loop listens, a rank ends this long after SIGTERM."""
+PARENT_POLL_S = 0.5
 ORPHAN_S = 4.0
 """An orphan is ended this long after its parent died."""
-
+AGREE_S = 1.0
+"""About how often the ranks ask each other whether a signal came."""
+FIRST_AGREEMENT = 10
+"""Steps until the first of these questions, which tells how long a step takes."""
 
 _ending: list[tuple[int, threading.Timer]] = []
 """The signal that `end_soon` has met, and the end that it will bring."""
 
 
 def end_soon(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by ending the process a little later, unless `Requests.listen` takes the request over.
+    """Handle a signal by ending the process a little later, unless `Agreement.listen` takes the request over.
 
     torchrun sends SIGTERM as soon as one rank has ended, and the others should have the time to say what they know.
     """
@@ -45,22 +48,53 @@ def end_soon(number: int, frame: FrameType | None) -> None:
     timer.start()
 
 
-class Requests:
-    """What this process has been asked to do, from `listen` to `close`."""
+class Agreement:
+    """What signals ask of the ranks, as all of them know it. Every rank calls the same methods.
 
-    def __init__(self) -> None:
+    The ranks ask each other about once a second, not after each step.
+    """
+
+    def __init__(self, world: "World"):
         self.stop_signal = 0
-        """Number of the signal that asked for a stop; 0: none did."""
-        self._stop_time = 0.0
+        """Number of the signal that asked a rank for a stop, as all ranks know; 0: none did."""
+        self._world = world
         self._handlers: dict[signal.Signals, Any] = {}
+        self._own_signal = 0
+        self._own_time = 0.0
+        self._next_step = 0
+        self._asked_at = 0
+        self._asked = 0.0
 
-    def listen(self) -> None:
-        """Handle the signals above from now on, and one that came a moment ago. Call it in the main thread."""
+    def listen(self, step: int) -> None:
+        """Handle signals from now on, at this step, and one that came a moment ago. Call it in the main thread."""
         self._handlers = {number: signal.signal(number, self._handle) for number in STOP}
         while _ending:
             number, timer = _ending.pop()
             timer.cancel()
             self._handle(number, None)
+        self._asked = time.monotonic()
+        self._asked_at = step
+        self._next_step = step + FIRST_AGREEMENT
+
+    def is_asked_to_stop(self, step: int) -> bool:
+        """Whether a signal to any rank asks for a stop at this step."""
+        if step < self._next_step and self._world.world_size > 1:
+            return False
+        now = time.monotonic()
+        seconds = self._world.all_reduce_max(now - self._asked)  # all ranks ask again after the same number of steps
+        steps_per_s = (step - self._asked_at) / max(seconds, 1e-9)
+        self._next_step = step + max(1, int(AGREE_S * steps_per_s))
+        self._asked = now
+        self._asked_at = step
+        self.stop_signal = int(self._world.all_reduce_max(self._own_signal))
+        return self.stop_signal > 0
+
+    def is_asked_to_stop_now(self) -> bool:
+        """Whether a signal to any rank asks for a stop: asked at once, and again at the next step."""
+        is_asked = self._world.all_reduce_max(self._own_signal) > 0
+        if is_asked:
+            self._next_step = 0
+        return is_asked
 
     def outlive_run(self) -> None:
         """Keep the handlers when this is closed: the run is over, and a signal could only spoil its orderly end."""
@@ -74,10 +108,10 @@ class Requests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal. It interrupts whatever Python is doing, so it must not print, lock or raise."""
-        if not self.stop_signal:
-            self.stop_signal = number
-            self._stop_time = time.monotonic()
-        elif time.monotonic() - self._stop_time > ECHO_S:  # the person, or the cluster, is out of patience
+        if not self._own_signal:
+            self._own_signal = number
+            self._own_time = time.monotonic()
+        elif time.monotonic() - self._own_time > ECHO_S:  # the person, or the cluster, is out of patience
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -101,56 +135,3 @@ def _is_reaper(parent: int) -> bool:
     with suppress(OSError):
         return parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     return False
-
-
-AGREE_S = 1.0
-"""About how often the ranks ask each other whether a signal came."""
-FIRST_AGREEMENT = 10
-"""Steps until the first of these questions, which tells how long a step takes."""
-
-
-class Agreement:
-    """Asks the ranks about once a second, not after each step, what signals want. Every rank calls the same methods."""
-
-    def __init__(self, world: "World"):
-        self.stop_signal = 0
-        """Number of the signal that asked a rank for a stop, as all ranks know; 0: none did."""
-        self._world = world
-        self._requests = Requests()
-        self._next_step = 0
-        self._asked = 0.0
-        self._asked_at = 0
-
-    def listen(self, step: int) -> None:
-        """Handle signals from now on, at this step. Call it in the main thread."""
-        self._requests.listen()
-        self._asked = time.monotonic()
-        self._asked_at = step
-        self._next_step = step + FIRST_AGREEMENT
-
-    def is_asked_to_stop(self, step: int) -> bool:
-        """Whether a signal to any rank asks for a stop at this step."""
-        if step < self._next_step and self._world.world_size > 1:
-            return False
-        now = time.monotonic()
-        seconds = self._world.all_reduce_max(now - self._asked)  # all ranks ask again after the same number of steps
-        steps_per_s = (step - self._asked_at) / max(seconds, 1e-9)
-        self._next_step = step + max(1, int(AGREE_S * steps_per_s))
-        self._asked, self._asked_at = now, step
-        self.stop_signal = int(self._world.all_reduce_max(self._requests.stop_signal))
-        return self.stop_signal > 0
-
-    def is_asked_to_stop_now(self) -> bool:
-        """Whether a signal to any rank asks for a stop: asked at once, and again at the next step."""
-        is_asked = self._world.all_reduce_max(float(self._requests.stop_signal > 0)) > 0
-        if is_asked:
-            self._next_step = 0
-        return is_asked
-
-    def outlive_run(self) -> None:
-        """Keep the handlers: the run is over, and a signal could only spoil its orderly end."""
-        self._requests.outlive_run()
-
-    def close(self) -> None:
-        """Handle signals as before."""
-        self._requests.close()

@@ -1,8 +1,7 @@
 """The process group, the device and the rank as one value: nccl on CUDA, gloo on a CPU."""
 
 import gc
-import hashlib
-import json
+import re
 import signal
 import socket
 import traceback
@@ -17,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch, warn
+from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch
 from fastgpu.process.signals import end_soon, end_with_launcher
-
-SAME = "all ranks need the same settings, rows and versions"
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,6 @@ class World:
     @property
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What decides how fast the job can be: for comparing it with another one."""
-        return {"device": self.device_name, "world_size": self.world_size, "local_world_size": self.local_world_size}
 
     def __str__(self) -> str:
         if self.device.type == "cuda":
@@ -118,25 +110,19 @@ class World:
         if any(failed):
             raise UserError(self.broadcast(own, source=failed.index(1.0)))
 
-    def check_same(self, values: Mapping[str, object], cure: str = SAME) -> None:
-        """Raise UserError on every rank if a value of a rank differs from that of rank 0. It names both values.
-
-        values: {name: value}. This costs one small reduction if all are the same.
-        """
-        texts = {name: str(value) for name, value in values.items()}
-        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
-        if len(set(self.all_gather(int.from_bytes(digest[:6], "big")))) == 1:  # a float64 holds 53 bits
-            return
-        host = socket.gethostname()
-        first_host, first = self.broadcast((host, texts))
+    def check_same(
+        self, values: Mapping[str, object], cure: str = "all ranks need the same settings, rows and versions"
+    ) -> None:
+        """Raise UserError on every rank if a rank has another value than rank 0. values: {name: value}."""
+        own = {name: str(value) for name, value in values.items()}
+        first = self.broadcast(own)
         with self.together():
-            names = [name for name in first | texts if texts.get(name) != first.get(name)]
-            if names:
-                more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
-                raise UserError(
-                    f"{names[0]} is {texts.get(names[0], 'missing')} on rank {self.rank} ({host}) and "
-                    f"{first.get(names[0], 'missing')} on rank 0 ({first_host}){more}; {cure}"
-                )
+            for name in first | own:
+                if own.get(name) != first.get(name):
+                    raise UserError(
+                        f"{name} is {own.get(name)} on rank {self.rank} ({socket.gethostname()}) and {first.get(name)} "
+                        f"on rank 0; {cure}"
+                    )
 
 
 @contextmanager
@@ -158,16 +144,10 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
     # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts
     # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
-    if launch.shares_store and launch.local_world_size < launch.world_size:
-        warn(
-            "the ranks may not find each other after a restart, or after a machine has joined or left: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, with --rdzv-backend=c10d"
-        )
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
     try:
-        _check_device(dist.PrefixStore("devices", store), world)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -182,46 +162,17 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     except RankError:  # this rank alone cannot go on
         raise
     except UserError as error:  # raised on every rank, see `together`
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # they hold what `_leave` collects
         _leave()
         raise
-    except BaseException as error:
-        if _is_lost_peer(error):
-            cure = "torchrun names the rank that failed first; if none did, raise dist.timeout_s"
-            raise RankError(f"rank {world.rank} lost the others; {cure}") from None
-        if isinstance(error, torch.OutOfMemoryError):
-            raise RankError(
-                f"rank {world.rank} on {socket.gethostname()} ran out of memory ({str(error).split('.')[0]}); lower "
-                "data.batch_size, or raise optim.accumulation_steps"
-            ) from None
-        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+            raise
+        raise RankError(
+            f"rank {world.rank} lost the others; torchrun names the rank that failed first; if none did, raise "
+            "dist.timeout_s"
+        ) from None
     _leave()
-
-
-def _check_device(store: dist.Store, world: World) -> None:
-    """Raise UserError on every rank if a rank has another type of device than rank 0: the two could never meet."""
-    device, host = world.device.type, socket.gethostname()
-    if world.is_main:
-        store.set("first", json.dumps([device, host]))
-    first_device, first_host = json.loads(store.get("first"))  # waits for rank 0
-    if device != first_device:
-        message = (
-            f"the device is {device} on rank {world.rank} ({host}) and {first_device} on rank 0 ({first_host}); "
-            "check nvidia-smi on both machines, or set dist.device"
-        )
-        store.set("another", message)
-    if store.add("compared", 1) >= world.world_size:
-        store.set("all compared", "")
-    store.wait(["all compared"])
-    if store.check(["another"]):
-        raise UserError(store.get("another").decode())
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone, hangs or has gone another way."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
 def _leave() -> None:

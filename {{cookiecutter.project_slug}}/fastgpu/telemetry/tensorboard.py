@@ -16,7 +16,6 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from fastgpu.process.files import open_to_append
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
@@ -134,7 +133,7 @@ class TensorBoard:
             return
         sums = interval._asdict() if interval else {}
         place = {"step": step, "time_s": round(time.monotonic() - self._t0, 3), "part": self._part}
-        with self._forgiving(), open_to_append(self._folder / "metrics.jsonl") as file:
+        with self._forgiving(), (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({**place, **sums, **values}) + "\n")
         if self._writer:
             with self._forgiving():
