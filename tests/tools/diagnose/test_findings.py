@@ -31,12 +31,12 @@ def test_processes_and_their_cpus(write, monkeypatch):
     assert str(look(path)["processes"]).startswith("  processes ")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(result, "available_cpus", lambda: 1)
-    one_gpu = World(0, 1, 1, GPU, local_rank=1)  # the first local rank would ask CUDA for UUIDs
+    one_gpu = World(0, 1, 1, GPU)
     finding = look(path, one_gpu)["processes"]
     assert finding.advice == "7 GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
     assert str(finding).startswith("! processes ")
     assert look(path)["processes"].advice == "the GPUs are not used (dist.device)"
-    all_gpus = World(1, 8, 8, GPU, local_rank=1)
+    all_gpus = World(1, 8, 8, GPU)
     assert look(path, all_gpus)["processes"].advice.startswith("the readers and the loop share a CPU")
 
 

@@ -28,8 +28,6 @@ class World:
     world_size: int
     local_world_size: int
     device: torch.device
-    local_rank: int = 0
-    """Rank among the processes of this machine."""
     is_launched: bool = False
     """Whether torchrun started this process and waits for its end."""
 
@@ -135,9 +133,7 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     launch = launch or read_launch()
     end_with_launcher(launch)
     device = _choose_device(launch, settings.device)
-    world = World(
-        launch.rank, launch.world_size, launch.local_world_size, device, launch.local_rank, launch.is_launched
-    )
+    world = World(launch.rank, launch.world_size, launch.local_world_size, device, launch.is_launched)
     if world.world_size == 1:
         yield world
         return

@@ -29,10 +29,6 @@ class Throughput(NamedTuple):
     steps: float = 0.0
     """Optimizer steps."""
 
-    @property
-    def trained_rows_per_s(self) -> float:
-        return self.trained_rows / self.seconds
-
     def plus(self, other: "Throughput") -> "Throughput":
         """The sums of both intervals."""
         return Throughput(*(a + b for a, b in zip(self, other, strict=True)))
@@ -41,7 +37,7 @@ class Throughput(NamedTuple):
         """{tag: value}."""
         return {
             "train/step_ms": 1000 * self.seconds / max(1, self.steps),
-            "train/trained_rows_per_s": self.trained_rows_per_s,
+            "train/trained_rows_per_s": self.trained_rows / self.seconds,
             "data/fresh_rows_per_s": self.fresh_rows / self.seconds,
             "data/wait_pct": 100 * self.wait_s / self.seconds,
             "data/echo": self.trained_rows / self.fresh_rows,
@@ -71,7 +67,7 @@ class Clock:
         self._wait_s = 0.0
         self._fresh_rows = 0.0
         self._trained_rows = 0.0
-        self.steps = 0
+        self._steps = 0
         self._t0 = time.perf_counter()
 
     def timed(self, pools: Iterable[T]) -> Iterator[T]:
@@ -93,7 +89,7 @@ class Clock:
 
     def count(self, fresh_rows: float, trained_rows: int) -> None:
         """Count one step of all ranks."""
-        self.steps += 1
+        self._steps += 1
         self._fresh_rows += fresh_rows
         self._trained_rows += trained_rows
 
@@ -107,7 +103,7 @@ class Clock:
             self._wait_s += begin.elapsed_time(end) / 1000
         seconds = time.perf_counter() - self._t0
         wait_s = self._world.all_reduce_max(self._wait_s)
-        throughput = Throughput(seconds, wait_s, self._fresh_rows, self._trained_rows, self.steps)
+        throughput = Throughput(seconds, wait_s, self._fresh_rows, self._trained_rows, self._steps)
         self.restart()
         return throughput
 

@@ -1,11 +1,10 @@
 """What the machine does during a run: its GPUs through NVML, CPUs, memory and disks through psutil, read by one thread.
 
-GPU-Util is the share of time in which some kernel ran, on however few SMs of the GPU. It is taken from the driver's own
-buffer of samples, several a second, so nothing is missed between two reads. SM activity, the share of the SMs that
-were busy, says more; NVML's GPM has it on Hopper and newer
+GPU-Util is the share of time in which some kernel ran, on however few SMs of the GPU, as nvidia-smi shows it. SM
+activity, the share of the SMs that were busy, says more; NVML's GPM has it on Hopper and newer
 (https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmEnums.html).
 
-A counter that a GPU, its driver or this system does not have is listed in `missing` and left out, never logged as 0.
+A counter that a GPU, its driver or this system does not have is named once and left out, never logged as 0.
 """
 
 import threading
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import psutil
 import torch
@@ -22,45 +21,44 @@ from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 
 POLL_S = 1.0
-MB = 1e6
-Counter = Callable[[], dict[str, float]]
-"""A function that returns {name: value}; its own name is used in messages."""
 
 
-class Counters:
+class Counters(NamedTuple):
     """Counters of a machine that are read together."""
 
-    def __init__(self, counters: Sequence[tuple[str, Counter]], missing: Sequence[str] = ()):
-        """counters: (prefix of the tags, counter)."""
-        self._counters = list(counters)
-        self.missing = list(missing)
-        """What could not be read, with the reason. It is not tried again. `Monitor.take` empties this list."""
+    functions: dict[str, Callable[[], dict[str, float]]]
+    """{group/name: function that returns {name of a scalar: value}}"""
+    missing: list[str]
+    """What could not be read, with the reason. It is not tried again. `Monitor.take` empties this list."""
 
     def read(self) -> dict[str, float]:
-        """{tag: value}. The first values of counters that compare with the read before are missing or 0."""
+        """{tag: value}. The first values of counters that compare with the read before mean nothing."""
         values: dict[str, float] = {}
-        for prefix, counter in list(self._counters):
+        for name, function in list(self.functions.items()):
+            group = name.partition("/")[0]
             try:
-                values |= {prefix + name: value for name, value in counter().items()}
+                values |= {f"{group}/{scalar}": value for scalar, value in function().items()}
             except Exception as error:  # whatever a driver raises must not stop the run
-                self._counters.remove((prefix, counter))
-                self.missing.append(f"{prefix}{counter.__name__} ({error})")
+                del self.functions[name]
+                self.missing.append(f"{name} ({error})")
         return values
 
 
 def machine_counters(gpus: Sequence[str], nvml: Any = None) -> Counters:
     """The counters of this machine. gpus: UUIDs; tags number them from 0. nvml: the module pynvml, if it is open."""
-    counters: list[tuple[str, Counter]] = [("host/", counter) for counter in _Host().counters]
-    missing = []
+    disks = _DiskReads()
+    counters = Counters({"host/cpu": cpu, "host/memory": memory, "host/disk_reads": disks.read}, [])
     try:
         for number, uuid in enumerate(gpus):
             nvml = nvml or open_nvml()
-            counters += [(f"gpu{number}/", counter) for counter in _Gpu(nvml, uuid).counters]
+            gpu = _Gpu(nvml, uuid)
+            for function in (gpu.utilisation, gpu.sm_activity, gpu.memory, gpu.power, gpu.temperature):
+                counters.functions[f"gpu{number}/{function.__name__}"] = function
     except Exception as error:  # no driver, no module, or a GPU that NVML does not know
-        missing.append(f"GPU counters ({error})")
+        counters.missing.append(f"GPU counters ({error})")
     if gpus:
-        counters.append(("gpu0/", peak_memory))
-    return Counters(counters, missing)
+        counters.functions["gpu0/peak_memory"] = peak_memory
+    return counters
 
 
 class Monitor:
@@ -70,16 +68,14 @@ class Monitor:
         """counters: None stands for those of this machine, on rank 0, and for none on others."""
         if counters is None and world.is_main:
             counters = machine_counters(world.gpus)
-        self._counters = counters or Counters([])
+        self._counters = counters or Counters({}, [])
         self._poll_s = poll_s
         self._values: dict[str, list[float]] = {}
         self._lock = threading.Lock()
-        self._is_ready = threading.Event()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if counters:
             self._thread.start()
-            self._is_ready.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -90,10 +86,10 @@ class Monitor:
     def take(self) -> dict[str, float]:
         """{tag: mean of the values since the last call}, the minimum for `*_min_pct`. Names what turned out to be
         missing, once, on the terminal."""
-        missing = self._counters.missing
+        missing = [*self._counters.missing]
         if missing:
             print(f"not measured here: {', '.join(missing)}", flush=True)
-            missing.clear()
+            del self._counters.missing[: len(missing)]  # the thread may add another one meanwhile
         with self._lock:
             values = self._values
             self._values = {}
@@ -109,7 +105,6 @@ class Monitor:
         """The thread. Its first read is only the beginning of counters that compare with the read before; psutil keeps
         such a beginning for each thread, so it has to happen here."""
         self._counters.read()
-        self._is_ready.set()
         while not self._is_closing.wait(self._poll_s):
             values = self._counters.read()
             with self._lock:
@@ -142,30 +137,12 @@ class _Gpu:
     def __init__(self, nvml: Any, uuid: str):
         self._nvml = nvml
         self._handle = gpu_handle(nvml, uuid)
-        self._last_sample_us = 0
         self._gpm_sample: Any = None
-        self.counters = (
-            self.utilisation,
-            self.sm_activity,
-            self.memory,
-            self.power,
-            self.temperature,
-        )
 
     def utilisation(self) -> dict[str, float]:
-        """The driver's samples since the last read."""
-        nvml = self._nvml
-        kind = nvml.NVML_GPU_UTILIZATION_SAMPLES
-        try:
-            _, samples = nvml.nvmlDeviceGetSamples(self._handle, kind, self._last_sample_us)
-        except nvml.NVMLError_NotFound:  # none is new: depending on the GPU, one comes each 1/6 s to 1 s
-            return {}
-        new = [sample for sample in samples if sample.timeStamp > self._last_sample_us]
-        if not new:
-            return {}
-        self._last_sample_us = max(sample.timeStamp for sample in new)
-        values = [sample.sampleValue.uiVal for sample in new]
-        return {"util_pct": fmean(values), "util_min_pct": min(values)}
+        """That of the driver's last interval: 1/6 s to 1 s, depending on the GPU."""
+        util_pct = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+        return {"util_pct": util_pct, "util_min_pct": util_pct}
 
     def sm_activity(self) -> dict[str, float]:
         """Means between two samples of the GPM; NVML frees none of them itself."""
@@ -211,35 +188,35 @@ def peak_memory() -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------- host
 
 
-class _Host:
-    """Counters of the machine and of this process."""
+def cpu() -> dict[str, float]:
+    """Shares of the time of all CPUs since the last call in this thread; 0 in the first one."""
+    times = psutil.cpu_times_percent()._asdict()
+    times["user"] += times.pop("nice", 0.0)  # programs of lower priority use the CPUs, too
+    return {f"cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
+
+
+def memory() -> dict[str, float]:
+    """The memory of this process, and what programs can still have."""
+    return {
+        "rss_gib": psutil.Process().memory_info().rss / GIB,
+        "available_gib": psutil.virtual_memory().available / GIB,
+    }
+
+
+class _DiskReads:
+    """Counts what is read from all disks."""
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._totals: dict[str, tuple[float, float]] = {}
-        """{name: (time, value)} of the last read of a value that only grows"""
-        self.counters = [self.cpu, self.memory, self.disk_reads]
+        self._time = 0.0
+        self._n_bytes = 0
 
-    def cpu(self) -> dict[str, float]:
-        times = psutil.cpu_times_percent()._asdict()  # since the last call in this thread, and 0 in the first one
-        times["user"] += times.pop("nice", 0.0)  # programs of lower priority use the CPUs, too
-        return {f"cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
-
-    def memory(self) -> dict[str, float]:
-        return {
-            "rss_gib": self._process.memory_info().rss / GIB,
-            "available_gib": psutil.virtual_memory().available / GIB,
-        }
-
-    def disk_reads(self) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
+        """The rate since the last call."""
         counters = psutil.disk_io_counters()
         if counters is None:
             raise RuntimeError("this system does not count them")
-        return self._rate("disk_read_mb_per_s", counters.read_bytes / MB)
-
-    def _rate(self, name: str, value: float) -> dict[str, float]:
-        """{name: growth per second since the last call}; empty the first time."""
         now = time.monotonic()
-        then, old_value = self._totals.get(name, (now, value))
-        self._totals[name] = (now, value)
-        return {name: (value - old_value) / (now - then)} if now > then else {}
+        rate = (counters.read_bytes - self._n_bytes) / (now - self._time)
+        self._time = now
+        self._n_bytes = counters.read_bytes
+        return {"disk_read_mb_per_s": rate / 1e6}
