@@ -1,4 +1,4 @@
-"""Rows that carry their own numbers, checks of a workload, and runs of several processes."""
+"""Rows that carry their own numbers, whole runs, and runs of several processes."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,18 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+import train as script
 import yaml
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import Launch, UserError
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Ragged, RaggedArray, Rows
+from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.run.checkpoint import digest_of
 from fastgpu.storage.store import HDF5Dataset
-from workloads import Workload
 
 ROOT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
 """The project in place."""
@@ -125,40 +127,7 @@ def by_h5py(store: HDF5Dataset) -> bool:
     return store._files[0].largest._chunks is None
 
 
-# ---------------------------------------------------------------------------------------------- workloads
-
-
-def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> None:
-    """Check a workload against the protocol in workloads/__init__.py. Use it for your own, too.
-
-    train_batch, val_batch: some rows of each kind, on the CPU.
-    """
-    rng = torch.Generator().manual_seed(0)
-    metric, direction = workload.best
-    assert direction in ("higher", "lower")
-    model = workload.model()
-    assert all(parameter.device == CPU for parameter in model.parameters())
-    batch = workload.transform(train_batch, rng)
-    assert len(batch) == len(train_batch)
-    loss = workload.loss(model, batch)
-    assert loss.shape == ()
-    assert torch.isfinite(loss)
-    loss.backward()
-    assert any(parameter.grad is not None for parameter in model.parameters())
-    model.eval()
-    with torch.no_grad():
-        whole = workload.score(model, val_batch)
-        parts = [workload.score(model, part) for part in val_batch.batches(-(-len(val_batch) // 3))]
-    for name, value in whole.items():  # sums over the parts of a batch are the sums of the whole
-        total = torch.stack([part[name].double() for part in parts]).sum(0)
-        torch.testing.assert_close(total, value.double(), rtol=1e-4, atol=1e-4)
-    assert metric in workload.metrics({**whole, "n": torch.tensor(len(val_batch), dtype=torch.float64)})
-    if getattr(type(workload), "predict", None) not in (None, Workload.predict):  # training does not need it
-        with torch.no_grad():
-            predicted = workload.predict(model, val_batch)
-        assert predicted
-        assert all(len(value) == len(val_batch) for value in predicted.values())
-    json.dumps(workload.card())
+# ---------------------------------------------------------------------------------------------- whole runs
 
 
 def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> None:
@@ -189,6 +158,20 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
         "log": {"every_steps": 5},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def train(*words: str, world: World = ALONE) -> int:
+    """`python train.py` of the current folder, in this process. Returns the exit code."""
+    return script.train(script.build(load_config(list(words)), world), world)
+
+
+def train_rank(world: World, folder: Path, *words: str) -> int | str:
+    """One rank of train.py, for `in_world`. Returns the exit code, or the message of a UserError."""
+    os.chdir(folder)
+    try:
+        return train(*words, world=world)
+    except UserError as error:
+        return str(error)
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -238,8 +221,7 @@ def copy_project(folder: Path) -> Path:
 
 def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run `python convert.py` to its end."""
-    command = [sys.executable, str(ROOT / "convert.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return run_to_end([sys.executable, str(ROOT / "convert.py"), *map(str, arguments)], cwd)
 
 
 def train_command(*arguments: str, ranks: int = 1, root: Path = ROOT) -> list[str]:
@@ -252,8 +234,12 @@ def run_train(
     *arguments: str, ranks: int = 1, cwd: Path = ROOT, root: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py to its end. root: the project that it is in."""
+    return run_to_end(train_command(*arguments, ranks=ranks, root=root), cwd, **environment)
+
+
+def run_to_end(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        train_command(*arguments, ranks=ranks, root=root),
+        command,
         cwd=cwd,
         env=os.environ | environment,
         capture_output=True,
@@ -271,34 +257,27 @@ def run_ranks(
     more_for_last: arguments of the last rank only.
     """
     port = free_port()
-    processes = []
-    for rank in range(ranks):
-        launch = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        process = subprocess.Popen(
-            train_command(*arguments, *(more_for_last if rank == ranks - 1 else ())),
-            cwd=cwd,
-            env=os.environ | {name: str(value) for name, value in launch.items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-    results = []
-    try:
-        for process in processes:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-            results.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
-    finally:
-        for process in processes:
-            process.kill()
-    return results
+    commands = [train_command(*arguments) for _ in range(ranks)]
+    commands[-1] += more_for_last
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [
+            pool.submit(run_to_end, command, cwd, **launch_variables(Launch(rank, ranks, rank, ranks), port))
+            for rank, command in enumerate(commands)
+        ]
+    return [future.result() for future in futures]
+
+
+def launch_variables(launch: Launch, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    variables = {
+        "RANK": launch.rank,
+        "LOCAL_RANK": launch.local_rank,
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_WORLD_SIZE": launch.local_world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def free_port() -> int:
@@ -341,8 +320,7 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
 def _call(launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, answers: Any) -> None:
     rank = launch.rank
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": launch.world_size}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(launch_variables(launch, port))
     torch.set_num_threads(1)
     try:
         with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:

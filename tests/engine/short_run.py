@@ -1,4 +1,4 @@
-"""A run of a few steps in this process, without data: the loop of train.py as `Run` sees it."""
+"""Parts of train.py without data: of a run of a few steps, and of a single step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from harness import ALONE
 from torch import nn
+from train import Parts, make_optimizer
 
-from fastgpu.process.config import Config
+from fastgpu.process.config import Config, Optim, Precision
 from fastgpu.rows.order import BlockSampler
 from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.training.step import mixed_precision
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
@@ -74,3 +76,19 @@ def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0) -> None:
         run.count()
         run.end_pool()
     run.end_epoch({"val/score": score, "val/loss": loss})
+
+
+def parts_of_step(
+    workload: object, model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
+) -> Parts:
+    """The parts that `train_step` needs. workload: its `loss` is used."""
+    unused = dict.fromkeys(("sizes", "train_rows", "val_rows", "loader", "val_loader"))
+    return Parts(
+        **unused,
+        config=CONFIG.model_copy(update={"optim": settings}),
+        workload=workload,
+        model=model,
+        ddp=ddp or model,
+        optimizer=make_optimizer(model, settings),
+        precision=mixed_precision(precision, next(model.parameters()).device),
+    )

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import train as script
 from harness import in_world, run_ranks
@@ -19,13 +20,18 @@ CASES = {
     "seed": (("run.seed=3",), "run.seed is 3 on rank 1 ("),
     "batch size": (("data.batch_size=64",), "data.batch_size is 64 on rank 1 ("),
     "model": (("model.hidden_dim=8",), "model.hidden_dim is 8 on rank 1 ("),
-    "epochs": (("train.epochs=4",), "train.epochs is 4 on rank 1 ("),
     "fewer rows": (("data.train=rows.h5::/val",), "data.train: the number of rows is 100 on rank 1 ("),
+    "no rows": (("data.train=nowhere.h5",), "data.train: nowhere.h5 does not exist"),
     "other rows": (("data.train=other.h5::/train",), "data.train: the digest of the rows is "),
     "other rows to validate on": (("data.val=other.h5::/val",), "data.val: the digest of the rows is "),
     "other rows, of which a share is held out": (("data.train=other.h5::/train", "data.val=10%"), "data.train: the "),
 }
 """{case: (settings of rank 1 only, beginning of the error)}"""
+ON_ALL = {
+    "one process for all GPUs": (("dist.strategy=dp",), "dist.strategy is dp, which drives all GPUs from one process"),
+    "few blocks": (("data.train=one.h5", "data.val=one.h5", "data.batch_size=8"), "2 ranks are more than the 1 blocks"),
+}
+"""The same, for settings of all ranks."""
 
 
 def build_cases(world: World, folder: Path) -> dict[str, str | None]:
@@ -35,6 +41,8 @@ def build_cases(world: World, folder: Path) -> dict[str, str | None]:
     for name, (own, _) in CASES.items():
         shared = ["data.val=10%"] if "data.val=10%" in own else []
         errors[name] = build_error([*shared, *(own if world.rank else ())], world)
+    for name, (words, _) in ON_ALL.items():
+        errors[name] = build_error([*words], world)
     return errors
 
 
@@ -55,9 +63,12 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
     with h5py.File("other.h5", "r+") as file:
         file["train/y"][350] += 1
         file["val/x"][-1] += 1  # one of the rows that stand for a file without checksums
+    with h5py.File("one.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((40, 6), np.float32), chunks=(40, 6))
+        file["y"] = np.zeros(40)
     ranks = in_world(2, build_cases, folder)
     assert ranks[0] == ranks[1]
-    for name, (_, beginning) in CASES.items():
+    for name, (_, beginning) in (CASES | ON_ALL).items():
         error = ranks[0][name]
         if beginning is None:
             assert error is None, name
@@ -70,7 +81,6 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
 def test_every_rank_that_differs_ends_with_the_same_exit_code(folder):
     done = run_ranks("train.epochs=1", ranks=2, cwd=folder, more_for_last=("run.seed=3",))
     assert [process.returncode for process in done] == [2, 2]
-    lines = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: run.seed is 3 on rank 1 (")
+    (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
+    assert line.startswith("error: run.seed is 3 on rank 1 (")
     assert not (folder / "runs").exists()

@@ -4,16 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ALONE, in_world, needs_gpu, no_host_sync
+from short_run import parts_of_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from train import Parts, make_optimizer, train_step
+from train import Parts, train_step
 
-from fastgpu.process.config import Config, Data, Dist, Optim, Precision
+from fastgpu.process.config import Dist, Optim, Precision
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import AveragedModel
 from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import mixed_precision
+
+PLAIN_SGD = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+"""The update is lr times the gradient."""
 
 
 class Regression:
@@ -33,33 +36,21 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def make_parts(
-    model: nn.Module,
-    settings: Optim,
-    precision: Precision = "fp32",
-    *,
-    ddp: nn.Module | None = None,
-) -> Parts:
-    """The parts that a step needs."""
-    data = Data(train="a.h5", val="b.h5", fields={"x": "x", "y": "y"})
-    device = next(model.parameters()).device
-    unused = dict.fromkeys(("sizes", "train_rows", "val_rows", "loader", "val_loader"))
-    return Parts(
-        **unused,
-        config=Config(workload="regression", data=data, optim=settings),
-        workload=Regression(),
-        model=model,
-        ddp=ddp or model,
-        optimizer=make_optimizer(model, settings),
-        precision=mixed_precision(precision, device),
-    )
+def make_parts(model: nn.Module, settings: Optim, precision: Precision = "fp32", ddp: nn.Module | None = None) -> Parts:
+    return parts_of_step(Regression(), model, settings, precision, ddp=ddp)
 
 
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("clip_grad_norm", [0.0, 0.5])  # 0 clips nothing
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_step_is_that_of_a_plain_loop(name):
+def test_a_step_is_that_of_a_plain_loop(name, clip_grad_norm):
     ours = make_model()
     plain = make_model()
-    parts = make_parts(ours, Optim(name=name, lr=0.1, weight_decay=0.01, clip_grad_norm=0.5))
+    parts = make_parts(ours, Optim(name=name, lr=0.1, weight_decay=0.01, clip_grad_norm=clip_grad_norm))
     groups = [
         {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -72,45 +63,32 @@ def test_a_step_is_that_of_a_plain_loop(name):
         batch = make_batch(seed=number)
         lr = 0.01 * (number + 1)
         loss = train_step(parts, batch, lr)["train/loss"]
+        assert not loss.requires_grad
+        assert all(parameter.grad is None for parameter in ours.parameters())
         for group in optimizer.param_groups:
             group["lr"] = lr
         expected = nn.functional.mse_loss(plain(batch["x"]), batch["y"])
         expected.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), clip_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(loss, expected.detach())
-    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_the_loss_has_no_graph_and_no_gradient_is_left():
-    model = make_model()
-    loss = train_step(make_parts(model, Optim()), make_batch(), 0.1)["train/loss"]
-    assert loss.shape == ()
-    assert not loss.requires_grad
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_weights(ours, plain)
 
 
 @pytest.mark.parametrize("accumulation_steps", [2, 3, 12])
 def test_accumulated_parts_are_one_big_batch(accumulation_steps):
     whole = make_model()
     cut = make_model()
-    settings = Optim(name="sgd", weight_decay=0.0, momentum=0.0)
-    loss = train_step(make_parts(whole, settings), make_batch(), 0.1)["train/loss"]
-    settings = settings.model_copy(update={"accumulation_steps": accumulation_steps})
-    loss_of_parts = train_step(make_parts(cut, settings), make_batch(), 0.1)["train/loss"]
-    torch.testing.assert_close(loss_of_parts, loss)
-    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    loss = train_step(make_parts(whole, Optim(**PLAIN_SGD)), make_batch(), 0.1)["train/loss"]
+    settings = Optim(**PLAIN_SGD, accumulation_steps=accumulation_steps)
+    torch.testing.assert_close(train_step(make_parts(cut, settings), make_batch(), 0.1)["train/loss"], loss)
+    assert_same_weights(whole, cut)
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_gradients_are_clipped_after_they_are_unscaled(accumulation_steps):
-    """With plain SGD the update is lr times the gradient, so its norm shows where the gradient was clipped."""
-    settings = Optim(
-        name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.25, accumulation_steps=accumulation_steps
-    )
+    settings = Optim(**PLAIN_SGD, clip_grad_norm=0.25, accumulation_steps=accumulation_steps)
     updates = {}
     for precision in ("fp32", "fp16"):
         model = make_model()
@@ -122,18 +100,6 @@ def test_gradients_are_clipped_after_they_are_unscaled(accumulation_steps):
         updates[precision] = torch.cat([(old - new).flatten() for old, new in pairs])
         assert updates[precision].norm().item() == pytest.approx(0.25, rel=1e-2)
     torch.testing.assert_close(updates["fp16"], updates["fp32"], rtol=0, atol=5e-3)
-
-
-def test_a_maximum_norm_of_0_clips_nothing():
-    settings = Optim(name="sgd", momentum=0.0, weight_decay=0.0, clip_grad_norm=0.0)
-    model = make_model()
-    plain = make_model()
-    batch = make_batch()
-    batch["y"].mul_(1000)
-    train_step(make_parts(model, settings), batch, 1.0)
-    nn.functional.mse_loss(plain(batch["x"]), batch["y"]).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs - theirs.grad)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -149,14 +115,13 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
     """The weights after three steps on this rank's part of each batch, with their average over the steps, and how often
     gradients were averaged."""
     model = make_model()
-    settings = Optim(name="sgd", accumulation_steps=accumulation_steps)
     ddp = share_gradients(model, Dist(), world)
     n_averages = [0]
 
-    def average(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         n_averages[0] += 1
         gradients = bucket.buffer() / world.world_size
-        torch.distributed.all_reduce(gradients)
+        dist.all_reduce(gradients)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(gradients)
         return future
@@ -164,11 +129,10 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
     if world.world_size > 1 and accumulation_steps > 1:
         ddp.register_comm_hook(None, average)
     ema = AveragedModel(model, 0.5)
-    parts = make_parts(model, settings, ddp=ddp)._replace(ema=ema)
-    batch = make_batch(24)
+    parts = make_parts(model, Optim(name="sgd", accumulation_steps=accumulation_steps), ddp=ddp)._replace(ema=ema)
     share = 24 // world.world_size
     for _ in range(3):
-        train_step(parts, batch.slice(share * world.rank, share * (world.rank + 1)), 0.1)
+        train_step(parts, make_batch(24).slice(share * world.rank, share * (world.rank + 1)), 0.1)
     weights = [*model.parameters(), *ema.parameters()]
     return [parameter.tolist() for parameter in weights], n_averages[0]
 
@@ -185,23 +149,18 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step():
     for weights, _ in first:
         for mine, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
-    _, n_averages = first[1]
-    assert n_averages == 3  # the gradients of this model fill one bucket
+    assert first[1][1] == 3  # the gradients of this model fill one bucket
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_the_average_of_the_weights_is_updated_once_a_step(accumulation_steps):
-    settings = Optim(lr=0.1, accumulation_steps=accumulation_steps)
+def test_the_average_of_the_weights_is_updated_once_a_step():
     model = make_model()
-    parts = make_parts(model, settings)
-    parts = parts._replace(ema=AveragedModel(model, 0.9))
+    parts = make_parts(model, Optim(lr=0.1, accumulation_steps=3))._replace(ema=AveragedModel(model, 0.9))
     assert parts.model_to_use() is model  # nothing has been averaged yet
     expected = AveragedModel(model, 0.9)
     for number in range(4):
         train_step(parts, make_batch(seed=number), 0.1)
         expected.update_parameters(model)
     assert parts.model_to_use() is parts.ema.module
-    assert parts.ema.n_averaged == 4
     for mine, theirs in zip(parts.ema.parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -212,8 +171,7 @@ def test_the_average_of_the_weights_is_updated_once_a_step(accumulation_steps):
 def test_a_step_never_makes_the_host_wait(precision):
     device = torch.device("cuda", 0)
     model = make_model().to(device)
-    parts = make_parts(model, Optim(accumulation_steps=2), precision)
-    parts = parts._replace(ema=AveragedModel(model, 0.9))
+    parts = make_parts(model, Optim(accumulation_steps=2), precision)._replace(ema=AveragedModel(model, 0.9))
     batch = make_batch().to(device)
     train_step(parts, batch, 0.1)
     with no_host_sync():
@@ -230,10 +188,9 @@ def test_gradients_that_nccl_averages_over_one_rank_are_those_without_it():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared))):
-            parts = make_parts(model, Optim(), "bf16", ddp=ddp)
+            parts = make_parts(model, Optim(), "bf16", ddp)
             for _ in range(3):
                 train_step(parts, batch, 0.1)
     finally:
         dist.destroy_process_group()
-    for mine, theirs in zip(shared.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    assert_same_weights(shared, plain)

@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from harness import TIMEOUT_S, check_workload, run_train, same_weights, train_command
+from contract import check_workload
+from harness import TIMEOUT_S, run_train, same_weights, train_command
 from PIL import Image
 from template import PROJECT, ROOT
 from test_recipes import commands_in

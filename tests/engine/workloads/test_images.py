@@ -12,9 +12,9 @@ import pytest
 import torch
 import train as script
 import yaml
+from contract import check_workload
 from harness import (
     ALONE,
-    check_workload,
     copy_project,
     metrics_of,
     needs_gpu,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 import train as script
-from harness import ALONE, check_workload, copy_project, metrics_of, run_train, weights_of
+from contract import check_workload
+from harness import ALONE, copy_project, metrics_of, run_train, weights_of
 
 import workloads
 from fastgpu.process.config_loader import load_config

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 import train as script
 import yaml
+from contract import check_workload
 from harness import (
     ALONE,
     CPU,
     ROOT,
-    check_workload,
     metrics_of,
     needs_gpu,
     no_host_sync,
