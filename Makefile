@@ -11,9 +11,9 @@
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
 #               slurmd, slurm-client and shellcheck
-# make soak     200 training runs that meet faults at random moments, about an hour: bench/results/soak_*.md
-# make fuzz     10,000 damaged files for everything that reads files: bench/results/fuzz_*.md
-# make images   a million small images and 2,000 damaged ones are decoded, about 20 minutes: bench/results/images_*.md
+# make soak     200 training runs that meet faults at random moments, about an hour
+# make fuzz     10,000 damaged files for everything that reads files
+# make images   a million small images and 2,000 damaged ones are decoded, about 20 minutes
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 
@@ -106,14 +106,14 @@ slurm: .venv/installed
 	"$(BIN)/python" -m pytest -m slurm --durations=0
 
 soak: .venv/installed
-	"$(BIN)/python" tests/faults/soak.py --publish
+	"$(BIN)/python" tests/faults/soak.py
 
 fuzz: export OMP_NUM_THREADS := 1
 fuzz: .venv/installed
-	"$(BIN)/python" tests/faults/fuzz.py --publish
+	"$(BIN)/python" tests/faults/fuzz.py
 
 images: .venv/installed
-	"$(BIN)/python" tests/faults/images.py --publish
+	"$(BIN)/python" tests/faults/images.py
 
 bench: .venv/installed
 	"$(BIN)/python" bench/run.py

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from baking import Done, run_cookiecutter
+from baking import bake_project
 from harness import ITEMS, numbered, ragged, write_minimal
 from template import ALL_FILES, ROOT, tracked
 
@@ -35,9 +35,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bake(template: Path, tmp_path: Path) -> Callable[..., Done]:
-    """bake(**answers) runs the cookiecutter command. The project is made in tmp_path/out."""
-    return functools.partial(run_cookiecutter, tmp_path, template)
+def bake(template: Path, tmp_path: Path) -> Callable[..., Path]:
+    """bake(**answers) makes a project in tmp_path/out and returns its folder."""
+    return functools.partial(bake_project, tmp_path, template)
 
 
 @pytest.fixture(scope="session")
@@ -47,11 +47,8 @@ def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     @functools.cache
     def project(workload: str, **answers: str) -> Path:
-        folder = tmp_path_factory.mktemp(workload)
         given = {"project_slug": "cats", "license": "MIT", "workload": workload} | ALL_FILES | answers
-        done = run_cookiecutter(folder, template, **given)
-        assert done.returncode == 0, done.stderr
-        return folder / "out" / "cats"
+        return bake_project(tmp_path_factory.mktemp(workload), template, **given)
 
     return project
 

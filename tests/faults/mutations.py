@@ -1,27 +1,15 @@
 """Damaged variants of a file: of its bytes, of its text, or of a member of an archive. All follow from the seed."""
 
-import gzip
 import io
 import random
 import re
 import zipfile
 
 NUMBERS = (0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
-BOMB = "{a0: &a0 [x, x]" + "".join(f", a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)) + "}"
-"""YAML of 500 characters with 10^9 values."""
 WORDS = (
     *("", "0", "-1", "--1", "1e999", "-1e999", "nan", "inf", "1_000", "0x1f", "1" + "0" * 30, "9" * 5000, "1e-400"),
     *("true", "null", "~", "2024-13-45", "!!python/object/apply:os.system [true]", "!!binary x", "&a [*a]", "*a"),
-    *(
-        "{" * 3000,
-        "[" * 3000,
-        "{a: " * 3000,
-        "- " * 3000,
-        "a: &b [x, x]\nc: [*b, *b]\n",
-        "<<: {a: 1}",
-        "? [1, 2]",
-        BOMB,
-    ),
+    *("{" * 3000, "[" * 3000, "{a: " * 3000, "- " * 3000, "a: &b [x]\nc: [*b, *b]\n", "<<: {a: 1}", "? [1, 2]"),
     *('"', "'", '"""', "\x00", "\ufeff", "\t", "\r", ",", ";", "|", "#", "%", "\U0001f600", "x" * 200_000),
     *("../../etc/passwd", "/dev/zero", "/dev/stdin", ".", "/", "*", "x::y", "http://x/"),
 )
@@ -36,8 +24,6 @@ def mutate(data: bytes, rng: random.Random, *, is_text: bool = False) -> bytes:
             data = rng.choice((_other_word, _other_word, _other_lines, _bad_text))(data, rng)
         elif rng.random() < 0.5 and zipfile.is_zipfile(io.BytesIO(data)):
             data = _in_zip(data, rng)
-        elif rng.random() < 0.5 and data.startswith(b"\x1f\x8b"):
-            data = _in_gzip(data, rng)
         else:
             data = rng.choice((flip, _splice, _splice, _number))(data, rng)
     return data
@@ -85,14 +71,6 @@ def _in_zip(data: bytes, rng: random.Random) -> bytes:
     except Exception:  # damaged by the mutation before
         return flip(data, rng)
     return target.getvalue()
-
-
-def _in_gzip(data: bytes, rng: random.Random) -> bytes:
-    """The content is damaged and packed with a right checksum."""
-    try:
-        return gzip.compress(mutate(gzip.decompress(data), rng), 1)
-    except Exception:  # damaged by the mutation before
-        return flip(data, rng)
 
 
 def _other_word(data: bytes, rng: random.Random) -> bytes:

@@ -48,38 +48,29 @@ def test_the_hook_refuses_the_names_of_the_packages_that_a_project_installs():
     needed = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     names = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in needed}
     assert load_hook(resolve({}))["DEPENDENCIES"] == names
-    for name in ("scipy", "fastgpu", "torchvision"):
-        (mistake,) = load_hook(resolve({"project_slug": name}))["mistakes"]()
-        assert f"'{name}', a package that the project imports" in mistake
-
-
-@pytest.mark.parametrize("name", ["project_name", "author"])
-@pytest.mark.parametrize("text", ["two\nlines", "tab\there", "\x1b[31mred", "", "   "])
-def test_answers_that_are_no_line_of_text_are_refused(name, text):
-    (mistake,) = load_hook(resolve({"project_slug": "cats", name: text}))["mistakes"]()
-    assert mistake.startswith(f"{name} is ")
 
 
 @pytest.mark.parametrize(
-    ("slug", "reason"),
+    ("name", "answer", "reason"),
     [
-        ("my-project", 'use lower-case letters, digits and "_"'),
-        ("1st", "a letter first"),
-        ("Cats", "lower-case"),
-        ("café", "lower-case"),
-        ("cats_", "no _ last"),
-        ("a" * 51, "at most 50"),
-        ("class", "a word of the Python language"),
-        ("match", "a word of the Python language"),
-        ("torch", "a package that the project imports: add a word, such as torch_project"),
-        ("h5py", "a package that the project imports"),
-        ("nvidia_ml_py", "a package that the project imports"),
-        ("../evil", "lower-case"),
-        ("-rf", "a letter first"),
-        ("a b", "lower-case"),
+        ("project_slug", "my-project", 'use lower-case letters, digits and "_"'),
+        ("project_slug", "1st", "a letter first"),
+        ("project_slug", "Cats", "lower-case"),
+        ("project_slug", "café", "lower-case"),
+        ("project_slug", "cats_", "no _ last"),
+        ("project_slug", "a" * 51, "at most 50"),
+        ("project_slug", "match", "a word of the Python language"),
+        ("project_slug", "torch", "a package that the project imports: add a word, such as torch_project"),
+        ("project_slug", "nvidia_ml_py", "a package that the project imports"),
+        ("project_slug", "fastgpu", "a package that the project imports"),
+        ("project_slug", "../evil", "lower-case"),
+        ("project_slug", "-rf", "a letter first"),
+        ("project_name", "two\nlines", "without control characters"),
+        ("author", "\x1b[31mred", "without control characters"),
+        ("author", "   ", "write a word or two"),
     ],
 )
-def test_names_that_break_are_refused(slug, reason):
-    (mistake,) = load_hook(resolve({"project_slug": slug}))["mistakes"]()
-    assert mistake.startswith(f"project_slug is {slug!r}")
+def test_answers_that_break_are_refused(name, answer, reason):
+    (mistake,) = load_hook(resolve({"project_slug": "cats", name: answer}))["mistakes"]()
+    assert mistake.startswith(f"{name} is ")
     assert reason in mistake
