@@ -45,21 +45,38 @@ def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return run_in(project, ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments])
 
 
-# ---------------------------------------------------------------------------------------------- pruned to a workload
+BAKES = [
+    *({"workload": answer, "launch": "both"} for answer in WORKLOAD_ANSWERS),
+    {"workload": "images", "tools": "none", "launch": "none"},
+    {"workload": "recsys", "tools": "none", "launch": "slurm"},
+    {"workload": "both", "tools": "none", "launch": "both"},
+    {"workload": "own", "tools": "all", "launch": "kubernetes"},
+    {"workload": "own", "tools": "none", "launch": "none"},
+]
+each_bake = pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
 
 
-@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
-def test_a_project_has_the_files_of_its_workload(baked, answer):
-    project = baked(answer)
-    assert files(project) == expected(answer, launch="both")
+# ---------------------------------------------------------------------------------------------- files
+
+
+@each_bake
+def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked, answers):
+    project = baked(**answers)
+    workload = answers["workload"]
+    assert files(project) == expected(**answers)
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
-    meta = parses(project)
+    assert missing_modules(project) == set()
+    needed = parses(project)["project"]["dependencies"]
+    assert any(name.startswith("pillow") for name in needed) == (workload in ("images", "both"))
     shipped = yaml.safe_load((project / "config.yaml").read_text())
-    assert shipped["workload"] == {"recsys": "recsys", "own": "minimal"}.get(answer, "images")
+    assert shipped["workload"] == {"recsys": "recsys", "own": "minimal"}.get(workload, "images")
     for page in project.rglob("*.md"):
-        prose = re.sub(r"(?ms)^```.*?^```$", "block", page.read_text())
-        assert "\n\n\n" not in prose, page
-    assert any(name.startswith("pillow") for name in meta["project"]["dependencies"]) == (answer in ("images", "both"))
+        text = page.read_text()
+        assert "\n\n\n" not in re.sub(r"(?ms)^```.*?^```$", "block", text), page
+        links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+        if answers.get("tools") == "none":
+            assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -73,11 +90,6 @@ def test_a_project_does_not_speak_of_the_other_workload(baked, workload):
             if words:
                 found[name] = words
     assert found == {}
-
-
-@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
-def test_every_module_that_is_imported_is_there(baked, answer):
-    assert missing_modules(baked(answer)) == set()
 
 
 def missing_modules(project: Path) -> set[str]:
@@ -98,78 +110,32 @@ def missing_modules(project: Path) -> set[str]:
     return missing
 
 
-CONVERT_COMMANDS = {
-    "images": {"images", "pixels"},
-    "recsys": {"events"},
-}
+# ---------------------------------------------------------------------------------------------- as it is
+
+CONVERT_COMMANDS = {"images": {"images", "pixels"}, "recsys": {"events"}}
 SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_convert_has_the_commands_of_the_workload(baked, workload):
+def test_convert_has_the_commands_of_the_workload_and_needs_no_library_of_another(baked, workload):
     project = baked(workload)
     shown = run_in(project, ["convert.py", "--help"]).stdout
     listed = set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
     assert listed == SHARED_COMMANDS | CONVERT_COMMANDS[workload]
-    shown = run_in(project, ["convert.py", "arrays", "--help"]).stdout
-    assert ("--held-out" in shown) == (workload == "recsys")
     paths = [path.relative_to(project).with_suffix("") for path in (project / "fastgpu/convert").rglob("[a-z]*.py")]
     code = f"import sys, {', '.join('.'.join(path.parts) for path in paths)}; print('PIL' in sys.modules)"
     assert run_in(project, ["-c", code]).stdout == f"{workload == 'images'}\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
-def test_a_project_is_clean(baked, answer):
-    """Parts of a project import no more than the whole, which `missing_modules` sees faster than mypy."""
-    project = baked(answer)
+@each_bake
+def test_a_project_installs_is_clean_trains_and_passes_its_tests(own_copy, answers):
+    """As its README says, but for the download: what is installed here already satisfies it."""
+    project = own_copy(**answers)
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
         run_in(project, ["-m", *command])
-    run_pytest(project)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_project_installs_and_trains(baked, own_copy, workload):
-    """As its README says, but for the download: what is installed here already satisfies it."""
-    project = own_copy(workload)
     run_in(project, ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev,convert]"])
-    assert "epoch 2/2" in run_in(project, ["train.py", "train.epochs=2"]).stdout
-
-
-# ---------------------------------------------------------------------------------------------- other answers
-
-OTHERS = [
-    {"workload": "images", "tools": "none", "launch": "none"},
-    {"workload": "recsys", "tools": "none", "launch": "slurm"},
-    {"workload": "both", "tools": "none", "launch": "both"},
-    {"workload": "own", "tools": "all", "launch": "kubernetes"},
-    {"workload": "own", "tools": "none", "launch": "none"},
-]
-
-
-@pytest.mark.parametrize("answers", OTHERS, ids=lambda answers: "-".join(answers.values()))
-def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked, answers):
-    project = baked(**answers)
-    assert files(project) == expected(**answers)
-    assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
-    parses(project)
-    assert missing_modules(project) == set()
-    for page in project.rglob("*.md"):
-        text = page.read_text()
-        assert "\n\n\n" not in re.sub(r"(?ms)^```.*?^```$", "block", text), page
-        links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
-        assert [link for link in links if not (page.parent / link).exists()] == [], page
-        if answers["tools"] == "none":
-            assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answers", OTHERS, ids=lambda answers: "-".join(answers.values()))
-def test_a_project_of_other_answers_trains_and_its_tests_pass(own_copy, answers):
-    project = own_copy(**answers)
-    run_in(project, ["-m", "ruff", "check"])
     assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1"]).stdout
     run_pytest(project)
 

@@ -5,13 +5,11 @@ from harness import read_rows
 from make_interactions import make_interactions as make
 from template import PROJECT
 
+from fastgpu.rows.rows import RaggedArray
+
 
 def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
-    parts = make(600, 200, 20, train_share=0.8, seed=3)
-    again, other = (
-        make(600, 200, 20, train_share=0.8, seed=3),
-        make(600, 200, 20, train_share=0.8, seed=4),
-    )
+    parts, again, other = (make(600, 200, 20, train_share=0.8, seed=seed) for seed in (3, 3, 4))
     assert [len(part) for part in parts.values()] == [480, 120]
     rows = {name: read_rows(part) for name, part in parts.items()}
     for name, part in rows.items():
@@ -19,15 +17,18 @@ def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
             assert np.array_equal(found.values, read_rows(again[name])[field].values)
             assert not np.array_equal(found.values, read_rows(other[name])[field].values)
             assert parts[name].fields[field].n_items == 200
-            each = [found.values[a:b].tolist() for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
-            assert all(len(set(row)) == len(row) and set(row) <= set(range(200)) for row in each)
+            for items in items_of(found):
+                assert len(set(items)) == len(items)
+                assert set(items) <= set(range(200))
     lengths = np.concatenate([parts["train"].lengths["items"], sum(parts["val"].lengths.values())])
     assert 18 < lengths.mean() < 22
     assert (lengths.min(), lengths.max()) == (5, 50)
-    seen, held = rows["val"]["items"], rows["val"]["held_out"]
-    for row in range(120):
-        mine = [set(each.values[each.offsets[row] : each.offsets[row + 1]].tolist()) for each in (seen, held)]
-        assert not mine[0] & mine[1]
+    for seen, held_out in zip(items_of(rows["val"]["items"]), items_of(rows["val"]["held_out"]), strict=True):
+        assert not set(seen) & set(held_out)
+
+
+def items_of(column: RaggedArray) -> list[list[int]]:
+    return [part.tolist() for part in np.split(column.values, column.offsets[1:-1])]
 
 
 def test_the_law_is_known_and_better_than_popularity():

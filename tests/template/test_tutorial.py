@@ -120,12 +120,12 @@ def test_every_step_of_the_tutorial_works(own_copy):
 
 @pytest.mark.slow
 def test_the_steps_that_only_users_and_items_have_work(own_copy, baked):
-    project = own_copy("recsys")
     known = {block.text for block in blocks_of(baked("images"))}
+    project = own_copy("recsys")
     blocks = blocks_of(project)
     own = []
-    for block, following in itertools.pairwise([*blocks, None]):
-        prints_for_own = following and following.language == "console" and following.text not in known
+    for block, following in itertools.pairwise([*blocks, blocks[-1]]):
+        prints_for_own = following.language == "console" and following.text not in known
         if block.text not in known or prints_for_own:
             own.append(block)
     assert {block.language for block in own} == {"bash", "console", "python"}

@@ -89,15 +89,15 @@ class Workload(Protocol):
 
 
 def load(name: str) -> type[Workload]:
-    """The class `Workload` of workloads/<name>.py. Raises UserError if there is no such module or class."""
+    """The class `Workload` of workloads/<name>.py. Raises UserError if there is none, or not a whole one."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name not in names:
         raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; there are: {', '.join(names)}")
     workload = getattr(import_module(f"workloads.{name}"), "Workload", None)
-    if workload is None:
-        raise UserError(f"workloads/{name}.py has no class Workload; copy that of workloads/minimal.py")
-    if Workload not in workload.__mro__:
-        raise UserError(f"workloads/{name}.py: write class Workload(workloads.Workload), after import workloads")
+    if workload is None or Workload not in workload.__mro__:
+        raise UserError(
+            f"workloads/{name}.py has no class Workload(workloads.Workload); copy that of workloads/minimal.py"
+        )
     for member in ("Options", "best", *sorted(Workload.__abstractmethods__)):
         if getattr(workload, member, None) is getattr(Workload, member, None):
             raise UserError(f"workloads/{name}.py: class Workload has no {member}; workloads/__init__.py describes it")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.images import augment
-from fastgpu.images.files import is_one_hot, looks_like_nhwc
+from fastgpu.images.files import looks_like_nhwc
 from fastgpu.process.config import Count, CountOrZero, Section
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Rows
 from workloads import Direction
@@ -82,21 +82,17 @@ class Workload(workloads.Workload):
         for source in (train, val):
             check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
         self.is_pretrained = options.pretrained and len(train) > 0  # predict.py, which has no rows, loads its weights
-        kind = "attributes" if self.has_attributes else "classes"
-        self.label_summary = f"{self.n_outputs} {kind}{describe_labels(train.in_memory('labels'), self.n_outputs)}"
-        self.check_options(train)
+        self.label_summary = f"{self.n_outputs} {'attributes' if self.has_attributes else 'classes'}"
+        if not self.has_attributes and (values := train.in_memory("labels")) is not None:
+            self.label_summary += describe_classes(values, self.n_outputs)
+        self.check_options()
         self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
-    def check_options(self, train: Dataset) -> None:
+    def check_options(self) -> None:
         """Raise UserError if an option leaves nothing of an image, or has no effect."""
         o = self.options
         if o.pretrained and not o.timm:
             raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
-        if o.min_crop_scale < 1 and train.decoding and train.may_vary:
-            warn(
-                f"model.min_crop_scale is {o.min_crop_scale}, and data.min_crop_scale takes a random part of each "
-                "image already: the model sees parts of parts"
-            )
         side = min(self.shape_CHW[1:])
         for name, pixels in (("crop_padding", o.crop_padding), ("cutout_size", o.cutout_size)):
             if pixels >= side:
@@ -231,13 +227,8 @@ def count_classes(source: Dataset) -> int:
     return highest + 1
 
 
-def describe_labels(labels: np.ndarray | None, n_classes: int) -> str:
-    """What is odd about the labels, in a few words. labels: None if they are not in memory."""
-    if labels is None:
-        return ""
-    if labels.ndim > 1:
-        hint = " (a single 1 in each row: for classes, write their numbers, labels.argmax(1))"
-        return hint if is_one_hot(labels) else ""
+def describe_classes(labels: np.ndarray, n_classes: int) -> str:
+    """The number of classes that have no rows, if there are any."""
     n_empty = n_classes - len(np.unique(labels))
     return f", {n_empty} of them without training rows (without gaps, they are 0, 1, 2...)" if n_empty > 0 else ""
 
@@ -258,14 +249,13 @@ def check_range(source: Dataset, highest: int) -> None:
 
 def check_label_type(name: str, labels: Field) -> None:
     """Raise UserError if labels are neither classes nor attributes."""
-    if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1:
+    is_column = labels.shape == (1,)  # more often classes with an axis too many than a single attribute
+    if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
         raise UserError(
-            f"{name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for attributes; "
-            "one-hot rows are labels.argmax(1); to predict numbers, take "
+            f"{name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for attributes: "
+            "write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1); to predict numbers, take "
             "docs/examples/image_numbers.py of the template"
         )
-    if labels.shape == (1,):
-        raise UserError(f"{name}: labels are {labels}; did you mean (N,)? Write labels[:, 0]")
 
 
 # ---------------------------------------------------------------------------------------------- the network

@@ -174,13 +174,6 @@ def format_size(size: Sequence[int]) -> str:
     return "x".join(str(length) for length in size)
 
 
-def is_one_hot(labels: np.ndarray) -> bool:
-    """Whether labels (N, K) have a single 1 in each row, and 0 elsewhere: a class written as K numbers."""
-    if labels.ndim != 2 or labels.shape[1] < 2:
-        return False
-    return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) == 1).all())
-
-
 def looks_like_nhwc(row_shape: Sequence[int]) -> bool:
     """Whether rows of this shape are images (H, W, C), as Pillow, OpenCV and Keras have them, and not (C, H, W)."""
     n_channels = (1, 3, 4)
