@@ -23,19 +23,19 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.csv and not args.compare:
         raise UserError("--csv belongs to --compare: give both")
-    runs = [run for run in map(results.read_run, args.runs) if run.points]
-    empty = [run for run in args.runs if run not in {each.folder for each in runs}]
-    if empty and (not args.compare or not runs):
-        raise UserError(f"{empty[0]} holds no metrics.jsonl with points; name the folder of a run, such as runs/first")
-    if args.compare:
-        if args.csv:
-            csv.writer(sys.stdout, lineterminator="\n").writerows(results.compare(runs, repr))
-        else:
-            print(results.as_text(results.compare(runs, results.number)))
-        return
-    for run in runs:
-        print(results.as_text([[f"  {name}", value] for name, value in results.describe(run)]))
-        print(page.write_report(run))
+    found = [results.read_run(folder) for folder in args.runs]
+    runs = [run for run in found if run.points]
+    if not runs or (len(runs) < len(found) and not args.compare):
+        empty = next(run.folder for run in found if not run.points)
+        raise UserError(f"{empty} holds no metrics.jsonl with points; name the folder of a run, such as runs/first")
+    if args.csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(results.compare(runs, str))
+    elif args.compare:
+        print(results.as_text(results.compare(runs, results.number)))
+    else:
+        for run in runs:
+            print(results.as_text([[f"  {name}", value] for name, value in results.describe(run)]))
+            print(page.write_report(run))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 VALUES = {
     "train/loss": 0.5,
+    "train/lr": 0.003,
     "data/wait_pct": 3.0,
     "data/fresh_rows_per_s": 12_345.6,
     "train/trained_rows_per_s": 24_691.2,
@@ -24,15 +25,13 @@ def write_points(folder: Path, points: list[dict[str, float]]) -> Path:
     return folder
 
 
-def write_run(folder: Path, n_points: int = 5) -> Path:
+def write_run(folder: Path) -> Path:
     """A run's folder. The values of its tags rise a little from each point to the next."""
-    points = []
-    for number in range(n_points):
-        values = {tag: value * (1 + number / 1000) for tag, value in VALUES.items()}
-        points.append({"step": number, "time_s": 10.0 * number} | values)
-    points.append({"step": n_points, "time_s": 10.0 * n_points, "val/loss": 0.25, "val/top1_pct": 99.0})
-    write_points(folder, points)
-    (folder / "config.yaml").write_text("workload: images\ndata: {batch_size: 64}  # <b>&\nmodel: {width: 8}\n")
-    description = {"command": ["train.py"], "best": ["top1_pct", "higher"]}
-    (folder / "run.json").write_text(json.dumps(description))
+    points = [
+        {"step": number, "time_s": 10.0} | {tag: value * (1 + number / 1000) for tag, value in VALUES.items()}
+        for number in range(5)
+    ]
+    write_points(folder, [*points, {"step": 5, "time_s": 50.0, "val/loss": 0.25, "val/top1_pct": 99.0}])
+    (folder / "config.yaml").write_text("workload: images\ndata: {batch_size: 32}  # <b>&\nmodel: {width: 8}\n")
+    (folder / "run.json").write_text(json.dumps({"best": ["top1_pct", "higher"]}))
     return folder

@@ -1,10 +1,10 @@
 """What a run did, read from the files that it left. It does not import torch, so `python report.py` answers at once."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from math import isnan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,13 @@ Table = Sequence[Sequence[str]]
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
 """{scalar: the sum that weights its mean}. For all others it is `seconds`: rows per second are all rows over all
 seconds."""
-SHOWN = {
+SPEED = {
     "train/trained_rows_per_s": "trained rows/s",
     "data/wait_pct": "% data wait",
     "gpu0/util_pct": "% GPU-Util",
     "train/loss": "train/loss",
 }
-"""{scalar: what a comparison calls it}"""
+"""{scalar that is shown behind the quality: its title}"""
 
 
 class Run(NamedTuple):
@@ -45,7 +45,7 @@ def read_run(folder: Path) -> Run:
     points: list[Point] = []
     with suppress(OSError):
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):  # it is no point
+            with suppress(ValueError, TypeError, KeyError, AttributeError):  # a line that was cut, or is no point
                 point = json.loads(line)
                 if points and point.get("part", 1) != points[-1].get("part", 1):
                     resumed_at = point["step"] - point.get("steps", 0)
@@ -56,38 +56,30 @@ def read_run(folder: Path) -> Run:
     return Run(folder, points, read_config(folder), read_description(written[-1]) if written else {})
 
 
-def scalars_of(points: Sequence[Point]) -> list[str]:
-    """The names of all scalars that were logged, in the order in which they came."""
-    return list(dict.fromkeys(name for point in points for name in point if "/" in name))
-
-
-def combine(points: Sequence[Point], name: str) -> float:
-    """One value of several points that have this scalar: the last metric or loss, the extreme of a minimum or peak, or
-    a mean, which is a sum divided by a sum."""
-    values = [point[name] for point in points]
-    if name.startswith(("val/", "train/loss", "train/lr")):
-        return values[-1]
-    if "_min_" in name or "_peak_" in name:
-        return min(values) if "_min_" in name else max(values)
-    weights = [point.get(WEIGHTS.get(name, "seconds"), 1) for point in points]
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (sum(weights) or 1)
-
-
 def over_run(points: Sequence[Point], name: str) -> float | None:
-    """A scalar over the whole run. A mean is without the first point of each part, which holds what happens only at the
-    start, if there are others."""
+    """A scalar over the whole run: the last metric, loss or learning rate; the extreme of a minimum or peak; or a mean,
+    which is a sum divided by a sum. A mean is without the first point of each part, which holds what happens only at
+    the start, if there are others."""
     logged = [point for point in points if name in point]
-    later = [after for before, after in pairwise(logged) if after.get("part") == before.get("part")]
-    is_mean = not (name.startswith(("val/", "train/loss", "train/lr")) or "_min_" in name or "_peak_" in name)
-    chosen = later if is_mean and later else logged
-    return combine(chosen, name) if chosen else None
+    if not logged:
+        return None
+    if name.startswith(("val/", "train/loss", "train/lr")):
+        return logged[-1][name]
+    if "_min_" in name:
+        return min(point[name] for point in logged)
+    if "_peak_" in name:
+        return max(point[name] for point in logged)
+    later = [after for before, after in pairwise(logged) if after.get("part") == before.get("part")] or logged
+    weights = [point.get(WEIGHTS.get(name, "seconds"), 1) for point in later]
+    total = sum(point[name] * weight for point, weight in zip(later, weights, strict=True))
+    return total / (sum(weights) or 1)
 
 
 def best_of(run: Run) -> tuple[str, float, float] | None:
     """(name, best value, step) of the metric that counts: of equal values the first, whose checkpoint is the best."""
     metric, direction = run.description.get("best", ("", ""))
     sign = -1 if direction == "higher" else 1
-    scored = [point for point in run.points if not isnan(point.get(f"val/{metric}", float("nan")))]
+    scored = [point for point in run.points if not isnan(point.get(f"val/{metric}", nan))]
     best = min(scored, key=lambda point: sign * point[f"val/{metric}"], default=None)
     return (metric, best[f"val/{metric}"], best["step"]) if best else None
 
@@ -103,12 +95,12 @@ def changed_settings(run: Run) -> dict[str, Any]:
 
 
 def describe(run: Run) -> Iterator[tuple[str, str]]:
-    """The summary: quality first, then speed, then the rest."""
+    """(name, value): quality first, then speed, then the rest."""
     if best := best_of(run):
         yield f"best {best[0]}", f"{number(best[1])} at step {best[2]:,.0f}"
-    names = scalars_of(run.points)
-    order = {name: place for place, name in enumerate(SHOWN)}
-    for name in sorted(names, key=lambda name: (not name.startswith("val/"), order.get(name, len(order)))):
+    logged = dict.fromkeys(name for point in run.points for name in point if "/" in name)
+    metrics = [name for name in logged if name.startswith("val/")]
+    for name in dict.fromkeys([*metrics, *SPEED, *logged]):
         value = over_run(run.points, name)
         if value is not None:
             yield name, number(value)
@@ -116,39 +108,34 @@ def describe(run: Run) -> Iterator[tuple[str, str]]:
 
 def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> Table:
     """A line for each run: its metric, its speed and the settings that differ. The best run comes first."""
-    found = [best_of(run) for run in runs]
-    metrics = sorted({best[0] for best in found if best})
-    sign = -1 if any(run.description.get("best", ("", ""))[1] == "higher" for run in runs) else 1
-    configs = [run.config for run in runs]
-    every = dict.fromkeys(
-        key for config in configs for key in config if key == "run.seed" or not key.startswith("run.")
-    )
-    differing = [key for key in every if len({json.dumps(config.get(key)) for config in configs}) > 1]
-    shown = [name for name in SHOWN if any(name in point for run in runs for point in run.points)]
-    lines = []
-    for run, best in zip(runs, found, strict=True):
-        values = [best[1] if best and best[0] == name else None for name in metrics]
-        values += [over_run(run.points, name) for name in shown]
+    best = [best_of(run) for run in runs]
+    metrics = sorted({each[0] for each in best if each})
+    sign = -1 if any("higher" in run.description.get("best", ()) for run in runs) else 1
+    ranks = [sign * each[1] if each else inf for each in best]
+    every = dict.fromkeys(key for run in runs for key in run.config if key == "run.seed" or not key.startswith("run."))
+    differing = [key for key in every if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
+    speed = [name for name in SPEED if any(name in point for run in runs for point in run.points)]
+    table = [["run", *(f"best {name}" for name in metrics), *(SPEED[name] for name in speed), "steps", *differing]]
+    for place in sorted(range(len(runs)), key=ranks.__getitem__):
+        run, its_best = runs[place], best[place]
+        values = [its_best[1] if its_best and its_best[0] == name else None for name in metrics]
+        values += [over_run(run.points, name) for name in speed]
         cells = ["-" if value is None else text_of(value) for value in values]
-        settings = [_text_of(run.config, key) for key in differing]
-        line = [str(run.folder), *cells, f"{run.points[-1]['step']:.0f}", *settings]
-        lines.append((sign * best[1] if best else float("inf"), line))
-    lines.sort(key=lambda each: each[0])
-    head = ["run", *(f"best {name}" for name in metrics), *(SHOWN[name] for name in shown), "steps", *differing]
-    return [head, *(line for _, line in lines)]
+        settings = [setting_text(run.config.get(key, "-")) for key in differing]
+        table.append([str(run.folder), *cells, f"{run.points[-1]['step']:.0f}", *settings])
+    return table
 
 
-def _text_of(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key, "-")
+def setting_text(value: Any) -> str:
+    """A value of the config as one would write it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def as_text(lines: Table) -> str:
     """A table for a terminal."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    padded = [[f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def number(value: float) -> str:
