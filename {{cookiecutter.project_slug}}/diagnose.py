@@ -2,11 +2,10 @@
 
 --seconds S      time of each measurement (default 0.3), but at least one step or two pools; up to seven in a round
 --json           print the numbers as JSON; everything else goes to stderr
---min-feed R     exit with code 1 if the feed ratio is below R, such as 0.95
 --trace N        write a profile of N steps to run.folder, for https://ui.perfetto.dev
 
 python diagnose.py
-torchrun --standalone --nproc-per-node=gpu diagnose.py --min-feed 0.95
+torchrun --standalone --nproc-per-node=gpu diagnose.py
 """
 
 import argparse
@@ -21,7 +20,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.3)
-    parser.add_argument("--min-feed", type=float, default=0.0)
     parser.add_argument("--trace", type=int, default=0)
     try:
         args, train_argv = parser.parse_known_args(argv)
@@ -29,8 +27,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"command line: {error}; see --help") from None
     if not 0 < args.seconds < 3600:
         raise UserError(f"--seconds is {args.seconds:g}; it should be above 0 and below an hour")
-    if not 0 <= args.min_feed <= 1:
-        raise UserError(f"--min-feed is {args.min_feed:g}; it should be a ratio from 0 to 1, such as 0.95")
     if args.trace < 0:
         raise UserError(f"--trace is {args.trace}; it should be a number of steps")
     return args, train_argv
@@ -48,35 +44,31 @@ import json
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
+import train
 from fastgpu.diagnose import result
 from fastgpu.diagnose.bench import Bench
-from fastgpu.diagnose.verdict import judge, settings_to_try
+from fastgpu.diagnose.verdict import judge
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, init_distributed
 
 
 def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, object]:
     """Measure, print the verdict, and return all numbers as JSON values."""
-    # ------------------------------------------------------------ look, measure, judge
     with world.together():
-        findings = result.look(cfg.data, world)
-    world.print_once("\n".join(map(str, findings)))
-    bench = Bench(cfg, world, args.seconds)
+        preflight = result.look(cfg.data, world)
+    world.print_once("\n".join(preflight))
+    bench = Bench(train, cfg, world, args.seconds)
     measured = bench.measure()
-    facts = bench.facts()
-    verdict = world.broadcast(judge(measured, facts))
-    if settings := settings_to_try(verdict.cause, facts):
-        tried = {setting: bench.try_setting(setting) for setting in settings}
-        verdict = world.broadcast(judge(measured, facts, tried))
-
-    # ------------------------------------------------------------ tell
+    options = bench.options()
+    verdict = world.broadcast(judge(measured, options))
+    if verdict.cause in ("READ", "DECODE"):
+        verdict = world.broadcast(judge(measured, options._replace(readers=bench.try_readers())))
     world.print_once(f"\n{result.table(bench.title, measured, verdict)}")
-    numbers = result.as_json(bench.subject, measured, verdict, findings)
     if args.trace:
         path = Path(cfg.run.folder) / "trace.json"
         bench.trace(args.trace, path)
         world.print_once(f"profile of {args.trace} steps: {path}, for https://ui.perfetto.dev")
-    return numbers
+    return result.as_json(bench.subject, measured, verdict, preflight)
 
 
 if __name__ == "__main__":
@@ -85,4 +77,3 @@ if __name__ == "__main__":
             numbers = diagnose(config, world, args)
         if args.json:
             world.print_once(json.dumps(numbers, indent=2))
-    raise SystemExit(int(numbers["feed_ratio"] < args.min_feed))

@@ -8,10 +8,10 @@ from queue import Queue
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from harness import ALONE, CPU
 
-from fastgpu.diagnose.ceilings import Device, Loop, Meter, measure, open_feeds, read_pool
-from fastgpu.diagnose.verdict import Cause, Facts, Measured, Setting
+from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, Supply, measure, open_supplies, read_pool
+from fastgpu.diagnose.verdict import Cause, Measured, Options
 from fastgpu.feed.tiers import Feed, Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
@@ -20,8 +20,6 @@ from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, 1, CPU)
 BATCH_SIZE = 16
 POOL_BATCHES = 4
 N_ROWS = 2048
@@ -187,21 +185,22 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
             world.all_reduce_max(0.0)
 
     batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    feeds = open_feeds(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
-    if times.bus_bytes_per_s:
-        ready = ReadyFeed(Pool(next(order.pools(0)), batch), order)
-        feeds = feeds._replace(
-            real=SlowCopies(feeds.real, times.bus_bytes_per_s), staged=SlowCopies(ready, times.bus_bytes_per_s)
-        )
     loop = Loop(transform, train_step, local_step, batch, times.batch_size)
-    measured = measure(Meter(world, device, 0.15), loop, feeds, stop=lambda m: len(m.loop.values) == n_rounds)
-    feeds.close()
+    plan = FeedPlan(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
+    supplies = open_supplies(plan, loop)
+    if times.bus_bytes_per_s:
+        supplies["real"].feed = SlowCopies(supplies["real"].feed, times.bus_bytes_per_s)
+        ready = ReadyFeed(Pool(next(order.pools(0)), batch), order)
+        supplies["copy"] = Supply(SlowCopies(ready, times.bus_bytes_per_s), loop, n_ready=3)
+    measured = measure(Meter(world, device, 0.15), loop, supplies, stop=lambda m: len(m.loop.values) == n_rounds)
+    for supply in supplies.values():
+        supply.feed.close()
     return measured
 
 
 def speed(m: Measured) -> float:
     """Rows per second of the loop."""
-    return m.batch_size / m.loop_s
+    return m.batch_size / m.loop.median
 
 
 class Planted(NamedTuple):
@@ -214,11 +213,9 @@ class Planted(NamedTuple):
     """The beginning of the advice."""
     cured: Times
     """The times after the change."""
-    facts: Facts = Facts()
-    tried: Mapping[Setting, float] = {}
+    options: Options = Options()
 
 
-BUS_BYTES_PER_S = BATCH_SIZE * 16 / 0.024  # a row has 16 bytes, or 4 if its values were bytes
 PLANTED = [
     Planted(
         "a slow disk",
@@ -226,23 +223,17 @@ PLANTED = [
         "READ",
         "loader.num_readers=2",
         Times(disk_s=0.012, n_readers=2),
-        tried={Setting("loader.num_readers", 2): 0.006},
+        Options(readers=("loader.num_readers=2", 0.006)),
     ),
-    Planted("slow decoding", Times(decode_s=0.012), "DECODE", "data.tier=host", Times(), Facts(nearer_tier="host")),
+    Planted("slow decoding", Times(decode_s=0.012), "DECODE", "data.tier=host", Times(), Options(tier="host")),
+    Planted("a slow transform", Times(transform_s=0.006), "AUGMENT", "make `transform`", Times()),
     Planted(
-        "a slow transform",
-        Times(transform_s=0.006),
-        "AUGMENT",
-        "make `transform` of the workload lighter, or try train.compile=true",
-        Times(),
-    ),
-    Planted(
-        "rows of floats, four times the bytes",
-        Times(bus_bytes_per_s=BUS_BYTES_PER_S),
+        "a slow bus",
+        Times(bus_bytes_per_s=BATCH_SIZE * 16 / 0.024),  # a row has 16 bytes
         "COPY",
-        "store images as uint8: 4 x fewer bytes",
-        Times(bus_bytes_per_s=4 * BUS_BYTES_PER_S),
-        Facts(float_fields={"images": 4}),
+        "data.tier=device",
+        Times(),
+        Options(tier="device"),
     ),
     Planted(
         "a value read in each step",
@@ -262,7 +253,7 @@ PLANTED = [
         "none: the device computes all the time",
         Times(step_s=0.008, disk_s=0.002),
         "COMPUTE",
-        "nothing",
+        "",
         Times(step_s=0.008, disk_s=0.002),
     ),
 ]

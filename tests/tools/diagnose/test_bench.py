@@ -3,12 +3,10 @@ import numpy as np
 import pytest
 import torch
 import train
-from harness import in_world
-from simulated import ALONE
+from harness import ALONE, in_world
 
 from fastgpu.diagnose.bench import Bench
-from fastgpu.diagnose.verdict import Setting
-from fastgpu.process.config import Config, Data, nested
+from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 
@@ -29,7 +27,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def bench(config):
-    return Bench(config, ALONE, SECONDS)
+    return Bench(train, config, ALONE, SECONDS)
 
 
 def test_measuring_does_not_change_the_weights(bench):
@@ -41,32 +39,23 @@ def test_measuring_does_not_change_the_weights(bench):
     assert measured.cached
 
 
-def test_facts(bench, config):
-    facts = bench.facts()
-    assert facts.readers_key == "loader.num_readers"
-    assert facts.max_batch_size == 512
-    assert facts.echo == 1.0
-    assert facts.float_fields == {"x": 4, "y": 4}
-    assert facts.nearer_tier == "device"  # rows of 36 kB fit
-    assert facts.faster == ()  # there is no GPU
-    assert facts.repack_command == ""
-
-
 def test_the_nearer_tier_is_the_one_that_auto_would_choose(bench):
+    assert bench.options() == (1.0, "device", None, 512)  # rows of 36 bytes fit
     sizes = bench.sizes
     bench.sizes = sizes._replace(free={**sizes.free, "device": 2 * sizes.need - 1})
-    bench.parts = bench.parts._replace(sizes=bench.sizes)
-    assert bench.facts().nearer_tier == "host"
+    assert bench.options().tier == "host"
     bench.sizes = bench.sizes._replace(tier="host")
-    assert bench.facts().nearer_tier is None
+    assert bench.options().tier is None
 
 
-def test_other_numbers_of_readers_can_be_timed(bench):
-    assert bench.try_setting(Setting("loader.num_readers", 2)) > 0
+def test_twice_as_many_readers_are_tried(bench):
+    setting, step_s = bench.try_readers()
+    assert setting == f"loader.num_readers={2 * bench.sizes.n_readers}"
+    assert step_s > 0
 
 
 def test_each_order_is_another_one(bench):
-    first, second = (bench._next_order(bench.parts.train_rows, 1) for _ in range(2))
+    first, second = bench._next_order(), bench._next_order()
     assert list(first) != list(second)
     assert sorted(first) == sorted(second)
 
@@ -77,7 +66,7 @@ def test_a_batch_that_does_not_fit_the_device_is_an_error_with_its_cure(config, 
 
     monkeypatch.setattr(train, "train_step", train_step)
     with pytest.raises(UserError, match="data.batch_size is 64: out of memory; use a smaller one"):
-        Bench(config, ALONE, SECONDS)
+        Bench(train, config, ALONE, SECONDS)
 
 
 def test_a_profile_of_some_steps(bench, tmp_path):
@@ -86,33 +75,19 @@ def test_a_profile_of_some_steps(bench, tmp_path):
 
 
 def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:
-    """Gradients of this rank in a step of the training loop, and in one without averaging."""
-    bench = Bench(config, world, SECONDS)
+    """Gradients of this rank in two steps of the training loop, and in one without averaging."""
+    bench = Bench(train, config, world, SECONDS)
     sums: list[float] = []
     first = next(bench.parts.model.parameters())
     bench.parts.optimizer.register_step_pre_hook(lambda *_: sums.append(first.grad.double().sum().item()))
     for _ in range(2):
         bench.loop.train_step(bench.loop.batch)
-    shared = list(sums)
-    sums.clear()
     bench.loop.local_step(bench.loop.batch)
-    return shared, sums
+    return sums[:2], sums[2:]
 
 
 @pytest.mark.slow
 def test_ranks_average_gradients_while_they_are_measured(config):
     (first_shared, first_local), (second_shared, second_local) = in_world(2, gradients, config)
-    assert len(first_shared) == 2
     assert first_shared == second_shared
     assert first_local != second_local
-
-
-def test_overrides_replace_their_keys_and_no_others():
-    config = Config(workload="mine", data=Data(train="a.h5", val="b.h5", fields={}), model={"width": 8, "depth": 2})
-    overrides = {"data.batch_size": 128, "model.width": 16}
-    assert nested(overrides) == {"data": {"batch_size": 128}, "model": {"width": 16}}
-    changed = config.resolved(**nested(overrides))
-    assert changed.data == Data(train="a.h5", val="b.h5", fields={}, batch_size=128)
-    assert changed.model == {"width": 16, "depth": 2}
-    assert (changed.loader, changed.optim, changed.run) == (config.loader, config.optim, config.run)
-    assert config.data.batch_size == 64

@@ -1,17 +1,16 @@
 """Causes planted in a real feed in front of a simulated device are named, and the gain of the cure is right."""
 
 import time
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-from harness import in_world
+from harness import ALONE, CPU, in_world, needs_gpu, numbers_of
 from simulated import (
-    ALONE,
     BATCH_SIZE,
     BLOCK_ROWS,
-    CPU,
     FIELDS,
     N_ROWS,
     PLANTED,
@@ -22,9 +21,9 @@ from simulated import (
     speed,
 )
 
-from fastgpu.diagnose.ceilings import Device, Loop, Meter, Pools, first_blocks, measure, open_feeds, read_pool
+from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, first_blocks, measure, open_supplies, read_pool
 from fastgpu.diagnose.result import ceilings
-from fastgpu.diagnose.verdict import Facts, Measured, judge
+from fastgpu.diagnose.verdict import Measured, Options, judge
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler
@@ -43,104 +42,105 @@ def path(write, monkeypatch):
     return write(N_ROWS, (1, 4, 2), chunk=BLOCK_ROWS)
 
 
-class Tries:
-    """Repeats a measurement that another program may have spoiled. An error of ours spoils every try."""
+def repeat_if_disturbed(attempt: Callable[[], tuple[bool, str, list[Measured]]]) -> None:
+    """Repeat a measurement that another program may have spoiled. An error of ours spoils every try.
 
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self._n_quiet = 0
-
-    def again(self, *measured: Measured) -> bool:
-        """Whether another try is allowed after these measurements, which missed."""
-        noise = max(timing.noise for m in measured for timing in (m.feed_ratio, *ceilings(m).values()))
-        self._n_quiet += noise < LOADED_NOISE
-        return self._n_quiet < MAX_TRIES and len(self.notes) < MAX_TRIES_UNDER_LOAD
+    attempt: returns whether it was as expected, what was found, and the measurements.
+    """
+    notes: list[str] = []
+    n_quiet = 0
+    while n_quiet < MAX_TRIES and len(notes) < MAX_TRIES_UNDER_LOAD:
+        is_right, note, measurements = attempt()
+        if is_right:
+            return
+        notes.append(note)
+        timings = [timing for m in measurements for timing in (m.feed_ratio, *ceilings(m).values())]
+        n_quiet += max(timing.noise for timing in timings) < LOADED_NOISE
+    raise AssertionError(notes)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.cause)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
-    tries = Tries()
-    while True:
+    def attempt():
         slow = measure_simulated(path, planted.times)
-        verdict = judge(slow, planted.facts, planted.tried)
         cured = measure_simulated(path, planted.cured)
+        verdict = judge(slow, planted.options)
         gain = speed(cured) / speed(slow)
         is_named = verdict.cause == planted.cause and verdict.change.startswith(planted.change)
-        if is_named and gain == pytest.approx(verdict.gain, rel=0.15):
-            return
-        tries.notes.append(f"{verdict}; gain after the cure {gain:.3f}")
-        assert tries.again(slow, cured), tries.notes
+        is_predicted = gain == pytest.approx(verdict.gain, rel=0.15)
+        return is_named and is_predicted, f"{verdict}; gain after the cure {gain:.3f}", [slow, cured]
+
+    repeat_if_disturbed(attempt)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_one_slow_rank_of_two(path):
-    tries = Tries()
-    while True:
+    def attempt():
         slow = in_world(2, measure_slow_second_rank, path, 0.03)
         cured = in_world(2, measure_slow_second_rank, path, 0.012)
-        verdicts = [judge(m, Facts()) for m in slow]
+        verdicts = [judge(m, Options()) for m in slow]
         gain = speed(cured[0]) / speed(slow[0])
-        is_named = all(
-            verdict.cause == "RANKS" and verdict.change.startswith("look at the machine of rank 1")
-            for verdict in verdicts
-        )
-        if is_named and gain == pytest.approx(verdicts[0].gain, rel=0.15):
-            return
-        tries.notes.append(f"{verdicts}; gain after the cure {gain:.3f}")
-        assert tries.again(*slow, *cured), tries.notes
+        named = {(verdict.cause, verdict.change) for verdict in verdicts}
+        is_named = named == {("RANKS", "look at the machine of rank 1")}
+        is_predicted = gain == pytest.approx(verdicts[0].gain, rel=0.15)
+        return is_named and is_predicted, f"{verdicts}; gain after the cure {gain:.3f}", [*slow, *cured]
+
+    repeat_if_disturbed(attempt)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [0.5, 0.8, 1.25, 4])  # supply / demand
 def test_feed_ratio_is_that_of_theory(path, load):
-    tries = Tries()
-    while True:
+    def attempt():
         m = measure_simulated(path, Times(step_s=0.012, decode_s=0.012 / load - 0.0002))
-        theory = min(1.0, m.compute_s / m.supply_s)  # with the sleeps as long as they really were
+        assert m.supply
+        theory = min(1.0, m.compute.median / m.supply.median)  # with the sleeps as long as they really were
         is_planted = theory == pytest.approx(min(1.0, load), rel=0.2)
-        if is_planted and m.feed_ratio.median == pytest.approx(theory, rel=0.03):
-            return
-        tries.notes.append(f"{m.feed_ratio.median:.3f}, in theory {theory:.3f}")
-        assert tries.again(m), tries.notes
+        is_right = m.feed_ratio.median == pytest.approx(theory, rel=0.03)
+        return is_planted and is_right, f"{m.feed_ratio.median:.3f}, in theory {theory:.3f}", [m]
+
+    repeat_if_disturbed(attempt)
 
 
-def row_numbers(rows: Rows) -> list[int]:
-    return rows["images"].flatten(1)[:, :4].contiguous().view(torch.int32).flatten().tolist()
+@pytest.fixture
+def rows(path):
+    """(rows, their order in pools of POOL_BATCHES batches)"""
+    source = open_store("data.train", path, FIELDS)
+    return source, BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
 
 
-def test_pools_are_those_of_the_feed(path):
+def loop_of(step: Callable[[Rows], object], batch: Rows, echo: float = 1.0) -> Loop:
+    return Loop(lambda rows: rows, step, step, batch, BATCH_SIZE, echo)
+
+
+def test_pools_are_those_of_the_feed(rows):
     """The loop sees each row of an epoch once for each pass, and the feed of few blocks gives only their rows."""
-    source = open_store("data.train", path, FIELDS)
-    order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
-    feeds = open_feeds(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2))
-    trained: list[list[int]] = []
-
-    def keep(batch: Rows) -> None:
-        trained.append(row_numbers(batch))
-
+    source, order = rows
+    plan = FeedPlan(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2))
     for passes in (1, 2):
-        trained.clear()
-        loop = Loop(lambda rows: rows, keep, keep, read_pool(source, order, 1), BATCH_SIZE, echo=passes)
-        assert Pools(feeds.real, loop).train(order.pools_per_epoch) == len(trained) == passes * N_ROWS // BATCH_SIZE
+        trained: list[list[int]] = []
+        loop = loop_of(lambda rows: trained.append(numbers_of(rows["images"])), read_pool(source, order, 1), passes)  # noqa: B023
+        supplies = open_supplies(plan, loop)
+        n_steps = supplies["real"].train(order.pools_per_epoch)
+        assert n_steps == len(trained) == passes * N_ROWS // BATCH_SIZE
         assert sorted(chain(*trained)) == sorted([*range(N_ROWS)] * passes)
-    assert feeds.cached
-    few = {number for pool in feeds.cached.pools(3) for number in row_numbers(pool.rows)}
-    assert few == set(range(len(few)))
-    assert len(few) <= 2 * POOL_BATCHES * BATCH_SIZE + BLOCK_ROWS
-    feeds.close()
+        few = {number for pool in supplies["cached"].feed.pools(3) for number in numbers_of(pool.rows["images"])}
+        assert few == set(range(len(few)))
+        assert len(few) <= 2 * POOL_BATCHES * BATCH_SIZE + BLOCK_ROWS
+        for supply in supplies.values():
+            supply.feed.close()
 
 
-def test_draining_counts_the_steps_of_echoed_pools(path):
-    source = open_store("data.train", path, FIELDS)
-    order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
-    feeds = open_feeds(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2))
-    loop = Loop(lambda rows: rows, lambda _: None, lambda _: None, read_pool(source, order, 1), BATCH_SIZE, echo=2.5)
-    assert Pools(feeds.real, loop).drain(8) == 8 * 2.5 * POOL_BATCHES
-    feeds.close()
+def test_draining_counts_the_steps_of_echoed_pools(rows):
+    source, order = rows
+    loop = loop_of(lambda _: None, read_pool(source, order, 1), 2.5)
+    supply = FeedPlan(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2)).open(loop)
+    assert supply.drain(8) == 8 * 2.5 * POOL_BATCHES
+    supply.feed.close()
 
 
 def test_the_first_blocks_of_a_source_are_its_first_rows(write_ragged):
@@ -152,33 +152,26 @@ def test_the_first_blocks_of_a_source_are_its_first_rows(write_ragged):
     np.testing.assert_array_equal(batch["items"].offsets.diff(), source.lengths["items"][: few.n_rows])
 
 
-def test_a_slow_step_is_taken_as_seldom_as_possible_and_progress_is_reported(path):
+def test_a_slow_step_is_taken_as_seldom_as_possible(rows):
     """However long a step takes, a measurement of less time takes one step, besides one to warm up."""
-    source = open_store("data.train", path, FIELDS)
-    order = BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=1)
-    feeds = open_feeds(source, order, Placement("device", CPU, 1), Loader())
+    source, order = rows
+    order = BlockSampler(source.block_rows, BATCH_SIZE)
     steps: list[Rows] = []
 
     def step(batch: Rows) -> None:
         steps.append(batch)
         time.sleep(0.02)
 
-    loop = Loop(lambda rows: rows, step, step, read_pool(source, order, 1), BATCH_SIZE)
-    lines: list[str] = []
-    meter = Meter(ALONE, Device(CPU), 0.001)
-    measure(meter, loop, feeds, stop=lambda m: len(m.loop.values) == 4, report=lines.append)
-    feeds.close()
-    assert [line.split(",")[0] for line in lines] == [
-        f"measuring: round {number} of at most 16" for number in range(1, 5)
-    ]
-    assert all(" s left" in line for line in lines[1:])
+    loop = loop_of(step, read_pool(source, order, 1))
+    supplies = open_supplies(FeedPlan(source, order, Placement("device", CPU, 1), Loader()), loop)
+    measure(Meter(ALONE, Device(CPU), 0.001), loop, supplies, stop=lambda m: len(m.loop.values) == 4)
     first_round = 2 * (1 + 2) + (2 + 2)  # the number of steps is found, too; the loop takes two pools of one step
     other_rounds = 3 * (2 * 2 + 2)
     assert len(steps) == first_round + other_rounds
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_a_gpus_syncs_and_work_are_seen():
     device = Device(torch.device("cuda", 0))
     x = torch.ones(2048, 2048, device="cuda")

@@ -1,103 +1,93 @@
 """The training of a config, built by the functions of train.py, so that its parts can be measured."""
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from itertools import count, islice
-from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-import train
-from fastgpu.diagnose import ceilings
-from fastgpu.diagnose.ceilings import Device, Feeds, Loop, Meter, Pools, open_feeds, read_pool, steps_of
-from fastgpu.diagnose.verdict import Facts, Measured, Rounds, Setting
-from fastgpu.feed.sizes import choose_readers, choose_tier, choose_workers, may_stay
+from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, Supply, measure, open_supplies, read_pool, repeat
+from fastgpu.diagnose.verdict import Measured, Options
+from fastgpu.feed.sizes import choose_tier, may_stay
 from fastgpu.feed.tiers import Placement
-from fastgpu.process.config import Config, Tier, nested
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.config import Config, Tier
+from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.store import HDF5Dataset
 from fastgpu.training.parallel import reseed
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
 TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
-FASTER = (Setting("train.compile", True), Setting("train.precision", "bf16"))
-"""Settings that may make a step faster on a GPU."""
 
 
 class Bench:
     """The training of one config. Every rank has a bench, and calls the same methods in the same order."""
 
-    def __init__(self, config: Config, world: World, seconds: float):
-        """seconds: about as long as each measurement takes. Raises UserError if the training cannot be built."""
+    def __init__(self, train: ModuleType, config: Config, world: World, seconds: float):
+        """train: the module train.py. seconds: about as long as each measurement takes.
+
+        Raises UserError if the training cannot be built.
+        """
         self.config = config
         self.world = world
         self.meter = Meter(world, Device(world.device), seconds)
         parts = train.build(config, world)
         parts.loader.close()
         parts.val_loader.close()
-        self.parts = parts._replace(loader=None, val_loader=None)  # type: ignore[arg-type]  # measurements open feeds of their own
+        self.parts = parts._replace(loader=None, val_loader=None)  # measurements open feeds of their own
         self.sizes = parts.sizes
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
         with world.together():
-            batch = read_pool(parts.train_rows, self._next_order(parts.train_rows, 1), self.sizes.n_readers)
-        self.loop = _make_loop(self.parts, batch.to(world.device), world)
+            batch = read_pool(parts.train_rows, self._next_order(), self.sizes.n_readers)
+        self.loop = _make_loop(train, self.parts, batch.to(world.device), world)
         can_step = True
         try:  # DDP needs a step before the bare model runs, so this is the first
-            self.loop.train_step(self.loop.transform(self.loop.batch))
+            self.loop.step()
         except torch.cuda.OutOfMemoryError:
             can_step = False
-        batch_size = config.data.batch_size
         with world.together():
             if not can_step:
-                raise UserError(f"data.batch_size is {batch_size}: out of memory; use a smaller one")
-        self.compute = self._time_step(self.loop.transform)
-        slowest_s = self.compute.median
+                raise UserError(f"data.batch_size is {config.data.batch_size}: out of memory; use a smaller one")
+        slowest_s = max(self.meter.run(partial(repeat, self.loop.step), 3)[1])
         if self.sizes.tier == "disk":
-            slowest_s = max(slowest_s, self._rough_supply_s())
+            slowest_s = max(slowest_s, self._first_supply_s())
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
         """Every part of the training loop."""
-        feeds = self._open_feeds()
-        measured = ceilings.measure(self.meter, self.loop, feeds, report=self.show)
-        feeds.close()
-        self.compute = measured.compute
+        with self.world.together():
+            supplies = open_supplies(self._plan(self.sizes.n_readers), self.loop)
+        measured = measure(self.meter, self.loop, supplies, report=self.show)
+        for supply in supplies.values():
+            supply.feed.close()
         return measured
 
-    def try_setting(self, readers: Setting) -> float:
-        """Seconds per step of the supply with another number of readers (see `verdict.judge`).
+    def try_readers(self) -> tuple[str, float]:
+        """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
+        n_readers = max(1, 2 * self.sizes.n_readers)
+        setting = f"loader.{'num_workers' if self.sizes.uses_workers else 'num_readers'}={n_readers}"
+        self.show(f"trying {setting}")
+        supply = self._open_supply(n_readers)
+        supply.drain(supply.n_ready)
+        n_pools = self.meter.choose_units(supply.drain, 2 * supply.n_joint)
+        _, ranks_s = self.meter.run(supply.drain, n_pools)
+        supply.feed.close()
+        return setting, max(ranks_s)
 
-        inf if that is not possible, as for want of memory.
-        """
-        self.show(f"trying {readers}")
-        try:
-            feeds = self._open_feeds(readers, only_real=True)
-        except RankError:
-            raise
-        except UserError:  # raised on every rank
-            return inf
-        pools = Pools(feeds.real, self.loop)
-        pools.drain(feeds.n_ready_pools)
-        n_pools = self.meter.choose_units(pools.drain, 2 * feeds.n_joint_pools)
-        _, ranks_s = self.meter.run(pools.drain, n_pools)
-        feeds.close()
-        return max(ranks_s)
-
-    def _rough_supply_s(self) -> float:
-        """Seconds per step of the supply, as far as the first pools show them."""
-        feeds = self._open_feeds(only_real=True)
-        _, ranks_s = self.meter.run(Pools(feeds.real, self.loop).drain, 2 * feeds.n_joint_pools)
-        feeds.close()
-        return max(ranks_s)
+    def options(self) -> Options:
+        """What could be changed about this training."""
+        sizes, source = self.sizes, self.parts.train_rows
+        can_stay = may_stay(source) and may_stay(self.parts.val_rows)
+        tier = choose_tier("auto", sizes.need, sizes.free, source.name, can_stay=can_stay)
+        is_nearer = TIERS.index(tier) > TIERS.index(sizes.tier)
+        return Options(self.loop.echo, tier if is_nearer else None, n_rows=len(source))
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -110,7 +100,7 @@ class Bench:
                 "local_world_size": self.world.local_world_size,
                 "row_bytes": self.parts.train_rows.row_bytes,
             },
-            "config": self.parts.config.flat() | {"data.echo": self.loop.echo},
+            "config": self.parts.config.flat(),
         }
 
     @property
@@ -119,39 +109,15 @@ class Bench:
         batch_size = self.config.data.batch_size
         return f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
 
-    def facts(self) -> Facts:
-        """What can be changed about this training."""
-        parts = self.parts
-        source = parts.train_rows
-        config = parts.config
-        uses_workers = self.sizes.uses_workers
-        can_stay = may_stay(source) and may_stay(parts.val_rows)
-        nearest_tier = choose_tier("auto", self.sizes.need, self.sizes.free, source.name, can_stay=can_stay)
-        faster = [setting for setting in FASTER if config.flat()[setting.key] in (False, "fp32")]
-        repack = f"python convert.py dataset {config.data.dataset} {config.data.train} train.h5"
-        return Facts(
-            readers_key="loader.num_workers" if uses_workers else "loader.num_readers",
-            n_readers=self.sizes.n_readers,
-            nearer_tier=nearest_tier if TIERS.index(nearest_tier) > TIERS.index(self.sizes.tier) else None,
-            max_batch_size=len(source),
-            echo=self.loop.echo,
-            float_fields={name: each.dtype.itemsize for name, each in source.fields.items() if each.dtype.kind == "f"},
-            filters=source.filters if isinstance(source, HDF5Dataset) else "",
-            is_fp16=parts.precision.name == "fp16",
-            repack_command=repack if uses_workers else "",
-            faster=tuple(faster) if self.world.device.type == "cuda" else (),
-        )
-
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""
-        feeds = self._open_feeds(only_real=True)
-        pools = Pools(feeds.real, self.loop)
-        steps = (step for _ in count() for step in pools.steps())
+        supply = self._open_supply(self.sizes.n_readers)
+        steps = (step for _ in count() for step in supply.steps())
         next(steps)
         with torch.profiler.profile() as profile:
             list(islice(steps, n_steps))
             self.meter.device.synchronize()
-        feeds.close()
+        supply.feed.close()
         with self.world.together():
             if self.world.is_main:
                 try:
@@ -165,37 +131,31 @@ class Bench:
         if self.world.is_main:
             print(text, file=sys.stderr, flush=True)
 
-    def _open_feeds(self, readers: Setting | None = None, *, only_real: bool = False) -> Feeds:
-        """The feeds of the training, with pools as small as `POOL_S` says.
+    def _first_supply_s(self) -> float:
+        """Seconds per step of the supply, as far as the first pools show them."""
+        supply = self._open_supply(self.sizes.n_readers)
+        _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
+        supply.feed.close()
+        return max(ranks_s)
 
-        readers: another number of them. Raises UserError on every rank if that is not possible on one.
-        """
-        config = self.parts.config
-        if readers:
-            config = config.resolved(**nested({readers.key: readers.value}))
-        source = self.parts.train_rows
-        n_ranks = self.world.local_world_size
+    def _open_supply(self, n_readers: int) -> Supply:
         with self.world.together():
-            if self.sizes.uses_workers:
-                n_readers = choose_workers(config.loader.num_workers, n_ranks)
-            else:
-                n_readers = choose_readers(config.loader.num_readers, n_ranks)
-            placement = Placement(self.sizes.tier, self.world.device, n_readers)
-            order = self._next_order(source, self._pool_batches)
-            return open_feeds(source, order, placement, config.loader, only_real=only_real)
+            return self._plan(n_readers).open(self.loop)
 
-    def _next_order(self, source: Dataset, pool_batches: int) -> BlockSampler:
+    def _plan(self, n_readers: int) -> FeedPlan:
+        """The feed of the training, with pools as small as `POOL_S` says."""
+        placement = Placement(self.sizes.tier, self.world.device, n_readers)
+        return FeedPlan(self.parts.train_rows, self._next_order(), placement, self.config.loader)
+
+    def _next_order(self) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
-        shard = Shard(self.world.rank, self.world.world_size, self.sizes.canonical_ranks)
-        return BlockSampler(source, self.sizes.batch_size, shard=shard, pool_batches=pool_batches, seed=self._seed)
-
-    def _time_step(self, transform: Callable[[Rows], Rows]) -> Rounds:
-        """Seconds per step on one batch, with this transform."""
-        return self.meter.timing(steps_of(lambda: self.loop.train_step(transform(self.loop.batch))))
+        sizes = self.sizes
+        shard = Shard(self.world.rank, self.world.world_size, sizes.canonical_ranks)
+        return BlockSampler(self.parts.train_rows, sizes.batch_size, shard, self._pool_batches, seed=self._seed)
 
 
-def _make_loop(parts: train.Parts, batch: Rows, world: World) -> Loop:
+def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop:
     local_parts = parts
     if world.world_size > 1:
         local_parts = parts._replace(ddp=parts.model)

@@ -21,7 +21,6 @@ import torch
 from fastgpu.dataset.source import ASKS_AHEAD, ItemDataset, rows_per_ask
 from fastgpu.diagnose.verdict import MAX_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
-from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
@@ -39,50 +38,106 @@ Work = Callable[[int], int]
 """work(n_units) does that many steps, or takes that many pools, and returns the number of steps that this makes."""
 
 
-# ---------------------------------------------------------------------------------------------- the feeds
+# ---------------------------------------------------------------------------------------------- the loop and its feed
 
 
-class Feeds(NamedTuple):
-    """The feed of a run, and feeds that leave a part of its work out. None: there is none on this tier or device."""
+class Loop(NamedTuple):
+    """What the training loop does with a batch."""
 
-    real: Feed
-    staged: Feed | None = None
-    """Copies pools to the device from staging memory that is filled already. None also if the device decodes them."""
-    cached: Feed | None = None
-    """Reads the same few blocks again and again."""
-    n_ready_pools: int = 0
-    """Pools that lie ready when a feed has rested. They are taken before a measurement begins."""
-    n_joint_pools: int = 1
-    """Pools that may arrive at the same time, because as many worker processes started at the same time."""
+    transform: Callable[[Rows], Rows]
+    train_step: Callable[[Rows], object]
+    local_step: Callable[[Rows], object]
+    """The same step, but gradients are not averaged over the ranks."""
+    batch: Rows
+    """One batch, which stays on the device."""
+    batch_size: int
+    """Rows of a step on this rank."""
+    echo: float = 1.0
 
-    def close(self) -> None:
-        """End the threads of all feeds."""
-        for feed in (self.real, self.staged, self.cached):
-            if feed:
-                feed.close()
+    def step(self) -> None:
+        self.train_step(self.transform(self.batch))
 
 
-def open_feeds(
-    source: Dataset, order: BlockSampler, placement: Placement, loader: Loader, *, only_real: bool = False
-) -> Feeds:
-    """The feed of a run and, if its rows are streamed, those that leave a part of the work out."""
-    feeds = Feeds(make_feed(source, order, placement, loader))
-    if placement.tier == "device":
-        return feeds
-    feeds = feeds._replace(n_ready_pools=loader.prefetch_pools + 1)
-    if isinstance(source, ItemDataset):  # its workers hold rows ready, too
-        n_asks_per_pool = ceil(order.max_pool_rows / rows_per_ask(source, order))
-        n_held_pools = ceil(placement.n_readers * ASKS_AHEAD / n_asks_per_pool)
-        n_joint_pools = max(1, ceil(placement.n_readers / n_asks_per_pool))
-        feeds = feeds._replace(n_ready_pools=feeds.n_ready_pools + n_held_pools, n_joint_pools=n_joint_pools)
-    if placement.tier == "disk" and not isinstance(source, ItemDataset) and not only_real:  # which reads as it decodes
-        feeds = feeds._replace(cached=make_feed(source, first_blocks(source, order), placement, loader))
-    copies_rows = isinstance(feeds.real, PrefetchLoader)
-    if placement.device.type == "cuda" and copies_rows and not only_real:
+class Supply:
+    """The pools of a feed, epoch after epoch: trained on, or only taken."""
+
+    def __init__(self, feed: Feed, loop: Loop, n_ready: int = 0, n_joint: int = 1):
+        """n_ready: pools that lie ready when the feed has rested. n_joint: pools that may arrive at the same time,
+        because as many worker processes started at the same time."""
+        self.feed = feed
+        self.n_ready = n_ready
+        self.n_joint = n_joint
+        self._loop = loop
+        self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
+        self._number = 0
+
+    def _next(self) -> tuple[Rows, int]:
+        """(rows, number of times to train on them)"""
+        self._number += 1
+        return next(self._pools).rows, echo_passes(self._loop.echo, self._number)
+
+    def steps(self) -> Iterator[object]:
+        """The steps on one pool."""
+        rows, passes = self._next()
+        for batch in echo(rows, self._loop.batch_size, passes, seed=0):
+            yield self._loop.train_step(self._loop.transform(batch))
+
+    def train(self, n_pools: int) -> int:
+        """Train on that many pools. Returns the number of steps."""
+        return sum(1 for _ in range(n_pools) for _ in self.steps())
+
+    def drain(self, n_pools: int) -> int:
+        """Take that many pools without training on them. Returns the number of steps that they are good for."""
+        pools = [self._next() for _ in range(n_pools)]
+        return sum(passes * ceil(len(rows) / self._loop.batch_size) for rows, passes in pools)
+
+    def empty(self) -> None:
+        """Take the pools that lie ready, so that the next ones come at the speed of the feed."""
+        self.drain(self.n_ready if self._number else self.n_joint)  # before the first pool, nothing is read ahead
+
+    def warm_up(self) -> None:
+        """Train on some pools that did not lie ready: a slow feed is slow at once, not only after those."""
+        self.empty()
+        self.train(self.n_ready)
+
+
+class FeedPlan(NamedTuple):
+    """What a feed is made of."""
+
+    source: Dataset
+    order: BlockSampler
+    placement: Placement
+    loader: Loader
+
+    def open(self, loop: Loop) -> Supply:
+        """The feed of a run."""
+        feed = make_feed(*self)
+        if self.placement.tier == "device":
+            return Supply(feed, loop)
+        n_ready, n_joint = self.loader.prefetch_pools + 1, 1
+        if isinstance(self.source, ItemDataset):  # its workers hold rows ready, too
+            n_readers = self.placement.n_readers
+            n_asks_per_pool = ceil(self.order.max_pool_rows / rows_per_ask(self.source, self.order))
+            n_ready += ceil(n_readers * ASKS_AHEAD / n_asks_per_pool)
+            n_joint = max(1, ceil(n_readers / n_asks_per_pool))
+        return Supply(feed, loop, n_ready, n_joint)
+
+
+def open_supplies(plan: FeedPlan, loop: Loop) -> dict[str, Supply]:
+    """real: the feed of a run; and, if its rows are streamed, feeds that leave a part of its work out.
+
+    cached: reads the same few blocks again and again. copy: copies pools to a GPU from staging memory that is filled
+    already.
+    """
+    source, order, placement, loader = plan
+    supplies = {"real": plan.open(loop)}
+    if placement.tier == "disk" and not isinstance(source, ItemDataset):  # which reads as it decodes
+        supplies["cached"] = plan._replace(order=first_blocks(source, order)).open(loop)
+    if placement.device.type == "cuda" and placement.tier != "device":
         staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
         staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)
-        feeds = feeds._replace(staged=make_feed(staged, staged_order, Placement("disk", placement.device, 1), loader))
-    return feeds
+        supplies["copy"] = FeedPlan(staged, staged_order, Placement("disk", placement.device, 1), loader).open(loop)
+    return supplies
 
 
 def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
@@ -163,68 +218,6 @@ class Device:
         return list(dict.fromkeys(f"{os.path.relpath(sync.filename)}:{sync.lineno}" for sync in syncs))
 
 
-# ---------------------------------------------------------------------------------------------- the loop
-
-
-class Loop(NamedTuple):
-    """What the training loop does with a batch."""
-
-    transform: Callable[[Rows], Rows]
-    train_step: Callable[[Rows], object]
-    local_step: Callable[[Rows], object]
-    """The same step, but gradients are not averaged over the ranks."""
-    batch: Rows
-    """One batch, which stays on the device."""
-    batch_size: int
-    """Rows of a step on this rank."""
-    echo: float = 1.0
-
-
-def steps_of(step: Callable[[], object]) -> Work:
-    """The same step again and again."""
-
-    def work(n_steps: int) -> int:
-        for _ in range(n_steps):
-            step()
-        return n_steps
-
-    return work
-
-
-class Pools:
-    """The pools of a feed, epoch after epoch: trained on, or only taken."""
-
-    def __init__(self, feed: Feed, loop: Loop):
-        self._loop = loop
-        self._pools = (pool for epoch in count() for pool in feed.pools(epoch))
-        self._number = 0
-
-    def _next(self) -> tuple[Rows, int]:
-        """(rows, number of times to train on them)"""
-        self._number += 1
-        return next(self._pools).rows, echo_passes(self._loop.echo, self._number)
-
-    def steps(self) -> Iterator[object]:
-        """The steps on one pool."""
-        rows, passes = self._next()
-        for batch in echo(rows, self._loop.batch_size, passes, seed=0):
-            yield self._loop.train_step(self._loop.transform(batch))
-
-    def train(self, n_pools: int) -> int:
-        """Train on that many pools. Returns the number of steps."""
-        return sum(1 for _ in range(n_pools) for _ in self.steps())
-
-    def drain(self, n_pools: int) -> int:
-        """Take that many pools without training on them. Returns the number of steps that they are good for."""
-        pools = [self._next() for _ in range(n_pools)]
-        return sum(passes * ceil(len(rows) / self._loop.batch_size) for rows, passes in pools)
-
-    def warm_up(self, n_pools: int) -> None:
-        """Drain the pools that lie ready, then train on as many: a slow feed is slow at once, not only after those."""
-        self.drain(n_pools)
-        self.train(n_pools)
-
-
 # ---------------------------------------------------------------------------------------------- the measurements
 
 
@@ -245,7 +238,7 @@ class Meter(NamedTuple):
         seconds = time.perf_counter() - t0
         return self.world.all_reduce_max(seconds), self.world.all_gather(seconds / n_steps)
 
-    def choose_units(self, work: Work, multiple: int) -> int:
+    def choose_units(self, work: Work, multiple: int = 1) -> int:
         """The number of units that take about `seconds`: a multiple of `multiple`, the same on every rank."""
         n_units = multiple
         while True:
@@ -254,67 +247,60 @@ class Meter(NamedTuple):
                 return multiple * max(1, round(n_units / multiple * self.seconds / passed_s))
             n_units *= 4
 
-    def timing(self, work: Work, multiple: int = 1) -> Rounds:
-        """Seconds per step on the slowest rank. The first units, in which kernels are chosen, do not count."""
-        n_units = self.choose_units(work, multiple)
-        return Rounds(tuple(max(self.run(work, n_units)[1]) for _ in range(3)))
-
 
 class _Task(NamedTuple):
     work: Work
-    warm_up: Callable[[int], object]
-    n_warm_up_units: int = 1
+    warm_up: Callable[[], object]
     multiple: int = 1
     """The number of timed units is a multiple of this."""
-    is_feed: bool = False
+    rests: bool = False
+    """The feed reads ahead afterwards: this must not take the CPUs from the next task."""
 
 
 def measure(
     meter: Meter,
     loop: Loop,
-    feeds: Feeds,
+    supplies: Mapping[str, Supply],
     *,
     stop: Callable[[Measured], bool] = is_enough,
     report: Callable[[str], None] = lambda _: None,
 ) -> Measured:
-    """Measure everything, round after round, until `stop` says that it is enough. report: is called with a line about
-    each round.
+    """Measure everything, round after round, until `stop` says that it is enough.
 
     The steps change the model (running statistics, and the weights unless the learning rate is 0): do not keep it.
     """
-    tasks = _tasks(loop, feeds, meter.world)
-    n_units = {}
+    world = meter.world
+    tasks = _tasks(loop, supplies, world)
+    n_units: dict[str, int] = {}
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
     rest_s = 0.0
-    left = ""
+    observed = partial(repeat, lambda: loop.local_step(loop.transform(loop.batch)), OBSERVED_STEPS)
     busy_s = 0.0
     syncs: list[str] = []
-    observed = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
-    for number in count():
-        report(f"measuring: round {number + 1} of at most {MAX_ROUNDS}{left}")
-        round_t0 = time.perf_counter()
+    for number in range(MAX_ROUNDS):
+        report(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         for name, task in tasks.items():
-            task.warm_up(task.n_warm_up_units)
+            task.warm_up()
             if number == 0:
                 n_units[name] = meter.choose_units(task.work, task.multiple)
             cpu_t0 = _cpu_s()
             passed_s, ranks_s = meter.run(task.work, n_units[name])
             step_s[name].append(ranks_s)
             if name == "loop":
-                n_cpus = (_cpu_s() - cpu_t0) / passed_s * meter.world.local_world_size
-                cpu_shares.append(meter.world.all_reduce_max(n_cpus / available_cpus()))
+                n_cpus = (_cpu_s() - cpu_t0) / passed_s * world.local_world_size
+                cpu_shares.append(world.all_reduce_max(n_cpus / available_cpus()))
             if name == "supply":
-                rest_s = min(MAX_REST_S, feeds.n_ready_pools * passed_s / n_units[name])
-            if task.is_feed and name != "supply":  # it reads ahead: this must not take the CPUs from the next task
+                rest_s = min(MAX_REST_S, supplies["real"].n_ready * passed_s / n_units[name])
+            if task.rests:
                 time.sleep(rest_s)
         if number == 0:
-            busy_s = meter.world.all_reduce_max(meter.device.busy_s(partial(observed, OBSERVED_STEPS))) / OBSERVED_STEPS
-            syncs = meter.device.syncs(partial(observed, OBSERVED_STEPS))
+            busy_s = world.all_reduce_max(meter.device.busy_s(observed)) / OBSERVED_STEPS
+            syncs = meter.device.syncs(observed)
         by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
         slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
         measured = Measured(
-            batch_size=loop.batch_size * meter.world.world_size,
+            batch_size=loop.batch_size * world.world_size,
             **slowest,
             ranks_compute=by_rank.get("local", ()),
             ranks_supply=by_rank.get("supply", ()),
@@ -322,36 +308,41 @@ def measure(
             syncs=tuple(syncs),
             cpu_share=Rounds(tuple(cpu_shares)),
         )
-        if meter.world.broadcast(stop(measured)):
-            return measured
-        left = f", at most {(MAX_ROUNDS - number - 1) * (time.perf_counter() - round_t0):.0f} s left"
-    raise AssertionError("there is a last round")
+        if world.broadcast(stop(measured)):
+            break
+    return measured
 
 
-def _tasks(loop: Loop, feeds: Feeds, world: World) -> dict[str, _Task]:
+def _tasks(loop: Loop, supplies: Mapping[str, Supply], world: World) -> dict[str, _Task]:
+    """{field of `Measured`: what is timed for it}, in the order of a round. local: see `Measured.ranks_compute`."""
     transformed = loop.transform(loop.batch)
-    steps = {
-        "compute": steps_of(lambda: loop.train_step(loop.transform(loop.batch))),
-        "untransformed": steps_of(lambda: loop.train_step(transformed)),
+    steps: dict[str, Callable[[], object]] = {
+        "compute": loop.step,
+        "untransformed": lambda: loop.train_step(transformed),
     }
     if world.world_size > 1:
-        steps["local"] = steps_of(lambda: loop.local_step(loop.transform(loop.batch)))
-    tasks = {name: _Task(work, work) for name, work in steps.items()}
+        steps["local"] = lambda: loop.local_step(loop.transform(loop.batch))
+    tasks = {name: _Task(partial(repeat, step), step) for name, step in steps.items()}
 
-    n_ready = feeds.n_ready_pools
-    multiple = 2 * feeds.n_joint_pools
-    real = Pools(feeds.real, loop)
-    if n_ready:  # the loop follows at once: no pools lie ready for it
-        tasks["supply"] = _Task(real.drain, real.drain, n_ready, multiple, is_feed=True)
-    tasks["loop"] = _Task(real.train, real.train, min(n_ready, LOOP_WARM_UP_POOLS), multiple, is_feed=True)
-    if feeds.staged:
-        staged = Pools(feeds.staged, loop)
-        tasks["copy"] = _Task(staged.train, staged.warm_up, n_ready, multiple, is_feed=True)
-    if feeds.cached:
-        cached = Pools(feeds.cached, loop)
-        n_warm_up = n_ready + feeds.cached.order.pools_per_epoch  # until each of its blocks has been read once
-        tasks["cached"] = _Task(cached.drain, cached.drain, n_warm_up, multiple, is_feed=True)
+    real = supplies["real"]
+    multiple = 2 * real.n_joint
+    if real.n_ready:  # the loop follows at once: no pools lie ready for it
+        tasks["supply"] = _Task(real.drain, real.empty, multiple)
+    n_warm_up = min(real.n_ready, LOOP_WARM_UP_POOLS)
+    tasks["loop"] = _Task(real.train, partial(real.train, n_warm_up), multiple, rests=True)
+    if staged := supplies.get("copy"):
+        tasks["copy"] = _Task(staged.train, staged.warm_up, 2, rests=True)
+    if cached := supplies.get("cached"):
+        n_first = cached.n_ready + cached.feed.order.pools_per_epoch  # until each of its blocks has been read once
+        tasks["cached"] = _Task(cached.drain, partial(cached.drain, n_first), 2, rests=True)
     return tasks
+
+
+def repeat(step: Callable[[], object], n_steps: int) -> int:
+    """The same step again and again. Returns the number of steps."""
+    for _ in range(n_steps):
+        step()
+    return n_steps
 
 
 def _cpu_s() -> float:

@@ -1,21 +1,22 @@
 """Concludes from the measurements which part of the loop is the bottleneck, and what to change.
 
-Reading, decoding, copying and training overlap, so the loop takes as long as the slowest of them. Each was measured
+Reading, decoding, copying and training overlap, so the loop takes as long as the longest of them. Each was measured
 without the others (ceilings.py). The gain of a change follows from the same rule: afterwards the loop takes as long as
-the slowest part that is left.
+the longest part that is left.
 
-When is a cause named? Every question is about a share of some time, for instance the share of the loop's time that
-compute does not need. The share is computed in each round, so that a machine that is slow for a while cancels out. A
-question is answered only if the interval of its share answers it (`exceeds`). `judge` names a cause if the answers
-exclude all others; if an answer is missing, the verdict is INCONCLUSIVE. The interval is from the second lowest to the
-second highest of eight rounds: whatever the noise, the true median lies below it in 3.5 % of all cases (9 of 256), and
-above it as often. Three rounds are enough if the loop takes more than twice as long as compute in each of them; if
-eight do not tell, there are up to sixteen, whose interval leaves out two on either side (`is_enough`).
+When is a cause named? Every question is about a share of some time, such as the share of the loop's time that compute
+does not need. It is computed in each round, so that a machine that is slow for a while cancels out, and a question is
+answered only if the interval of its share answers it (`exceeds`). A cause is named if the answers exclude all others;
+otherwise the verdict is INCONCLUSIVE. The interval is from the lowest to the highest of five rounds, and from the
+second lowest to the second highest of eight: whatever the noise, the true median lies below it in 3.1 % (1 of 32) or
+3.5 % (9 of 256) of all cases, and above it as often. Two rounds are enough if the loop takes more than twice as long as
+compute in both; sixteen are the most, and their interval leaves out two on either side (`is_enough`).
 
 All times are seconds per optimizer step, that is for the rows of one step over all ranks, whether echoed or not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from math import log2
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
@@ -32,32 +33,29 @@ MEANING: dict[Cause, str] = {
     "COMPUTE": "the device computes all the time: there is nothing to improve",
     "INCONCLUSIVE": "the measurements do not tell",
 }
+ADVICE: dict[Cause, str] = {
+    "READ": "a faster disk, or blocks of 2 MiB (python convert.py info rates the file)",
+    "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
+    "COPY": "store floats as uint8, and let the transform make floats of them on the device",
+    "AUGMENT": "train.compile=true",
+    "HOST": "train.compile=true; bf16 instead of fp16, whose loss scaler reads a value in each step",
+    "RANKS": "fewer ranks; of a slow rank, the other processes, clocks and disk of its machine",
+    "COMPUTE": "train.compile=true and train.precision=bf16 may make the step itself faster",
+    "INCONCLUSIVE": "run it again on a quieter machine, with larger --seconds, or look at --trace",
+}
 MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
+MAX_BATCH_FACTOR = 64
 DEAD_BAND = 0.05  # smaller differences in speed do not count
 NEAR = 0.1  # a part whose time is this close to that of the loop explains it
 READ_SHARE = 0.5  # storage is the cause if it takes a larger part of the supply's time
 AUGMENT_SHARE = 0.25  # a transform that takes a larger part of the step is worth a change
 STRAGGLER_SHARE = 0.13  # a rank that takes 1.15 times as long as the others is a straggler
 IDLE_SHARE = 0.2  # a device that is idle for a larger part of the step waits for the host
-LAUNCH_SHARE = 2 / 3  # idle for a larger part, it waits for launches, even if the step also reads values from it
 CPU_SHARE = 0.85  # where a larger part of the CPUs is used, none is left for more readers
-MAX_BATCH_FACTOR = 64
-NOISE_SHARE = 0.2
-MIN_ROUNDS = 3
-N_ROUNDS = 8
-MAX_ROUNDS = 16
 CLEAR_SHARE = 0.5  # a loop that loses a larger part of its time in each round needs no more of them
-
-
-class Setting(NamedTuple):
-    """One key of the config and a value for it. As text it is a word of the command line: `data.echo=2`."""
-
-    key: str
-    value: bool | int | float | str
-
-    def __str__(self) -> str:
-        text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value).lower()
-        return f"{self.key}={text}"
+MIN_ROUNDS = 2
+N_ROUNDS = 5
+MAX_ROUNDS = 16
 
 
 class Rounds(NamedTuple):
@@ -142,22 +140,14 @@ class Measured(NamedTuple):
         return each_round(lambda compute_s, loop_s: compute_s / loop_s, self.compute, self.loop)
 
     @property
-    def compute_s(self) -> float:
-        return self.compute.median
+    def lost(self) -> Rounds:
+        """The share of the loop's time that compute alone does not need."""
+        return saved(self.compute, self.loop)
 
     @property
-    def loop_s(self) -> float:
-        return self.loop.median
-
-    @property
-    def copy_s(self) -> float:
-        """0: there are no copies."""
-        return self.copy.median if self.copy else 0.0
-
-    @property
-    def supply_s(self) -> float:
-        """0: the rows lie on the device."""
-        return self.supply.median if self.supply else 0.0
+    def copied(self) -> Rounds:
+        """Copies, transform and step. Without copies: compute."""
+        return self.copy or self.compute
 
     @property
     def local(self) -> Rounds:
@@ -165,46 +155,21 @@ class Measured(NamedTuple):
         return each_round(max, *self.ranks_compute) if len(self.ranks_compute) > 1 else self.compute
 
     @property
-    def idle(self) -> Rounds | None:
-        """The share of a step in which the device has nothing to do. None: it cannot be seen."""
-        busy_s = self.busy_s
-        return None if busy_s is None else each_round(lambda step_s: 1 - busy_s / step_s, self.local)
-
-    @property
-    def waits_for_launches(self) -> bool:
-        """Whether an idle device would be busy with a larger batch, and not with a step that reads no values."""
-        return not self.syncs or (self.idle is not None and self.idle.median > LAUNCH_SHARE)
-
-    @property
-    def lost(self) -> Rounds:
-        """The share of the loop's time that compute alone does not need."""
-        return saved(self.compute, self.loop)
-
-    @property
     def transform(self) -> Rounds:
         """The share of `compute` that the transform takes."""
         return saved(self.untransformed or self.compute, self.compute)
 
 
-class Facts(NamedTuple):
-    """The facts about a run that decide which changes are possible."""
+class Options(NamedTuple):
+    """What could be changed about a run."""
 
-    readers_key: str = "loader.num_readers"
-    """The key for the number of readers: of threads, or of worker processes."""
-    n_readers: int = 1
-    nearer_tier: Tier | None = None
-    """The tier that data.tier=auto would choose now, if it is nearer to the device than the current one."""
-    max_batch_size: int = 1 << 40
     echo: float = 1.0
-    float_fields: Mapping[str, int] = {}
-    """{field of floats: bytes of one value}. They may fit into one byte."""
-    filters: str = ""
-    """How the rows are compressed in their file."""
-    is_fp16: bool = False
-    repack_command: str = ""
-    """The command that decodes the user's own Dataset once and for all."""
-    faster: tuple[Setting, ...] = ()
-    """Settings that are not in use and may make a step faster."""
+    """data.echo now."""
+    tier: Tier | None = None
+    """The tier that data.tier=auto would choose now, if it is nearer to the device than the current one."""
+    readers: tuple[str, float] | None = None
+    """(setting, seconds per step of the supply with it) for twice as many readers. None: not tried."""
+    n_rows: int = 1 << 40
 
 
 class Verdict(NamedTuple):
@@ -212,22 +177,12 @@ class Verdict(NamedTuple):
 
     cause: Cause
     why: str
-    change: str
-    """The setting to change, as `key=value`, or other advice."""
+    change: str = ""
+    """What promises most: a setting as `key=value`, or a place to look at. Empty: nothing."""
     gain: float = 1.0
     """Predicted speed of the loop after the change / its speed now."""
-    certainty: Literal["high", "medium", "low"] = "low"
-    """low: nothing is certain (INCONCLUSIVE). high: the cause, and the numbers to a few percent."""
-    see_also: str = ""
-    """Something else that would help, by an unknown factor."""
-    candidates: tuple[Cause, ...] = ()
-    """The causes that the measurements do not exclude, the likeliest first."""
-
-
-Tried = Mapping[Setting, float]
-"""{setting: seconds per step with it} of the part of the loop that the setting changes."""
-Change = tuple[Setting | str, float]
-"""(setting or other advice, seconds that the loop should take afterwards)"""
+    free_echo: float | None = None
+    """If the loop waits for rows: the data.echo with which it trains on them as long as the next ones take."""
 
 
 class Suspect(NamedTuple):
@@ -235,53 +190,32 @@ class Suspect(NamedTuple):
 
     cause: Cause
     why: str
-    ranks: tuple[Rounds, ...] = ()
-    """The times of the ranks, if the slowest of them is the cause."""
+    share: Rounds = Rounds((0.0,))
+    """Share of a step, or of a slow rank's supply, that would be saved without it."""
+    limit: float = 0.0
+    """It is worth a change if the share is above this."""
+    change: str = ""
+    saved_s: float = 0.0
+    """Seconds of a step that the change should save."""
 
 
-class _Cost(NamedTuple):
-    cause: Cause
-    share: Rounds
-    """Share of the step that could be saved."""
-    threshold: float
-    where: str = ""
-    ranks: tuple[Rounds, ...] = ()
-
-
-def settings_to_try(cause: Cause, facts: Facts) -> list[Setting]:
-    """Settings whose effect does not follow from the ceilings. Measure them, and call `judge` with the results."""
-    if cause in ("READ", "DECODE"):
-        return [Setting(facts.readers_key, max(1, 2 * facts.n_readers))]
-    return []
-
-
-def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
-    """The bottleneck, and the change that promises most.
-
-    tried: the supply that was measured with the settings of `settings_to_try`.
-    """
-    suspects = find_suspects(m)
-    cause, why, _ = suspects[0]
-    causes = tuple(dict.fromkeys(suspect.cause for suspect in suspects))
-    if causes != (cause,) or cause == "INCONCLUSIVE":
-        if len(causes) > 1:
-            possible = ", ".join(causes).replace("INCONCLUSIVE", "parts that slow each other down")
-            why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {possible}"
-        advice = "run it again on a quieter machine, with larger --seconds, or look at --trace"
-        candidates = tuple(each for each in causes if each != "INCONCLUSIVE")
-        return Verdict("INCONCLUSIVE", why, advice, candidates=candidates)
-    changes = _find_changes(suspects[0], m, facts, tried or {})
-    gaining = (change for change in changes if change[1] < (1 - DEAD_BAND) * m.loop_s)
-    change, changed_loop_s = next(gaining, changes[-1])
-    return Verdict(
-        cause,
-        why,
-        str(change),
-        gain=max(1.0, m.loop_s / changed_loop_s),
-        certainty="high" if m.feed_ratio.noise < DEAD_BAND else "medium",
-        see_also=_see_also(cause, facts),
-        candidates=(cause,),
-    )
+def judge(m: Measured, options: Options) -> Verdict:
+    """The bottleneck, and the change that promises most."""
+    suspects = find_suspects(m, options)
+    causes = list(dict.fromkeys(suspect.cause for suspect in suspects))
+    if len(causes) > 1:
+        possible = ", ".join(causes).replace("INCONCLUSIVE", "parts that slow each other down")
+        why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {possible}"
+        return Verdict("INCONCLUSIVE", why)
+    first = suspects[0]
+    change, loop_s = first.change, m.loop.median - first.saved_s
+    free_echo = None
+    if first.cause in ("READ", "DECODE", "COPY"):
+        change, loop_s = _find_feed_change(m, options)
+        free_echo = _free_echo(m, options)
+    if not _gains(loop_s, m):
+        change, loop_s = "", m.loop.median
+    return Verdict(first.cause, first.why, change, m.loop.median / loop_s, free_echo)
 
 
 # ---------------------------------------------------------------------------------------------- the cause
@@ -290,38 +224,36 @@ def judge(m: Measured, facts: Facts, tried: Tried | None = None) -> Verdict:
 def is_enough(m: Measured) -> bool:
     """Whether more rounds would hardly tell more."""
     n_rounds = len(m.loop.values)
-    causes = {suspect.cause for suspect in find_suspects(m)}
-    is_clear = len(causes) == 1 and causes != {"INCONCLUSIVE"}
-    if n_rounds < N_ROUNDS:
-        return n_rounds >= MIN_ROUNDS and is_clear and m.lost.low > CLEAR_SHARE
-    return is_clear or n_rounds >= MAX_ROUNDS
+    causes = {suspect.cause for suspect in find_suspects(m, Options())}
+    if len(causes) > 1 or causes == {"INCONCLUSIVE"}:
+        return n_rounds >= MAX_ROUNDS
+    return n_rounds >= N_ROUNDS or (n_rounds >= MIN_ROUNDS and m.lost.low > CLEAR_SHARE)
 
 
-def find_suspects(m: Measured) -> list[Suspect]:
+def find_suspects(m: Measured, options: Options) -> list[Suspect]:
     """The causes that the measurements do not exclude, the likeliest first."""
     loses = exceeds(m.lost, 0.0)
-    if loses is None and not (m.supply or m.copy) and m.lost.high < NOISE_SHARE:
-        loses = False  # the rows lie on the device: there is no feed to wait for, and this is noise
+    if loses is None and not m.supply:
+        loses = False  # the rows lie on the device: there is no feed to wait for
     if loses is None:
-        both = [_find_in_step(m), _find_in_feed(m)]
-        likely, unlikely = reversed(both) if m.lost.median > DEAD_BAND else both
-        return likely + unlikely
-    return _find_in_feed(m) if loses else _find_in_step(m)
+        in_step, in_feed = _find_in_step(m, options), _find_in_feed(m, options)
+        return in_feed + in_step if m.lost.median > DEAD_BAND else in_step + in_feed
+    return _find_in_feed(m, options) if loses else _find_in_step(m, options)
 
 
-def _find_in_feed(m: Measured) -> list[Suspect]:
-    """Which part of the way to the device may be the slowest. `copy` includes compute; the supply includes copies."""
-    copies = m.copy or m.compute
-    supply = m.supply or copies
-    copies_are_slower = exceeds(saved(m.compute, copies), 0.0)
-    supply_is_slower = exceeds(saved(copies, supply), 0.0)
+def _find_in_feed(m: Measured, options: Options) -> list[Suspect]:
+    """Which part of the way to the device may be the slowest."""
+    supply = m.supply or m.copied
+    supply_is_slower = exceeds(saved(m.copied, supply), 0.0)  # the supply includes copies
+    copies_are_slower = exceeds(saved(m.compute, m.copied), 0.0)
     suspects = []
     if supply_is_slower is not False and _may_explain(supply, m):
         suspects += _find_in_supply(m)
-    if supply_is_slower is not True and copies_are_slower is not False and _may_explain(copies, m):
+    if supply_is_slower is not True and copies_are_slower is not False and _may_explain(m.copied, m):
         suspects.append(Suspect("COPY", "steps with copies alone take as long as the loop"))
-    is_shown = supply_is_slower or copies_are_slower
-    return suspects if suspects and is_shown else suspects + _find_in_between(m)
+    if suspects and (supply_is_slower or copies_are_slower):
+        return suspects
+    return suspects + _find_in_between(m, options)
 
 
 def _may_explain(part: Rounds, m: Measured) -> bool:
@@ -331,13 +263,13 @@ def _may_explain(part: Rounds, m: Measured) -> bool:
 
 def _find_in_supply(m: Measured) -> list[Suspect]:
     suspects = []
-    if len(m.ranks_supply) > 1:
-        rank, share = find_straggler(m.ranks_supply)
-        is_straggler = exceeds(share, STRAGGLER_SHARE)
-        if is_straggler is not False:
-            suspects.append(Suspect("RANKS", f"{share} of the supply's time for rank {rank}", m.ranks_supply))
+    if m.supply and len(m.ranks_supply) > 1:
+        straggler = _straggler(m.ranks_supply, m.supply, "the supply's time", behind=m.compute)
+        is_straggler = exceeds(straggler.share, straggler.limit)
         if is_straggler:
-            return suspects
+            return [straggler]
+        if is_straggler is None:
+            suspects.append(straggler)
     if not (m.supply and m.cached):
         return [*suspects, Suspect("DECODE", "the supply from memory takes as long as the loop")]
     storage = saved(m.cached, m.supply)
@@ -350,138 +282,116 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
     return suspects
 
 
-def _find_in_between(m: Measured) -> list[Suspect]:
+def _find_in_between(m: Measured, options: Options) -> list[Suspect]:
     """Why the loop takes longer than each of its parts."""
     supply_matters = m.supply and m.supply.low > m.lost.high * m.loop.high / 4
     if supply_matters and m.cpu_share.low > CPU_SHARE:
         return [Suspect("DECODE", f"supply and step share the CPUs, of which {m.cpu_share} are used")]
-    factor = m.loop_s / max(m.copy_s, m.supply_s, m.compute_s)
-    unknown = Suspect("INCONCLUSIVE", f"the loop takes {factor:.2f} x as long as its slowest part alone")
-    in_step = _find_in_step(m)
-    on_host = [suspect for suspect in in_step if suspect.cause == "HOST"]
-    if on_host == in_step:
-        return on_host
-    return [*on_host, unknown]
+    in_step = _find_in_step(m, options)
+    if all(suspect.cause == "HOST" for suspect in in_step):
+        return in_step  # a host that is late with its launches is late with the feed's work, too
+    longest_s = max(part.median for part in (m.compute, m.copy, m.supply) if part)
+    return [Suspect("INCONCLUSIVE", f"the loop takes {m.loop.median / longest_s:.2f} x as long as its slowest part")]
 
 
-def _find_in_step(m: Measured) -> list[Suspect]:
+def _find_in_step(m: Measured, options: Options) -> list[Suspect]:
     """What may cost most of the step. COMPUTE: maybe nothing costs enough to be worth a change."""
-    costs = [_Cost("AUGMENT", m.transform, AUGMENT_SHARE)]
+    costs = [_transform(m)]
     if len(m.ranks_compute) > 1:
-        rank, share = find_straggler(m.ranks_compute)
-        costs.append(_Cost("RANKS", share, STRAGGLER_SHARE, f"for rank {rank}", m.ranks_compute))
-        costs.append(_Cost("RANKS", saved(m.local, m.compute), DEAD_BAND))
-    if m.idle:
-        if m.syncs:  # without them, the host's time and that of the device overlap
-            overlap = each_round(lambda share: min(share, 1 - share), m.idle)
-            costs.append(_Cost("HOST", overlap, IDLE_SHARE, f"at {', '.join(m.syncs)}"))
-        if m.waits_for_launches:
-            costs.append(_Cost("HOST", m.idle, IDLE_SHARE))
-
-    costs = [cost for cost in costs if exceeds(cost.share, cost.threshold) is not False]
+        costs += [_gradients(m, options), _straggler(m.ranks_compute, m.compute, "a step")]
+    if m.busy_s is not None:
+        costs.append(_host(m, m.busy_s, options))
+    costs = [cost for cost in costs if exceeds(cost.share, cost.limit) is not False]
     costs.sort(key=lambda cost: cost.share.median, reverse=True)
     suspects = []
     for cost in costs:
-        is_rival = exceeds(each_round(float.__sub__, cost.share, costs[0].share), 0.0) is not False
-        if cost is costs[0] or is_rival:
-            suspects.append(Suspect(cost.cause, f"{cost.share} of a step {cost.where}".rstrip(), cost.ranks))
-    if not costs or not exceeds(costs[0].share, costs[0].threshold):
+        difference = each_round(float.__sub__, cost.share, costs[0].share)
+        if cost is costs[0] or exceeds(difference, 0.0) is not False:  # it may be as large as the largest
+            suspects.append(cost)
+    if not costs or not exceeds(costs[0].share, costs[0].limit):
         suspects.append(Suspect("COMPUTE", f"the loop loses {m.lost} of its time to the feed"))
     return suspects
 
 
-def find_straggler(ranks: Sequence[Rounds]) -> tuple[int, Rounds]:
-    """The slowest rank, and the share of its time that the median of the others does not need."""
+def _transform(m: Measured) -> Suspect:
+    share = m.transform
+    saved_s = share.median * m.compute.median
+    return Suspect("AUGMENT", f"{share} of a step", share, AUGMENT_SHARE, "make `transform` lighter", saved_s)
+
+
+def _gradients(m: Measured, options: Options) -> Suspect:
+    """The ranks wait for each other's gradients: half as often with twice the rows."""
+    share = saved(m.local, m.compute)
+    factor = _batch_factor(2.0, m, options)
+    saved_s = (1 - 1 / factor) * share.median * m.compute.median
+    change = f"data.batch_size={factor * m.batch_size}"
+    return Suspect("RANKS", f"{share} of a step for averaging gradients", share, DEAD_BAND, change, saved_s)
+
+
+def _straggler(ranks: Sequence[Rounds], whole: Rounds, name: str, behind: Rounds | None = None) -> Suspect:
+    """The slowest rank takes longer than the median of the others, and than what is behind it."""
     rank = max(range(len(ranks)), key=lambda rank: ranks[rank].median)
-    others = each_round(lambda *times_s: median_low(sorted(times_s)[:-1]), *ranks)
-    return rank, saved(others, ranks[rank])
+    left = each_round(lambda *times_s: median_low(sorted(times_s)[:-1]), *ranks)
+    if behind:
+        left = each_round(max, left, behind)
+    share = each_round(lambda rank_s, left_s, whole_s: (rank_s - left_s) / whole_s, ranks[rank], left, whole)
+    change = f"look at the machine of rank {rank}"
+    saved_s = share.median * whole.median
+    return Suspect("RANKS", f"{share} of {name} for rank {rank}", share, STRAGGLER_SHARE, change, saved_s)
+
+
+def _host(m: Measured, busy_s: float, options: Options) -> Suspect:
+    """The device is idle although the batch is there: it waits for launches, or the host waits for values from it."""
+    share = each_round(lambda local_s, step_s: (local_s - busy_s) / step_s, m.local, m.compute)
+    idle_s = share.median * m.compute.median
+    why = f"the device is idle for {share} of a step"
+    if m.syncs:  # without them, the host's time and that of the device overlap
+        why += f", and the host waits for it at {', '.join(m.syncs)}"
+        change = f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps"
+        saved_s = min(idle_s, busy_s)
+    else:  # the host takes as long for a large batch as for a small one
+        factor = _batch_factor(m.compute.median / busy_s, m, options)
+        change = f"data.batch_size={factor * m.batch_size}"
+        saved_s = min(idle_s, (1 - 1 / factor) * m.compute.median)
+    return Suspect("HOST", why, share, IDLE_SHARE, change, saved_s)
+
+
+def _batch_factor(wanted: float, m: Measured, options: Options) -> int:
+    """A power of two by which to enlarge the batch: at least 2, if there are rows for it."""
+    return 1 << int(log2(min(max(2.0, wanted), MAX_BATCH_FACTOR, options.n_rows / m.batch_size)))
 
 
 # ---------------------------------------------------------------------------------------------- the change
 
-
-def _find_changes(suspect: Suspect, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
-    """What could be changed. The first change that gains something is advised; if none does, the last one."""
-    cause = suspect.cause
-    if cause in ("READ", "DECODE", "COPY"):
-        return _find_feed_changes(cause, m, facts, tried)
-    if cause == "AUGMENT":
-        advice = "make `transform` of the workload lighter, or try train.compile=true"
-        return [(advice, _with_step(m, (1 - m.transform.median) * m.compute_s))]
-    if cause == "HOST":
-        return _find_host_changes(m, facts)
-    if cause == "RANKS":
-        return _find_ranks_changes(suspect.ranks, m, facts)
-    return [("nothing", m.loop_s)]
+Change = tuple[str, float]
+"""(setting or place to look at, seconds that the loop should take afterwards)"""
 
 
-def _find_host_changes(m: Measured, facts: Facts) -> list[Change]:
-    local_s = m.local.median
-    busy_s = m.busy_s or m.compute_s
-    if m.waits_for_launches:  # the host takes as long for a large batch as for a small one
-        factor = min(MAX_BATCH_FACTOR, 1 << max(1, int(m.compute_s / busy_s).bit_length() - 1))
-        while factor > 1 and m.batch_size * factor > facts.max_batch_size:
-            factor //= 2
-        if factor == 1:
-            return [("try train.compile=true: there are no rows for a larger batch", m.loop_s)]
-        return [(Setting("data.batch_size", m.batch_size * factor), max(busy_s, _with_step(m, m.compute_s / factor)))]
-    loop_s = _with_step(m, m.compute_s - local_s + max(busy_s, local_s - busy_s))
-    if facts.is_fp16:  # its loss scaler asks in every step whether all gradients are finite
-        return [(Setting("train.precision", "bf16"), loop_s)]
-    return [(f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps", loop_s)]
+def _gains(loop_s: float, m: Measured) -> bool:
+    return loop_s < (1 - DEAD_BAND) * m.loop.median
 
 
-def _find_ranks_changes(ranks: Sequence[Rounds], m: Measured, facts: Facts) -> list[Change]:
-    """ranks: the times of the ranks, if one of them is slow; empty if they wait for each other's gradients."""
-    local_s = m.local.median
-    if ranks:
-        rank, share = find_straggler(ranks)
-        loop_s = _with_step(m, m.compute_s - share.median * local_s)
-        if ranks is m.ranks_supply:
-            loop_s = max(m.loop_s - share.median * m.supply_s, m.compute_s)
-        return [(f"look at the machine of rank {rank}: other processes, clocks, its disk", loop_s)]
-    if m.batch_size * 2 > facts.max_batch_size:
-        return [("use fewer ranks: there are no rows for a larger batch", m.loop_s)]
-    return [(Setting("data.batch_size", m.batch_size * 2), _with_step(m, (m.compute_s + local_s) / 2))]
-
-
-def _find_feed_changes(cause: Cause, m: Measured, facts: Facts, tried: Tried) -> list[Change]:
-    behind_s = m.compute_s if cause == "COPY" else max(m.compute_s, m.copy_s)
-    feed_s = m.copy_s if cause == "COPY" else m.supply_s
-    shares_cpus = feed_s < (1 - NEAR) * m.loop_s  # the supply is fast enough alone, but takes CPUs from the step
+def _find_feed_change(m: Measured, options: Options) -> Change:
+    """The change of the way to the device: more readers or a nearer tier; otherwise the echo that costs no time."""
+    loop_s, compute_s = m.loop.median, m.compute.median
+    copied_s = max(compute_s, m.copied.median)
+    feed_s = max(copied_s, m.supply.median if m.supply else 0.0)
+    shares_cpus = feed_s < (1 - NEAR) * loop_s  # the feed is fast enough alone, but takes CPUs from the step
     changes: list[Change] = []
-    if not shares_cpus:
-        changes += [(setting, max(behind_s, step_s)) for setting, step_s in tried.items()]
-    if facts.nearer_tier:
-        tier_s = m.compute_s if facts.nearer_tier == "device" else max(m.compute_s, m.copy_s)
-        changes.append((Setting("data.tier", facts.nearer_tier), tier_s))
-    changes.sort(key=lambda change: change[1])
-    if cause == "COPY" and facts.float_fields:
-        names = ", ".join(facts.float_fields)
-        factor = max(facts.float_fields.values())
-        advice = f"store {names} as uint8: {factor} x fewer bytes; the transform turns them into floats on the device"
-        changes.append((advice, max(m.compute_s, m.copy_s / factor, m.supply_s / factor)))
-    if shares_cpus and 2 * facts.echo <= MAX_ECHO:
-        changes.append((Setting("data.echo", 2 * facts.echo), (m.compute_s + m.loop_s) / 2))
-    echo = round(min(MAX_ECHO, facts.echo * feed_s / m.compute_s), 2)
-    if echo > (1 + DEAD_BAND) * facts.echo:
-        changes.append((Setting("data.echo", echo), max(m.compute_s, feed_s * facts.echo / echo)))
-    advice = "store fewer bytes per row, or use a faster machine (python convert.py info rates the file)"
-    return [*changes, (advice, m.loop_s)]
+    if options.readers and not shares_cpus:
+        setting, supply_s = options.readers
+        changes.append((setting, max(copied_s, supply_s)))
+    if options.tier:
+        changes.append((f"data.tier={options.tier}", compute_s if options.tier == "device" else copied_s))
+    best = min(changes, key=lambda change: change[1], default=("", loop_s))
+    if _gains(best[1], m):
+        return best
+    free_echo = _free_echo(m, options)
+    fresh_share = options.echo / free_echo
+    echoed_s = compute_s + fresh_share * (loop_s - compute_s) if shares_cpus else max(compute_s, fresh_share * loop_s)
+    return f"data.echo={free_echo:g}", echoed_s
 
 
-def _with_step(m: Measured, step_s: float) -> float:
-    """Seconds of the loop if compute took that long."""
-    return max(0.0, m.loop_s - m.compute_s) + step_s
-
-
-def _see_also(cause: Cause, facts: Facts) -> str:
-    if cause == "DECODE" and facts.repack_command:
-        return f"decode once instead of in each epoch: {facts.repack_command}"
-    if cause == "DECODE" and facts.filters:
-        return f"store the rows without {facts.filters}: python convert.py repack"
-    if cause == "READ":
-        return "a faster disk, or blocks of 2 MiB (python convert.py info)"
-    if cause in ("COMPUTE", "HOST"):
-        return ", ".join(map(str, facts.faster))
-    return ""
+def _free_echo(m: Measured, options: Options) -> float:
+    """How often a row can be trained on in the time that the next one takes, as far as that is worth it."""
+    return round(min(MAX_ECHO, options.echo * m.loop.median / m.compute.median), 2)
