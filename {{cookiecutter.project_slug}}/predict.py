@@ -141,6 +141,8 @@ def predict(args: argparse.Namespace, trained: Trained, inputs: Inputs, world: W
     failed = f", of which {writer.n_failed:,} could not be read" if writer.n_failed else ""
     place = "" if args.output == "-" else f": {args.output}"
     print(f"{len(inputs.source):,} rows{failed}{place}")
+    for line in inputs.remarks(range(len(inputs.source))):
+        print(line)
     if writer.n_nan:
         warn(
             f"the model gives NaN for {writer.n_nan:,} rows; their predictions mean nothing: look for NaN in these rows"

@@ -53,7 +53,7 @@ def test_what_decoding_changes_is_told(convert, photos):
     done = convert("images", "photos", "x.h5", "--keep-encoded")
     (line,) = [line for line in done.stdout.splitlines() if "changed" in line]
     assert line.startswith("  changed  16 bits to 8 (")
-    assert line.endswith(", when it is decoded: 2 of 42 images")
+    assert line.endswith("): 2 of 42 images")
 
 
 def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):

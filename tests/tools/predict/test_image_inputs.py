@@ -64,14 +64,14 @@ def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(
         np.testing.assert_array_equal(found, expected)
 
 
-def test_image_files_of_16_bits_are_told_once(tmp_path, capsys):
+def test_image_files_of_16_bits_are_told(tmp_path):
     for number in range(3):
         Image.fromarray(np.full((6, 6), 4095, np.uint16)).save(tmp_path / f"{number}.png")
-    found = read(open_inputs([str(tmp_path)], {"attributes": {}}, color(), "stop").source)
-    np.testing.assert_array_equal(found, np.full((3, 3, 6, 6), 15))
-    printed = capsys.readouterr().out
-    assert printed.count("warning") == 1
-    assert ".png has 16 bits, of which the upper 8 are taken" in printed
+    inputs = open_inputs([str(tmp_path)], {"attributes": {}}, color(), "stop")
+    np.testing.assert_array_equal(read(inputs.source), np.full((3, 3, 6, 6), 15))
+    (line,) = inputs.remarks(range(3))
+    assert line.startswith("changed  16 bits to 8 (")
+    assert line.endswith("): 3 of 3 images")
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -83,11 +83,17 @@ def test_files_folders_and_globs_in_their_order(tmp_path, monkeypatch):
         save_image(tmp_path / name)
     (tmp_path / "deep/notes.txt").touch()
     source = open_images(["z.png", "deep", "deep/?/*.png"], None, color(), "stop")
-    assert source.files == ["z.png", "deep/a/1.png", "deep/b/2.png", "deep/a/1.png", "deep/b/2.png"]
+    assert list(map(str, source.files.paths)) == [
+        "z.png",
+        "deep/a/1.png",
+        "deep/b/2.png",
+        "deep/a/1.png",
+        "deep/b/2.png",
+    ]
     with pytest.raises(UserError, match=r"none/\*.png: no image files"):
         open_images(["none/*.png"], None, color(), "stop")
     (tmp_path / "deep/a/loop").symlink_to("..")
-    assert len(open_images(["deep"], None, color(), "stop").files) == 2
+    assert len(open_images(["deep"], None, color(), "stop")) == 2
 
 
 def test_rows_are_the_pixels_of_the_files(tmp_path):
@@ -111,18 +117,21 @@ def test_a_broken_image_stops_or_is_written_as_such(tmp_path):
     save_image(tmp_path / "0.png")
     (tmp_path / "1.png").write_text("no image")
     names = [str(tmp_path / f"{number}.png") for number in range(3)]
-    with pytest.raises(RankError, match=r"1.png is not an image that Pillow knows; --on-error skip goes on"):
+    with pytest.raises(
+        RankError, match=r"1.png cannot be read: it is not an image that Pillow knows; --on-error skip goes on"
+    ):
         read(open_images(names[:2], None, color(), "stop"))
     source = open_images(names, None, color(), "skip")
     read(source)
-    assert source.failed == {1: "is not an image that Pillow knows", 2: "does not exist"}
+    assert source.failed[1] == "it is not an image that Pillow knows"
+    assert source.failed[2].startswith("[Errno 2] No such file or directory")
 
 
 def test_sizes_must_match_if_nobody_says_how_to_resize(tmp_path):
     save_image(tmp_path / "a.png", 7, 5)
     with pytest.raises(
         RankError,
-        match="a.png cannot be used: it has 7x5 pixels, the model takes 6x6, and its training file does not say",
+        match="a.png cannot be read: it has 7x5 pixels, the model takes 6x6, and its training file does not say",
     ):
         read(open_images([str(tmp_path)], None, color(), "stop"))
     resized = read(open_images([str(tmp_path)], Preprocessing((6, 6), "exact").to_json(), color(), "stop"))

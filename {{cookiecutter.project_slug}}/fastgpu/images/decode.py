@@ -8,18 +8,32 @@ Shapes: C channels, H and W pixels.
 """
 
 import io
+import warnings
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ImageOps
+import torch.nn.functional as F
+from PIL import Image, ImageFile, ImageOps
+from torch import Tensor
 
-from fastgpu.images.files import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, check_size, open_image, resize_pixels, to_rgb
 from fastgpu.images.parts import Box, centre_box
 from fastgpu.storage.file import scratch
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
+"""Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
+MAX_PIXELS = 89_478_485
+"""An image with more pixels is likely made to fill the memory. Pillow only warns, without the name of the file."""
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+EXIF_ORIENTATION = 0x0112
+EXIF_ON_ITS_SIDE = 5
+"""From this EXIF orientation on, images are stored on their side."""
+BITS_PER_SAMPLE = 258
+"""A tag of TIFF files. Pillow has one mode for integers of 16 bits with a sign and of 32 bits."""
 
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 JPEG_COLORS = ("YCbCr", "Gray", "RGB")
@@ -117,3 +131,40 @@ def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.n
     """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
     image = EncodedImage(data)
     return image.decode(centre_box(image.height, image.width, size, share), size)
+
+
+def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
+    """Read the header of an image. Raises ValueError if it has too many pixels."""
+    image = Image.open(file, formats=FORMATS)
+    check_size(image.height, image.width)
+    return image
+
+
+def check_size(height: int, width: int) -> None:
+    """Raise ValueError if an image has too many pixels."""
+    if height * width > MAX_PIXELS:
+        raise ValueError(
+            f"it has {height * width:,} pixels, more than {MAX_PIXELS:,}; cut it into parts, or make it smaller"
+        )
+
+
+def to_rgb(image: Image.Image) -> Tensor:
+    """The pixels of an image as RGB, uint8 (3, H, W), channels last in memory. Raises ValueError if they are wider."""
+    is_wide = image.mode == "I" and 32 in getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, ())
+    if is_wide or image.mode == "F":
+        kind = "integers of 32 bits" if is_wide else "floats"
+        raise ValueError(f"its pixels are {kind}; scale them to 0 to 255 and save them as .npy for `convert.py arrays`")
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+    if image.mode != "RGB":
+        image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+
+
+def resize_pixels(image_CHW: Tensor, size: tuple[int, int], *, is_mask: bool = False) -> Tensor:
+    """Resize to (height, width). torch's kernel for bytes gives Pillow's values, up to one level, in a third of the
+    time."""
+    if is_mask:
+        return F.interpolate(image_CHW[None], size, mode="nearest-exact")[0]
+    return F.interpolate(image_CHW[None], size, mode="bilinear", antialias=True)[0]

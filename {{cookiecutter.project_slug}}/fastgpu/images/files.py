@@ -1,4 +1,4 @@
-"""One image file -> one row: decoded by Pillow, resized by torch. All scripts find and prepare images by this code.
+"""Image files as rows: found in folders, decoded by Pillow, resized by torch. All scripts read images by this code.
 
 Every image becomes RGB and upright, as its EXIF orientation says: grey, palette, CMYK and 16-bit images, too.
 An alpha channel is dropped.
@@ -8,33 +8,28 @@ Shapes: C channels, H and W pixels.
 
 import json
 import os
-import stat
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fastgpu.images.decode import (
+    EXIF_ON_ITS_SIDE,
+    EXIF_ORIENTATION,
+    FORMATS,
+    decode_centre,
+    open_image,
+    resize_pixels,
+    to_rgb,
+)
 from fastgpu.process.launch import UserError
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
-"""Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
-MAX_PIXELS = 89_478_485
-"""An image with more pixels is likely made to fill the memory. Pillow only warns, without the name of the file."""
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-
 Resize = Literal["shorter", "exact"]
-EXIF_ORIENTATION = 0x0112
-BITS_PER_SAMPLE = 258
-"""A tag of TIFF files. Pillow has one mode for integers of 16 bits with a sign and of 32 bits."""
-EXIF_ON_ITS_SIDE = 5
-"""From this EXIF orientation on, images are stored on their side."""
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
 SIXTEEN_BITS = "16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)"
@@ -72,32 +67,78 @@ def is_image(name: str) -> bool:
     return kind in (*FORMATS, "MPO") and not name.startswith(".")
 
 
-def open_file(path: str | Path) -> IO[bytes]:
-    """Open an image file. Raises OSError for a fifo, a socket or a device, which might be waited for without end."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("it is a fifo, a socket or a device; give a regular file")
-    return file
+def list_images(root: Path) -> list[str]:
+    """Paths, relative to `root`, of the image files in it at any depth, in the order of their names.
+
+    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many files and
+    links are left out. Raises UserError if a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder")
+    top = root.resolve()
+    seen: set[Path] = set()
+    paths: list[str] = []
+    n_others = 0
+    for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
+        for name in sorted(folders):
+            path = Path(place, name)
+            target = path.resolve()
+            if path.is_symlink() and (target in seen or target.is_relative_to(top)):
+                folders.remove(name)
+                n_others += 1
+            seen.add(target)
+        folders.sort()
+        images = [name for name in sorted(files) if is_image(name)]
+        paths += [os.path.relpath(Path(place, name), root) for name in images]
+        n_others += len(files) - len(images)
+    if n_others:
+        print(f"left out of {root}: {n_others:,} files without the name of an image, or links to folders seen before")
+    return paths
 
 
-def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
-    """Read the header of an image. Raises ValueError if it has too many pixels."""
-    image = Image.open(file, formats=FORMATS)
-    check_size(image.height, image.width)
-    return image
+class ImageFiles:
+    """Image files in their order, each of which becomes a row when it is read. Thread-safe."""
 
+    def __init__(self, paths: Sequence[Path], prepared: Preprocessing):
+        self.paths = paths
+        self.prepared = prepared
+        self.changes: dict[int, list[str]] = {}
+        """{row: what RGB of 8 bits does not keep of the file}, of the rows that were read."""
 
-def check_size(height: int, width: int) -> None:
-    """Raise ValueError if an image has too many pixels."""
-    if height * width > MAX_PIXELS:
-        raise ValueError(
-            f"it has {height * width:,} pixels, more than {MAX_PIXELS:,}; cut it into parts, or make it smaller"
-        )
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, row: int) -> np.ndarray:
+        """The pixels, uint8 (3, H, W). Raises an exception of any kind if the file is damaged."""
+        with self.open(row) as file:
+            return decode(file, self.prepared)
+
+    @contextmanager
+    def open(self, row: int) -> Iterator[IO[bytes]]:
+        """The file of a row, at its start. Raises OSError, or ValueError if it is no image."""
+        with Path(self.paths[row]).open("rb") as file:
+            try:
+                self.changes[row] = describe_changes(file)
+            except UnidentifiedImageError:
+                raise ValueError("it is not an image that Pillow knows") from None
+            file.seek(0)
+            yield file
+
+    def count_changes(self, rows: Sequence[int]) -> list[str]:
+        """A line for each kind of change in these rows."""
+        counts = Counter(change for row in rows for change in self.changes.get(row, ()))
+        return [f"changed  {change}: {count:,} of {len(rows):,} images" for change, count in counts.items()]
 
 
 def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     """An image file -> uint8 (3, H, W)."""
+    if preprocessing.size and preprocessing.centre_share:
+        data = np.frombuffer(file.read(), np.uint8)
+        return decode_centre(data, preprocessing.size, preprocessing.centre_share)
     with open_image(file) as opened:
         image: Image.Image = opened
         if preprocessing.size:  # a JPEG is decoded at 1/2, 1/4 or 1/8, to twice the size or more
@@ -108,20 +149,6 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
         ImageOps.exif_transpose(image, in_place=True)
         image_CHW = to_rgb(image)
     return fit(image_CHW, preprocessing).contiguous().numpy()
-
-
-def to_rgb(image: Image.Image) -> Tensor:
-    """The pixels of an image as RGB, uint8 (3, H, W), channels last in memory. Raises ValueError if they are wider."""
-    is_wide = image.mode == "I" and 32 in getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, ())
-    if is_wide or image.mode == "F":
-        kind = "integers of 32 bits" if is_wide else "floats"
-        raise ValueError(f"its pixels are {kind}; scale them to 0 to 255 and save them as .npy for `convert.py arrays`")
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-    if image.mode != "RGB":
-        image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
 def describe_changes(file: IO[bytes]) -> list[str]:
@@ -159,14 +186,6 @@ def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
     top = (image_CHW.shape[1] - size[0]) // 2
     left = (image_CHW.shape[2] - size[1]) // 2
     return image_CHW[:, top : top + size[0], left : left + size[1]]
-
-
-def resize_pixels(image_CHW: Tensor, size: tuple[int, int], *, is_mask: bool = False) -> Tensor:
-    """Resize to (height, width). torch's kernel for bytes gives Pillow's values, up to one level, in a third of the
-    time."""
-    if is_mask:
-        return F.interpolate(image_CHW[None], size, mode="nearest-exact")[0]
-    return F.interpolate(image_CHW[None], size, mode="bilinear", antialias=True)[0]
 
 
 def format_size(size: Sequence[int]) -> str:

@@ -3,34 +3,19 @@
 import glob
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from fastgpu.images.decode import decode_centre
-from fastgpu.images.files import (
-    SIXTEEN_BITS,
-    Preprocessing,
-    decode,
-    describe_changes,
-    format_size,
-    is_image,
-    open_file,
-)
+from fastgpu.images.files import ImageFiles, Preprocessing, format_size, list_images
 from fastgpu.process.launch import RankError, UserError, warn
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field
 
-REASONS: dict[type[Exception], str] = {
-    FileNotFoundError: "does not exist",
-    UnidentifiedImageError: "is not an image that Pillow knows",
-}
-
 
 def open_images(
     paths: Sequence[str], preprocessing: str | None, fields: Mapping[str, Field], on_error: str
-) -> "ImageFiles":
+) -> "ImageRows":
     """Image files, folders of them at any depth, and globs, in this order.
 
     preprocessing: the attribute of the training file. None: the images must have the size of the training images.
@@ -46,29 +31,27 @@ def open_images(
     if channels == 1:
         warn("the model takes one channel: colors become grey (ITU-R 601)")
     prepared = Preprocessing.from_json(preprocessing) if preprocessing else Preprocessing()
-    return ImageFiles(files, fields, preprocessing=prepared, on_error=on_error)
+    return ImageRows(ImageFiles(files, prepared), fields, on_error=on_error)
 
 
-def _list_files(paths: Sequence[str]) -> Iterator[str]:
+def _list_files(paths: Sequence[str]) -> Iterator[Path]:
     for path in paths:
         is_glob = glob.has_magic(path) and not Path(path).exists()
         found = sorted(glob.glob(path, recursive=True)) if is_glob else [path]  # noqa: PTH207 (absolute patterns)
-        for each in found:
-            if not Path(each).is_dir():
+        for each in map(Path, found):
+            if each.is_dir():
+                yield from (each / name for name in list_images(each))
+            else:
                 yield each
-                continue
-            yield from (str(image) for image in sorted(Path(each).rglob("*")) if is_image(image.name))
 
 
-class ImageFiles(Dataset):
+class ImageRows(Dataset):
     """Rows of one field, uint8 (C, H, W) or (H, W). Each file is a block.
 
     With on_error=skip, `read` adds a broken image to `failed` and leaves its place undefined.
     """
 
-    def __init__(
-        self, files: Sequence[str], fields: Mapping[str, Field], *, preprocessing: Preprocessing, on_error: str
-    ):
+    def __init__(self, files: ImageFiles, fields: Mapping[str, Field], *, on_error: str):
         self.name = "INPUT"
         self.files = files
         self.failed: dict[int, str] = {}
@@ -76,10 +59,7 @@ class ImageFiles(Dataset):
         self.fields = dict(fields)
         self.attributes = {}
         self.block_rows = np.ones(len(files), np.int32)
-        self._preprocessing = preprocessing
         self._on_error = on_error
-        self._lock = Lock()
-        self._has_16_bits = False
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Decode images to their places. Thread-safe. Raises RankError for a broken image, unless it is skipped."""
@@ -88,35 +68,15 @@ class ImageFiles(Dataset):
         assert isinstance(images, np.ndarray)
         for row, (place,) in reads.ranges():
             try:
-                images[place] = self._decode(self.files[row], field.shape)
+                images[place] = self._read_row(row, field.shape)
             except Exception as error:  # a decoder may raise anything for damaged bytes
-                reason = REASONS.get(type(error), f"cannot be used: {error}")
                 if self._on_error == "stop":
-                    raise RankError(f"{self.files[row]} {reason}; --on-error skip goes on without it") from None
-                self.failed[row] = reason
+                    cure = "--on-error skip goes on without it"
+                    raise RankError(f"{self.files.paths[row]} cannot be read: {error}; {cure}") from None
+                self.failed[row] = str(error)
 
-    def _tell_of_16_bits(self, path: str) -> None:
-        """Print one warning, whichever reader thread comes first."""
-        with self._lock:
-            is_first = not self._has_16_bits
-            self._has_16_bits = True
-        if is_first:
-            warn(
-                f"{path} has 16 bits, of which the upper 8 are taken, as `convert.py images` does: values below 4096 "
-                "become nearly black. The predictions mean something if the training images were like that"
-            )
-
-    def _decode(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
-        with open_file(path) as file:
-            if SIXTEEN_BITS in describe_changes(file):
-                self._tell_of_16_bits(path)
-            file.seek(0)
-            prepared = self._preprocessing
-            if prepared.centre_share and prepared.size:
-                data = np.frombuffer(file.read(), np.uint8)
-                image_CHW = decode_centre(data, prepared.size, prepared.centre_share)
-            else:
-                image_CHW = decode(file, prepared)
+    def _read_row(self, row: int, shape: tuple[int, ...]) -> np.ndarray:
+        image_CHW = self.files.read(row)
         if image_CHW.shape[1:] != shape[-2:]:
             raise ValueError(
                 f"it has {format_size(image_CHW.shape[1:])} pixels, the model takes {format_size(shape[-2:])}, and its "

@@ -1,7 +1,7 @@
 """HDF5 files, arrays or image files as rows, and the pools that the model takes them from."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,6 +42,8 @@ class Inputs(NamedTuple):
     """The image file of each row; empty if the rows have numbers only."""
     failed: dict[int, str] | None = None
     """{row: why it cannot be read}, filled while rows are read. None: a broken row ends the program."""
+    remarks: Callable[[Sequence[int]], Sequence[str]] = lambda rows: ()
+    """Lines about the rows that were read, such as what decoding has changed."""
 
 
 def open_inputs(
@@ -67,7 +69,12 @@ def open_inputs(
         if id_field:
             raise UserError(f"--id is {id_field}, but INPUT are image files, which have no fields; leave it out")
         images = import_module(name).open_images(paths, card["attributes"].get("preprocessing"), fields, on_error)
-        return Inputs(images, images.files, images.failed if on_error == "skip" else None)
+        return Inputs(
+            images,
+            list(map(str, images.files.paths)),
+            images.failed if on_error == "skip" else None,
+            images.files.count_changes,
+        )
     source: Dataset
     ids = {id_field: id_field} if id_field and id_field not in fields else {}
     if kinds == {"HDF5 files"}:

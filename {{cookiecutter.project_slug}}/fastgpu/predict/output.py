@@ -96,7 +96,7 @@ class PredictionWriter:
 
     def write(self, row_ids: Sequence[int], ids: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Write a batch. ids: {column: (B,)} of the input. values: {column: (B,), (B, k) or, for JSON, any shape}."""
-        _, files, failed = self._inputs
+        _, files, failed, _ = self._inputs
         is_nan = torch.zeros(len(row_ids), dtype=torch.bool)
         values = {name: value.cpu() for name, value in values.items()}  # once: each copy waits for the device
         for value in values.values():

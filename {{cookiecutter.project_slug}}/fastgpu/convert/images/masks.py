@@ -6,15 +6,8 @@ import numpy as np
 import torch
 from PIL import ImageOps
 
-from fastgpu.images.files import (
-    EXIF_ON_ITS_SIDE,
-    EXIF_ORIENTATION,
-    Preprocessing,
-    decode,
-    fit,
-    format_size,
-    open_image,
-)
+from fastgpu.images.decode import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, open_image
+from fastgpu.images.files import Preprocessing, decode, fit, format_size
 
 
 def decode_pair(

@@ -5,33 +5,21 @@ they are trained on as they are. Copy one to read data of your own.
 """
 
 import io
-import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from fastgpu.convert.images.masks import decode_pair
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, group_splits
-from fastgpu.images.decode import EncodedImage
-from fastgpu.images.files import (
-    EXIF_ORIENTATION,
-    IGNORED_CLASS,
-    SIXTEEN_BITS,
-    Preprocessing,
-    decode,
-    describe_changes,
-    format_size,
-    is_image,
-    open_file,
-    open_image,
-)
+from fastgpu.images import files
+from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
+from fastgpu.images.files import IGNORED_CLASS, SIXTEEN_BITS, Preprocessing, format_size, list_images
 from fastgpu.images.parts import Box
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
@@ -66,37 +54,30 @@ class ImageFiles(Reader):
         self.paths = paths
         self.attributes = {}
         self.encoded = isinstance(prepared, Kept)
-        self._root = root
-        self._prepared = prepared
-        self._changes_of_row: dict[int, list[str]] = {}
-        if isinstance(prepared, Preprocessing):
-            self._size = prepared.size or self._find_size()
-            self.attributes["preprocessing"] = prepared._replace(size=self._size).to_json()
+        self._kept = prepared if isinstance(prepared, Kept) else None
+        self._files = files.ImageFiles(
+            [root / path for path in paths], Preprocessing() if isinstance(prepared, Kept) else prepared
+        )
+        if not self.encoded:
+            self._size = self._files.prepared.size or self._find_size()
+            self.attributes["preprocessing"] = self._files.prepared._replace(size=self._size).to_json()
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
-        item: dict[str, Any] = {}
-        with open_file(self._root / self.paths[row]) as file:
-            try:
-                changes = describe_changes(file)
-            except UnidentifiedImageError:
-                raise ValueError("it is not an image that Pillow knows") from None
-            file.seek(0)
-            if isinstance(self._prepared, Kept):
-                item["images"] = np.frombuffer(keep(file.read(), self._prepared), np.uint8)
-                changes = [f"{change}, when it is decoded" for change in changes]
-            else:
-                item |= self._decode(row, file)
-                size = item["images"].shape[1:]
-                if size != self._size:
-                    first = format_size(self._size)
-                    raise ValueError(f"it has {format_size(size)} pixels, but the first image has {first}; give --size")
-                if SIXTEEN_BITS in changes and item["images"].max() < DARK:
-                    changes.append(TWELVE_BITS)
-        self._changes_of_row[row] = changes
+        if self._kept:
+            with self._files.open(row) as file:
+                item: dict[str, Any] = {"images": np.frombuffer(keep(file.read(), self._kept), np.uint8)}
+        else:
+            item = self._decode(row)
+            size = item["images"].shape[1:]
+            if size != self._size:
+                first = format_size(self._size)
+                raise ValueError(f"it has {format_size(size)} pixels, but the first image has {first}; give --size")
+            if SIXTEEN_BITS in self._files.changes[row] and item["images"].max() < DARK:
+                self._files.changes[row].append(TWELVE_BITS)
         if self.labels is not None:
             item["labels"] = self.labels[row]
         return item
@@ -105,20 +86,17 @@ class ImageFiles(Reader):
         return f"{self.name}: {self.paths[row]}"
 
     def remarks(self, rows: np.ndarray) -> list[str]:
-        counts = Counter(change for row in rows.tolist() for change in self._changes_of_row.get(row, ()))
-        return [f"changed  {change}: {count:,} of {len(rows):,} images" for change, count in counts.items()]
+        return self._files.count_changes(rows.tolist())
 
-    def _decode(self, row: int, file: IO[bytes]) -> dict[str, np.ndarray]:
-        assert isinstance(self._prepared, Preprocessing)
-        return {"images": decode(file, self._prepared)}
+    def _decode(self, row: int) -> dict[str, np.ndarray]:
+        return {"images": self._files.read(row)}
 
     def _find_size(self) -> tuple[int, int]:
         """That of the first image that can be decoded. Raises UserError if there is none among the first."""
         reasons = []
         for row in range(min(PROBED_FILES, len(self))):
             try:
-                with open_file(self._root / self.paths[row]) as file:
-                    _, height, width = decode(file, Preprocessing()).shape
+                _, height, width = self._files.read(row).shape
                 return height, width
             except Exception as error:  # a decoder may raise anything for damaged bytes
                 reasons.append(f"{self.where(row)}: {error}")
@@ -146,39 +124,6 @@ class ImageFolder(ImageFiles):
         self.attributes["class_names"] = classes.tolist()
         if is_split:
             self.splits = group_splits(root, [path.split("/")[0] for path in inside])
-
-
-def list_images(root: Path) -> list[str]:
-    """Paths, relative to `root`, of the image files in it at any depth, in the order of their names.
-
-    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many files and
-    links are left out. Raises UserError if a folder cannot be read.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder")
-    top = root.resolve()
-    seen: set[Path] = set()
-    paths: list[str] = []
-    n_others = 0
-    for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
-        for name in sorted(folders):
-            path = Path(place, name)
-            target = path.resolve()
-            if path.is_symlink() and (target in seen or target.is_relative_to(top)):
-                folders.remove(name)
-                n_others += 1
-            seen.add(target)
-        folders.sort()
-        images = [name for name in sorted(files) if is_image(name)]
-        paths += [os.path.relpath(Path(place, name), root) for name in images]
-        n_others += len(files) - len(images)
-    if n_others:
-        print(f"left out of {root}: {n_others:,} files without the name of an image, or links to folders seen before")
-    return paths
 
 
 class Masks(ImageFiles):
@@ -217,10 +162,9 @@ class Masks(ImageFiles):
             lines.append("warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks")
         return lines
 
-    def _decode(self, row: int, file: IO[bytes]) -> dict[str, np.ndarray]:
-        assert isinstance(self._prepared, Preprocessing)
-        with open_file(self._masks[row]) as mask_file:
-            image_CHW, mask_HW = decode_pair(file, mask_file, self._prepared, is_binary=self._is_binary)
+    def _decode(self, row: int) -> dict[str, np.ndarray]:
+        with self._files.open(row) as file, self._masks[row].open("rb") as mask_file:
+            image_CHW, mask_HW = decode_pair(file, mask_file, self._files.prepared, is_binary=self._is_binary)
         n_pixels = np.bincount(mask_HW.ravel(), minlength=IGNORED_CLASS + 1)
         highest = int(np.flatnonzero(n_pixels[:IGNORED_CLASS]).max(initial=0))
         with self._lock:
