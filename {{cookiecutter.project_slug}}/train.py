@@ -1,9 +1,9 @@
 """Train on rows that are on the device before the step asks for them.
 
-python train.py                                             one process: a CPU or one GPU
-torchrun --standalone --nproc-per-node=gpu train.py         on a machine with GPUs: all of them
-python train.py run.check=true data.batch_size=512          build data and model, and stop: train and write nothing
-python train.py data.batch_size=512 train.epochs=3          any key of config.yaml; --help lists them
+python train.py                                          one process: a CPU or one GPU
+torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
+python train.py run.check=true data.batch_size=512       build data and model, and stop: train and write nothing
+python train.py data.batch_size=512 train.epochs=3       any key of config.yaml; --help lists them
 """
 
 import sys
@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
         config = load_config(sys.argv[1:], workloads.find_options)
         refuse_taken(config.run)
 
-from functools import partial
 from itertools import islice
 from math import cos, isfinite, pi
 from typing import NamedTuple
@@ -26,55 +25,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgpu.feed import Feed, Sizes, choose_sizes, echo, open_loaders, open_splits
+from fastgpu.feed import PrefetchLoader, ResidentLoader, Sizes, choose_sizes, echo, open_loaders, open_splits
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Dataset, Rows, Shard, echo_passes
-from fastgpu.run.checkpoint import Stateful
 from fastgpu.run.record import describe_feed, identify_job
 from fastgpu.run.run import Run
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
-from fastgpu.training import (
-    AveragedModel,
-    MixedPrecision,
-    OptimizerState,
-    apex_optimizer,
-    evaluate,
-    make_seed,
-    micro_batches,
-    mixed_precision,
-    reseed,
-    settle_buckets,
-    share_gradients,
-    to_device,
-)
+from fastgpu.training.apex import apex_optimizer
+from fastgpu.training.average import AveragedModel
+from fastgpu.training.evaluate import evaluate
+from fastgpu.training.parallel import make_seed, reseed, settle_buckets, share_gradients
+from fastgpu.training.step import MixedPrecision, micro_batches, mixed_precision, to_device
 
 
 class Parts(NamedTuple):
     """What the loop is made of. diagnose.py measures these very objects."""
 
-    config: Config  # `auto` is replaced by what was chosen: precision, tier, sizes, readers
+    config: Config  # without `auto`: what was chosen stands there
     sizes: Sizes
     train_rows: Dataset
     val_rows: Dataset
-    loader: Feed  # PrefetchLoader: pools are read ahead. ResidentLoader: all rows stay on the device
-    val_loader: Feed
+    loader: PrefetchLoader | ResidentLoader  # pools are read ahead, or all rows stay on the device
+    val_loader: PrefetchLoader | ResidentLoader
     workload: workloads.Workload
     model: nn.Module
     ddp: nn.Module  # the same model; it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
-    ema: AveragedModel | None = None  # its weights, averaged over the steps
-
-    def model_to_use(self) -> nn.Module:
-        """The model that is validated and saved for use: the averaged one, if there is one."""
-        return self.ema.module if self.ema and self.ema.has_average else self.model
-
-    @property
-    def state(self) -> dict[str, Stateful]:
-        """What a checkpoint needs for resuming."""
-        averaged: dict[str, Stateful] = {"ema": self.ema} if self.ema else {}
-        return {"model": self.model, "step": OptimizerState(self.optimizer, self.precision.scaler), **averaged}
+    ema: AveragedModel  # its weights, averaged over the steps: ema.module is validated, and saved for use
 
 
 def build(cfg: Config, world: World) -> Parts:
@@ -96,24 +75,21 @@ def build(cfg: Config, world: World) -> Parts:
         optimizer = make_optimizer(model, cfg.optim)
         precision = mixed_precision(cfg.train.precision, world.device, optimizer)
     world.check_same(identify_job(cfg.flat(), splits, sampler, precision.name))
-    ema = AveragedModel(model, cfg.train.ema) if cfg.train.ema else None
+    world.print_once(f"{describe_feed(train_rows, sizes, sampler)}\n{workload.summary}".strip())
+    ema = AveragedModel(model, cfg.train.ema)  # a decay of 0: the model itself
     ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
     if cfg.train.compile:
         ddp.compile()
-    chosen = {**sizes.chosen, "model": options.model_dump(), "train": {"precision": precision.name}}
-    world.print_once(describe_feed(train_rows, sizes, sampler))
-    world.print_once(workload.summary)
-    parts = (*splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
-    return Parts(cfg.resolved(**chosen), sizes, *parts)
+    cfg = cfg.resolved(**sizes.chosen, model=options.model_dump(), train={"precision": precision.name})
+    return Parts(cfg, sizes, *splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """All with fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
-    ]
+    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay}
+    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}  # biases and norms
+    groups = [matrices, others]
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     if optim.name == "sgd":
@@ -122,43 +98,32 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def learning_rate(share: float, optim: Optim) -> float:
-    """A linear rise, then a cosine to 0, a line to 0, or the peak. share: fresh rows / those of the whole run, so that
-    echoing a batch changes nothing here."""
+    """A linear rise, then a cosine or a line to 0, or the peak. share: of the run, in fresh rows: not in its steps."""
     if share < optim.warmup_share:
         return optim.lr * (share / optim.warmup_share)
     fall = min(1.0, (share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
-    if optim.schedule == "cosine":
-        return optim.lr * (0.5 * (1 + cos(pi * fall)))
-    return optim.lr * (1 - fall) if optim.schedule == "linear" else optim.lr
-
-
-def backward(parts: Parts, batch: Rows) -> Tensor:
-    """Forward and backward. Returns the mean loss on the device: nothing here waits for it."""
-    accumulation_steps = parts.config.optim.accumulation_steps
-    losses = []
-    for part, sync in micro_batches(batch, accumulation_steps, parts.ddp):
-        with sync:  # gradients are averaged over the ranks with the last part only
-            with parts.precision.autocast:
-                loss = parts.workload.loss(parts.ddp, part) / accumulation_steps
-            parts.precision.scaler.scale(loss).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
+    return optim.lr * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
 
 
 def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
     """Forward, backward, update. Returns what is logged of it, {tag: scalar on the device}: nothing here waits."""
-    optimizer, scaler = parts.optimizer, parts.precision.scaler
+    optim, optimizer, scaler = parts.config.optim, parts.optimizer, parts.precision.scaler
     for group in optimizer.param_groups:
         group["lr"] = lr
-    numbers = {"train/loss": backward(parts, batch)}
-    if max_norm := parts.config.optim.clip_grad_norm:
+    numbers = {"train/loss": torch.zeros((), device=batch.device)}
+    for part, sync in micro_batches(batch, optim.accumulation_steps, parts.ddp):
+        with sync:  # gradients are averaged over the ranks with the last part only
+            with parts.precision.autocast:
+                loss = parts.workload.loss(parts.ddp, part) / optim.accumulation_steps
+            scaler.scale(loss).backward()
+        numbers["train/loss"] += loss.detach()
+    if optim.clip_grad_norm:
         scaler.unscale_(optimizer)
-        numbers["train/grad_norm"] = nn.utils.clip_grad_norm_(parts.model.parameters(), max_norm)
+        numbers["train/grad_norm"] = nn.utils.clip_grad_norm_(parts.model.parameters(), optim.clip_grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    if parts.ema:
-        parts.ema.update_parameters(parts.model)
     optimizer.zero_grad()
+    parts.ema.update_parameters(parts.model)
     return numbers
 
 
@@ -166,22 +131,13 @@ def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     cfg, order, workload = parts.config, parts.loader.order, parts.workload
     planned_rows = cfg.train.epochs * order.total_size
-    with Run(parts, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
+    state = {"model": parts.model, "optimizer": parts.optimizer, "scaler": parts.precision.scaler}
+    if cfg.train.ema:
+        state["ema"] = parts.ema
+    with Run(parts, state, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
         at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
         clock = Clock(world)
-        steps: list[dict[str, Tensor]] = []  # since the last report
-
-        def report(lr: float) -> None:
-            """Log the means of these steps. In a pool, the host waits for the device only here."""
-            means = world.means({tag: torch.stack([step[tag] for step in steps]).mean() for tag in steps[0]})
-            steps.clear()
-            if not isfinite(loss := means["train/loss"]):
-                raise UserError(
-                    f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr}) or optim.clip_grad_norm"
-                )
-            board.write(at.step, {**means, "train/lr": lr, **monitor.take()}, clock.take())
-
-        has_settled = world.world_size <= 2  # two summands have one order
+        steps: list[dict[str, Tensor]] = []  # their numbers, since the last point of the log
         while at.epoch < cfg.train.epochs:
             for pool in clock.timed(parts.loader.pools(at.epoch, at.pool)):
                 place = cfg.run.seed, at.epoch, at.pool  # of which all that is drawn at random is a function
@@ -192,25 +148,27 @@ def train(parts: Parts, world: World) -> int:
                 for number, batch in islice(enumerate(batches), at.pool_steps, None):  # after those of a resumed run
                     lr = learning_rate((first_row + (number + 0.5) * fresh) / planned_rows, cfg.optim)
                     rows = workload.transform(batch, reseed(world, *place, number))
-                    if not has_settled:  # or a resumed run would add up the ranks' gradients in another order
-                        settle_buckets(parts.model, world, partial(backward, parts, rows))
-                        has_settled = True
+                    if at.step == run.first_step:
+                        settle_buckets(parts, rows, world)  # a resumed run then adds up gradients in the same order
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # at.step, at.pool_steps
                     clock.count(fresh, cfg.data.batch_size)
                     board.count(fresh)
-                    if len(steps) == cfg.log.every_steps:
-                        report(lr)
-                    if run.is_asked_to_stop():
-                        if steps:
-                            report(lr)
+                    is_asked_to_stop = run.is_asked_to_stop()
+                    is_last = pool.plan.is_last and number + 1 == passes * len(pool.rows) // parts.sizes.batch_size
+                    if len(steps) == cfg.log.every_steps or is_last or is_asked_to_stop:
+                        means = {tag: torch.stack([step[tag] for step in steps]).mean() for tag in steps[0]}
+                        point = world.means(means)  # in a pool, the host waits for the device only here
+                        steps.clear()
+                        if not isfinite(loss := point["train/loss"]):
+                            raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
+                        board.write(at.step, {**point, "train/lr": lr, **monitor.take()}, clock.take())
+                    if is_asked_to_stop:
                         return run.stop()  # saves this very step
                 run.end_pool()  # at.pool; saves if run.checkpoint_every_steps says so
-            if steps:
-                report(lr)
             pools = run.until_asked_to_stop(parts.val_loader.pools(at.epoch))
-            model, autocast = parts.model_to_use(), parts.precision.autocast
-            metrics = evaluate(model, workload, pools, world, batch_size=parts.sizes.batch_size, autocast=autocast)
+            size, autocast = parts.sizes.batch_size, parts.precision.autocast
+            metrics = evaluate(parts.ema.module, workload, pools, world, batch_size=size, autocast=autocast)
             if run.is_asked_to_stop():
                 return run.stop()
             run.end_epoch(metrics)  # at.epoch; saves the last checkpoint, and the best one

@@ -15,6 +15,7 @@ from fastgpu.process.config import Config, Optim, Precision
 from fastgpu.rows.order import BlockSampler
 from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import mixed_precision
 
 BATCH_SIZE = 8
@@ -58,15 +59,14 @@ def parts_of(
         val_loader=Nothing(),
         workload=SimpleNamespace(card=lambda: {"classes": ["a", "b"]}, best=best),
         precision=SimpleNamespace(name="fp32"),
-        state={"model": model},
-        model_to_use=lambda: model,
+        ema=SimpleNamespace(module=model),
     )
 
 
 @contextmanager
 def started_run(folder: Path, model: nn.Module, **options: Any) -> Iterator[Run]:
     """A run that has been started. options: see `parts_of`."""
-    with Run(parts_of(folder, model, **options), ALONE) as run:
+    with Run(parts_of(folder, model, **options), {"model": model}, ALONE) as run:
         yield run
 
 
@@ -91,4 +91,5 @@ def parts_of_step(
         ddp=ddp or model,
         optimizer=make_optimizer(model, settings),
         precision=mixed_precision(precision, next(model.parameters()).device),
+        ema=AveragedModel(model, 0.0),
     )

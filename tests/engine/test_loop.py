@@ -298,10 +298,9 @@ def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(fol
     train("run.name=new", "train.epochs=1")
     train("run.name=auto", "train.epochs=2", "run.resume=auto")
     assert [point["step"] for point in val_points(folder / "runs/new")] == [21, 42]
-    assert "nothing is left" not in capsys.readouterr().out
+    capsys.readouterr()
     train("run.name=auto", "train.epochs=2", "run.resume=auto")
     printed = capsys.readouterr().out
-    assert "runs/new: epoch 2 is done, so nothing is left to train; raise train.epochs (2)" in printed
     assert "done: epoch 2, step 42" in printed
     with pytest.raises(UserError, match=r"runs/new holds a run; use run.resume=auto to continue it"):
         train("run.name=new")
@@ -329,7 +328,7 @@ def test_a_run_that_is_resumed_with_other_settings_says_so(folder, capsys):
     train("train.epochs=1")
     train("train.epochs=2", "optim.lr=0.01", "data.batch_size=64", "run.resume=auto")
     printed = capsys.readouterr().out
-    assert "resumed with train.epochs=2 (was 1): the learning rate follows the new length\n" in printed
+    assert "resumed with train.epochs=2 (was 1)\n" in printed
     assert "resumed with optim.lr=0.01 (was 0.003)\n" in printed
     assert "resumed with data.batch_size=64 (was 32)\n" in printed
 

@@ -146,10 +146,10 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     torch.manual_seed(0)
     state = new_state()
     state["model"](torch.ones(1, 6)).sum().backward()
-    state["step"].step()
+    state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
     to_use = ModelToUse(state["model"], describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower")))
-    progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse", direction="lower")
+    progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, judged_by="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
     if not has_state:
@@ -158,7 +158,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
 
 def new_state() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    return {"model": model, "step": torch.optim.AdamW(model.parameters())}
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
 # ---------------------------------------------------------------------------------------------- readers
@@ -222,7 +222,7 @@ def csv(make: Callable[[], object], words: str, weight: int = 1) -> Kind:
     return Kind(make, command(words), words.split()[1], weight, is_text=True)
 
 
-STATES = f"{SAVED}/state.json {SAVED}/model.pt {SAVED}/step.pt"
+STATES = f"{SAVED}/state.json {SAVED}/model.pt {SAVED}/optimizer.pt"
 WEIGHTS = f"{SAVED}/model.json {SAVED}/model.safetensors"
 MODEL = f"{WEIGHTS} {SAVED}/state.json"
 read_images = partial(read_hdf5, "images", "labels")

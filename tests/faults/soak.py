@@ -136,7 +136,7 @@ class Run:
     def result(self) -> str:
         """SHA-256 over the weights and the optimizer of the last checkpoint."""
         return hashlib.sha256(
-            b"".join((self.checkpoints[-1] / name).read_bytes() for name in ("model.pt", "step.pt"))
+            b"".join((self.checkpoints[-1] / name).read_bytes() for name in ("model.pt", "optimizer.pt"))
         ).hexdigest()
 
 

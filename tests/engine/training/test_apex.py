@@ -5,16 +5,18 @@ from types import ModuleType
 
 import pytest
 import torch
+from harness import ALONE, CPU
 from torch import nn
 from train import make_optimizer
 
 from fastgpu.process.config import Dist, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
+from fastgpu.rows.contract import Dataset
+from fastgpu.training.apex import CLASSES
 from fastgpu.training.parallel import share_gradients
 
-CPU = torch.device("cpu")
-NAMES = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
+TWO = World(0, 2, 2, CPU)
 
 
 class Wrapper(nn.Module):
@@ -36,15 +38,15 @@ def install(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_fused_optimizers_have_the_settings(install, name):
-    install("optimizers", **{NAMES[name]: torch.optim.AdamW})
+    install("optimizers", **{CLASSES[name]: torch.optim.AdamW})
     optimizer = make_optimizer(nn.Linear(3, 2), Optim(name=name, lr=0.3, momentum=0.8, weight_decay=0.5))
     assert (optimizer.defaults["lr"], optimizer.defaults["betas"]) == (0.3, (0.8, 0.999))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
 
 
-def test_what_the_import_says_is_the_message(install, monkeypatch):
+def test_what_the_import_says_is_the_message(install):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("apex.optimizers.FusedAdam requires\ncuda extensions")
 
@@ -54,11 +56,11 @@ def test_what_the_import_says_is_the_message(install, monkeypatch):
     with pytest.raises(UserError, match="optim.name is fused_adam, but apex.optimizers.FusedAdam requires cuda ext"):
         make_optimizer(nn.Linear(3, 2), Optim(name="fused_adam"))
     with pytest.raises(UserError, match="dist.strategy is apex, but No module named 'apex.parallel'"):
-        share_gradients(nn.Linear(3, 2), Dist(strategy="apex"), World(0, 1, 1, CPU))
+        share_gradients(nn.Linear(3, 2), Dist(strategy="apex"), TWO, Dataset())
 
 
 def test_the_old_ddp_wraps_the_model_of_two_ranks(install):
     install("parallel", DistributedDataParallel=Wrapper)
     model = nn.Linear(3, 2)
-    assert share_gradients(model, Dist(strategy="apex"), World(0, 1, 1, CPU)) is model
-    assert share_gradients(model, Dist(strategy="apex"), World(0, 2, 2, CPU)).module is model
+    assert share_gradients(model, Dist(strategy="apex"), ALONE, Dataset()) is model
+    assert share_gradients(model, Dist(strategy="apex"), TWO, Dataset()).module is model

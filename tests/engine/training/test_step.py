@@ -1,6 +1,8 @@
+"""Optimizer, learning rate, precision, and the parts of a batch."""
+
 import copy
 import math
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,12 +12,7 @@ from train import learning_rate, make_optimizer
 
 from fastgpu.process.config import Optim
 from fastgpu.rows.rows import Rows
-from fastgpu.training.step import (
-    OptimizerState,
-    micro_batches,
-    mixed_precision,
-    to_device,
-)
+from fastgpu.training.step import micro_batches, mixed_precision, to_device
 
 
 class Recorder(nn.Module):
@@ -33,65 +30,75 @@ class Recorder(nn.Module):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 12])
-def test_parts_are_equal_in_order_and_only_the_last_one_synchronises(steps):
-    ddp = Recorder()
+@pytest.mark.parametrize("ddp", [Recorder(), nn.Linear(1, 1)])
+def test_parts_are_equal_in_order_and_only_the_last_one_synchronises(steps, ddp):
     numbers = []
     synchronises = []
     for part, sync in micro_batches(Rows({"x": torch.arange(12)}), steps, ddp):
-        assert len(part) == 12 // steps
-        assert isinstance(sync, AbstractContextManager)
         with sync:
-            synchronises.append(ddp.synchronises)
+            synchronises.append(getattr(ddp, "synchronises", None))
+        assert len(part) == 12 // steps
         numbers += part["x"].tolist()
     assert numbers == list(range(12))
-    assert synchronises == [False] * (steps - 1) + [True]
-
-
-def test_a_model_without_ddp_is_cut_in_the_same_way():
-    parts = []
-    for part, sync in micro_batches(Rows({"x": torch.arange(6)}), 3, nn.Linear(1, 1)):
-        with sync:
-            parts.append(part["x"].tolist())
-    assert parts == [[0, 1], [2, 3], [4, 5]]
-
-
-def rate(share: float, warmup_share: float, schedule: str = "cosine") -> float:
-    return learning_rate(share, Optim(lr=2.0, warmup_share=warmup_share, schedule=schedule))
-
-
-def test_the_learning_rate_rises_linearly_and_follows_a_cosine():
-    assert rate(0.0, 0.1) == 0
-    assert rate(0.05, 0.1) == pytest.approx(1)
-    assert rate(0.1, 0.1) == 2
-    assert rate(0.55, 0.1) == pytest.approx(1)
-    assert rate(1.0, 0.1) == pytest.approx(0)
-    assert rate(1.2, 0.1) == pytest.approx(0)
-
-
-def test_the_learning_rate_without_warmup_and_with_nothing_else():
-    assert rate(0.0, 0.0) == 2
-    assert rate(0.25, 0.0) == pytest.approx(1 + math.cos(math.pi / 4))
-    assert 0 < rate(0.99, 1.0) <= 2
-
-
-def test_the_learning_rate_may_fall_in_a_line_or_stay():
-    assert [rate(share, 0.2, "linear") for share in (0.1, 0.2, 0.6, 1.0, 1.1)] == pytest.approx([1, 2, 1, 0, 0])
-    assert [rate(share, 0.2, "constant") for share in (0.1, 0.2, 0.6, 1.0)] == [1, 2, 2, 2]
+    assert synchronises == ([False] * (steps - 1) + [True] if isinstance(ddp, Recorder) else [None] * steps)
 
 
 @pytest.mark.parametrize(
-    ("asked", "name", "dtype", "scales"),
+    ("schedule", "warmup_share", "rates"),
     [
-        ("auto", "fp32", torch.float32, False),
-        ("fp32", "fp32", torch.float32, False),
-        ("bf16", "bf16", torch.bfloat16, False),
-        ("fp16", "fp16", torch.float16, True),
+        ("cosine", 0.1, {0: 0, 0.05: 1, 0.1: 2, 0.55: 1, 1: 0, 1.2: 0}),
+        ("cosine", 0.0, {0: 2, 0.25: 1 + math.cos(math.pi / 4), 1: 0}),
+        ("cosine", 1.0, {0: 0, 0.5: 1, 0.99: 1.98}),
+        ("linear", 0.2, {0.1: 1, 0.2: 2, 0.6: 1, 1: 0, 1.1: 0}),
+        ("constant", 0.2, {0.1: 1, 0.2: 2, 0.6: 2, 1: 2}),
     ],
 )
-def test_precision_on_a_cpu(asked, name, dtype, scales):
+def test_the_learning_rate_rises_linearly_and_follows_its_schedule(schedule, warmup_share, rates):
+    optim = Optim(lr=2.0, warmup_share=warmup_share, schedule=schedule)
+    assert {share: learning_rate(share, optim) for share in rates} == pytest.approx(rates, abs=1e-9)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "expected"),
+    [
+        (Optim(name="adamw", momentum=0.8), torch.optim.AdamW, {"betas": (0.8, 0.999)}),
+        (Optim(name="sgd", momentum=0.8), torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
+        (Optim(name="sgd", momentum=0.0), torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
+    ],
+)
+def test_the_optimizer_has_the_settings(settings, kind, expected):
+    optimizer = make_optimizer(make_model(), settings)
+    assert type(optimizer) is kind
+    assert optimizer.defaults.items() >= (expected | {"fused": True, "lr": settings.lr}).items()
+
+
+def test_biases_and_norms_do_not_decay_and_frozen_weights_are_left_out():
+    model = make_model()
+    model[0].requires_grad_(False)
+    matrices, others = make_optimizer(model, Optim(weight_decay=0.5)).param_groups
+    assert [*map(id, matrices["params"])] == [id(model[3].weight)]
+    assert {parameter.ndim for parameter in others["params"]} == {1}
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "dtype"),
+    [
+        ("auto", "fp32", torch.float32),
+        ("fp32", "fp32", torch.float32),
+        ("bf16", "bf16", torch.bfloat16),
+        ("fp16", "fp16", torch.float16),
+    ],
+)
+def test_precision_on_a_cpu(asked, name, dtype):
     precision = mixed_precision(asked, CPU)
     assert precision.name == name
-    assert precision.scaler.is_enabled() == scales
+    assert precision.scaler.is_enabled() == (name == "fp16")
     with precision.autocast:
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
 
@@ -117,44 +124,22 @@ def train_some(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch
     optimizer.zero_grad()
 
 
-def make(precision: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    return model, make_optimizer(model, Optim(lr=0.1)), mixed_precision(precision, CPU).scaler
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_state_of_optimizer_and_scaler_comes_back(precision):
-    whole, optimizer, scaler = make(precision)
+def test_the_state_of_optimizer_and_scaler_is_saved_without_code_and_comes_back(precision, tmp_path):
+    whole, resumed = (
+        (model, make_optimizer(model, Optim(lr=0.1)), mixed_precision(precision, CPU).scaler)
+        for model in (make_model(), make_model())
+    )
     for seed in range(3):
-        train_some(whole, optimizer, scaler, seed)
-    state = copy.deepcopy(OptimizerState(optimizer, scaler).state_dict())
-    assert state["kind"] == "AdamW of torch"
-    resumed, new_optimizer, new_scaler = make(precision)
-    resumed.load_state_dict(whole.state_dict())
-    OptimizerState(new_optimizer, new_scaler).load_state_dict(state)
-    assert new_scaler.get_scale() == scaler.get_scale()
-    train_some(whole, optimizer, scaler, 9)
-    train_some(resumed, new_optimizer, new_scaler, 9)
-    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        train_some(*whole, seed)
+    for before, after in zip(whole, resumed, strict=True):
+        torch.save(copy.deepcopy(before.state_dict()), tmp_path / "state.pt")
+        after.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed[2].get_scale() == whole[2].get_scale()
+    for made in (whole, resumed):
+        train_some(*made, 9)
+    for ours, theirs in zip(whole[0].parameters(), resumed[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_state_can_be_saved_without_code(tmp_path):
-    model, optimizer, scaler = make("fp16")
-    train_some(model, optimizer, scaler, 0)
-    torch.save(OptimizerState(optimizer, scaler).state_dict(), tmp_path / "step.pt")
-    state = torch.load(tmp_path / "step.pt", weights_only=True)
-    OptimizerState(optimizer, scaler).load_state_dict(state)
-
-
-def test_the_state_of_another_algorithm_is_refused():
-    model, optimizer, scaler = make("fp32")
-    train_some(model, optimizer, scaler, 0)
-    state = OptimizerState(optimizer, scaler).state_dict()
-    sgd = make_optimizer(model, Optim(name="sgd"))
-    with pytest.raises(ValueError, match="saved by AdamW of torch, optim.name is now SGD of torch"):
-        OptimizerState(sgd, scaler).load_state_dict(state)
 
 
 def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():

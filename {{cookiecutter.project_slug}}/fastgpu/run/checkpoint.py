@@ -1,8 +1,8 @@
 """Checkpoints: complete or absent, verified when read, never code (`weights_only=True`).
 
     <run>/checkpoints/last-000011/
-    <run>/checkpoints/last-000012/   model.pt  step.pt (optimizer)  state.json (SHA-256 of the others)
-    <run>/checkpoints/best-000008/                                   with train.ema: ema.pt (averaged weights)
+    <run>/checkpoints/last-000012/   model.pt  optimizer.pt  scaler.pt  state.json (position, SHA-256 of the others)
+    <run>/checkpoints/best-000008/                                      with train.ema: ema.pt (averaged weights)
                                      model.json  model.safetensors: the model to use (model_files.py)
 
 The number counts the saves of the run. A checkpoint is written to a temporary folder, flushed to disk and renamed, and
@@ -13,32 +13,31 @@ derives it from the seed and the position.
 
 import hashlib
 import json
-import math
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fastgpu.process.files import rename_folder
 from fastgpu.process.launch import UserError, warn
-from fastgpu.run.model_files import ModelToUse, compare_with, sha256_of, write_model
+from fastgpu.run.folder import PARTIAL
+from fastgpu.run.model_files import ModelToUse, refuse_other_meaning, sha256_of, write_model
 
 Kind = Literal["last", "best"]
-Direction = Literal["higher", "lower"]
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-FORMAT = 2
+FORMAT = 3
 KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
 """How many checkpoints of a kind are kept: two of the last ones, in case the newest turns out to be damaged."""
-PARTIAL = ".partial-"
-"""Beginning of the names of folders that are being written."""
 ORDER_KEYS = {
     "rows": "the number of rows of data.train",
+    "content": "the rows of data.train",
     "global_rows": "data.batch_size",
     "lanes": "the number of canonical ranks (a multiple of 8 and of the ranks, where it divides data.batch_size)",
     "pool_batches": "data.pool_batches",
@@ -48,87 +47,57 @@ ORDER_KEYS = {
 """{name in state.json: what a person calls it}"""
 
 
-class HasState(Protocol):
-    """What can be saved."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-class Stateful(HasState, Protocol):
-    """A module, or an `OptimizerState`."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
 @dataclass
 class Progress:
     """The position of a run, as state.json keeps it."""
 
-    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
-
-    epoch: Count = 0
-    pool: Count = 0
+    epoch: int = 0
+    pool: int = 0
     """The pool of this epoch that comes next, or is trained on."""
-    pool_steps: Count = 0
+    pool_steps: int = 0
     """Steps on that pool: of a run that was stopped inside it."""
-    step: Count = 0
+    step: int = 0
     """Optimizer steps so far."""
-    saved_at: float = 0.0
-    """Time in s, as `time.time`, but later than that of any run that was there before, whatever the clock shows."""
     best: float | None = None
-    """Best value so far of `metric`. None: no value yet, or none that is a number."""
-    metric: str = ""
-    """Metric that decides which checkpoint is the best one, such as `val/mse`."""
-    direction: Direction = "higher"
-    """Which values of `metric` are better."""
-    best_epoch: Count = 0
+    """Best value so far of the metric. None: no value yet, or none that is a number."""
+    best_epoch: int = 0
     """Number of epochs that were done when the best one ended; of equal values, the first one counts."""
-    val_rows: str = ""
-    """Digest of the validation rows, on which `best` was measured."""
+    judged_by: str = ""
+    """Metric, direction and digest of the validation rows that `best` belongs to."""
 
-    def validate_on(self, val_rows: str) -> bool:
-        """Note the validation rows. If they are others than before, which this returns, the best value is forgotten."""
-        is_changed = self.val_rows not in ("", val_rows)
-        if is_changed:
+    def judge_by(self, metric: str) -> bool:
+        """Whether the best value belongs to another metric, or other rows, than from now on. Then it is forgotten."""
+        is_other = self.judged_by not in ("", metric)
+        if is_other:
             self.best = None
-        self.val_rows = val_rows
-        return is_changed
+        self.judged_by = metric
+        return is_other
 
-    def end_epoch(self, metric: str, score: float, direction: Direction) -> None:
-        """Advance to the next epoch. If the metric is another one than before, its first value is the best."""
-        if self.metric not in ("", metric):
-            self.best = None
-        self.metric = metric
-        self.direction = direction
+    def end_epoch(self, score: float, direction: str) -> None:
+        """Go on to the next epoch. direction: `higher` or `lower`, which values are better."""
         self.epoch += 1
         self.pool = 0
         self.pool_steps = 0
-        if _cost(score, direction) < _cost(self.best, direction):
+        sign = 1 if direction == "higher" else -1
+        if isfinite(score) and (self.best is None or sign * score > sign * self.best):
             self.best = score
             self.best_epoch = self.epoch
-
-
-def _cost(score: float | None, direction: Direction) -> float:
-    """The value of a metric as a number of which lower ones are better. NaN and no value are infinitely bad."""
-    if score is None or math.isnan(score):
-        return math.inf
-    return -score if direction == "higher" else score
 
 
 def save(
     run: Path,
     kind: Kind,
     progress: Progress,
-    state: Mapping[str, HasState],
+    state: Mapping[str, Any],
     *,
-    order: Mapping[str, int],
+    order: Mapping[str, object],
     to_use: ModelToUse | None = None,
 ) -> bool:
     """Write `<run>/checkpoints/<kind>-<number>`, and remove those that it replaces. False if the disk refused.
 
-    state: objects to save the state of, by name. order: the numbers that the order of the rows depends on. to_use: the
-    model for model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are
-    still there, and training can go on.
+    state: {name: object with a state_dict}. order: what the order of the rows depends on. to_use: the model for
+    model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are still
+    there, and training can go on.
     """
     folder = run / "checkpoints"
     numbers = [*_numbers(run, "last").values(), *_numbers(run, "best").values()]
@@ -145,6 +114,7 @@ def save(
             "format": FORMAT,
             "progress": asdict(progress),
             "order": dict(order),
+            "classes": {name: type(part).__name__ for name, part in state.items()},
             "sha256": {path.name: sha256_of(path) for path in sorted(partial.iterdir())},
         }
         (partial / "state.json").write_text(json.dumps({**content, "digest": digest_of(content)}, indent=2))
@@ -159,16 +129,16 @@ def save(
     return True
 
 
-def remove_partial(run: Path) -> None:
-    """Remove what a process that was killed while it saved has left. Call it with the lock of the run."""
-    for path in run.glob(f"checkpoints/{PARTIAL}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def newest_first(run: Path, kind: Kind) -> list[Path]:
     """The checkpoints of a kind, by number: names sort wrongly once a number outgrows its zeros."""
     numbers = _numbers(run, kind)
     return sorted(numbers, key=numbers.__getitem__, reverse=True)
+
+
+def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
+    """{checkpoint: its number}. Folders with other names, such as copies that a person made, are left alone."""
+    matches = {path: re.fullmatch(rf"{kind}-([0-9]+)", path.name) for path in run.glob(f"checkpoints/{kind}-*")}
+    return {path: int(match[1]) for path, match in matches.items() if match}
 
 
 def find_intact(run: Path) -> Path | None:
@@ -180,13 +150,12 @@ def find_intact(run: Path) -> Path | None:
     saved = newest_first(run, "last")
     for path in saved:
         try:
-            _, sha256 = _read_state(path)
-            for name, digest in sha256.items():
+            for name, digest in _read_state(path)["sha256"].items():
                 if sha256_of(path / name) != digest:
                     raise ValueError(f"{name} does not match its checksum")
+        except UserError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            if isinstance(error, UserError):
-                raise
             warn(f"checkpoint {path} is damaged ({error}); trying the one before")
             damaged = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(damaged, ignore_errors=True)
@@ -202,8 +171,8 @@ def find_intact(run: Path) -> Path | None:
 
 def load(
     path: Path,
-    state: Mapping[str, Stateful],
-    order: Mapping[str, int],
+    state: Mapping[str, Any],
+    order: Mapping[str, object],
     device: torch.device,
     *,
     description: Mapping[str, Any] | None = None,
@@ -211,32 +180,33 @@ def load(
 ) -> Progress:
     """Load an intact checkpoint into `state`.
 
-    description: what it is to be trained on (see `describe_model`), to be compared with what it was trained on. hint:
-    what differs from the run that saved it, for the message if the checkpoint does not fit. Raises UserError if the
-    checkpoint belongs to another model, optimizer or classes, or if it was saved inside an epoch with other rows or
-    another order of them.
+    description: of the model that goes on (see `describe_model`). hint: what differs from the run that saved it, for
+    the message if the checkpoint does not fit. Raises UserError if the checkpoint belongs to another model, optimizer
+    or classes, or if it was saved inside an epoch with other rows or another order of them.
     """
-    content, sha256 = _read_state(path)
-    progress, saved_order = _checked(content["progress"]), content["order"]
+    content = _read_state(path)
+    progress, saved = Progress(**content["progress"]), content["order"]
     changed = [
-        f"{ORDER_KEYS.get(name, name)} was {saved_order.get(name)}, is {order.get(name)}"
-        for name in {**saved_order, **order}
-        if saved_order.get(name) != order.get(name)
+        f"{ORDER_KEYS.get(name, name)} was {saved.get(name)}, is {order.get(name)}"
+        for name in {**saved, **order}
+        if saved.get(name) != order.get(name)
     ]
-    is_inside_epoch = bool(progress.pool or progress.pool_steps)
-    if is_inside_epoch and changed:
+    if changed and (progress.pool or progress.pool_steps):
         raise UserError(
             f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
             f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
         )
     if description:
-        compare_with(path, description, is_inside_epoch=is_inside_epoch)
+        refuse_other_meaning(path, description)
     for name, part in state.items():
-        if name == "ema" and "ema.pt" not in sha256:
-            continue  # train.ema is new
+        if name == "ema" and name not in content["classes"]:  # train.ema is new: the average begins with these weights
+            part.module.load_state_dict(state["model"].state_dict())
+            continue
         try:
-            values = torch.load(path / f"{name}.pt", map_location=device, weights_only=True)
-            part.load_state_dict(values)
+            kind, now = content["classes"][name], type(part).__name__
+            if kind != now and isinstance(part, torch.optim.Optimizer):
+                raise ValueError(f"it is of {kind}, and optim.name now stands for {now}.")
+            part.load_state_dict(torch.load(path / f"{name}.pt", map_location=device, weights_only=True))
         except Exception as error:  # of many kinds
             lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
             reason = lines[min(1, len(lines) - 1)].strip()
@@ -244,17 +214,8 @@ def load(
     return progress
 
 
-def _checked(values: Mapping[str, Any]) -> Progress:
-    """Raises ValueError if a value has another type, or is out of its range."""
-    try:
-        return TypeAdapter(Progress).validate_json(json.dumps(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{' '.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}") from None
-
-
-def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The content of state.json, and {file: SHA-256}. Raises ValueError if it is damaged, UserError if it is older."""
+def _read_state(path: Path) -> dict[str, Any]:
+    """The content of state.json. Raises ValueError if it is damaged, UserError if it is of another version."""
     content: dict[str, Any] = json.loads((path / "state.json").read_text())
     digest = content.pop("digest", None)
     if digest and digest != digest_of(content):
@@ -266,8 +227,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         )
     if not digest:
         raise ValueError("state.json has no digest")
-    _checked(content["progress"])
-    return content, content["sha256"]
+    return content
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -275,7 +235,10 @@ def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
-    """{checkpoint: its number}. Folders with other names, such as copies that a person made, are left alone."""
-    matches = {path: re.fullmatch(rf"{kind}-([0-9]+)", path.name) for path in run.glob(f"checkpoints/{kind}-*")}
-    return {path: int(match[1]) for path, match in matches.items() if match}
+def not_finite(state: Mapping[str, Any]) -> set[str]:
+    """Names of the tensors with a value that is NaN or infinite."""
+    leaves, _ = tree_flatten_with_path({name: part.state_dict() for name, part in state.items()})
+    tensors = {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()}
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    # The extremes are NaN if one value is; this is many times faster than isfinite of every value.
+    return {name for name, tensor in floats.items() if not torch.stack(tensor.aminmax()).isfinite().all()}

@@ -1,109 +1,133 @@
-"""The folder of a run: which one it is, and whether it belongs to the run that is asked for. Does not import torch."""
+"""The folder of a run: which one it is, its lock, and the files that say what it is trained with.
+
+run.json and config.yaml only describe a run: what is wrong with them stops nothing. Does not import torch.
+"""
 
 import json
-import tempfile
+import platform
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fastgpu.process.config import Run
-from fastgpu.process.files import FolderLock
-from fastgpu.process.launch import UserError
+from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.config import Run, nested
+from fastgpu.process.files import FolderLock, write_whole
+from fastgpu.process.launch import UserError, read_environment, warn
 
-DAY_S = 86_400.0
-"""A checkpoint that was saved later than a day from now was not: its clock, or the file, is wrong."""
+PARTIAL = ".partial-"
+"""Beginning of the names of folders that are being written."""
+PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
-NOT_LEARNED = ("data.tier",)
+CHOSEN = ("workload", "model.", "data.train", "data.dataset")
+"""Beginnings of the keys by which a person knows a run, if nobody has named it."""
 
 Changes = dict[str, tuple[str, str]]
-"""{key: (value of the run that is resumed, value now)}, as JSON"""
+"""{key: (value of the run that is resumed, value now)}"""
 
 
 def refuse_taken(settings: Run) -> None:
     """Raise UserError if a new run would mix its checkpoints with those of an older one."""
     folder = Path(settings.folder) / settings.name
-    try:
+    is_taken = False
+    with suppress(OSError):  # `lock` says what is wrong
         is_taken = settings.resume == "never" and any(folder.glob("checkpoints/*-[0-9]*"))
-    except OSError:
-        return  # `create_folder` says what is wrong
     if is_taken:
         raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
 
 
-def refuse_begun(folder: Path) -> None:
-    """Raise UserError if another process has begun a run in the folder since this one looked for checkpoints there."""
-    if any(folder.glob("checkpoints/*-[0-9]*")):
-        raise UserError(f"run.name: another process has begun a run in {folder} meanwhile; use another run.name")
-
-
 def find_folder(settings: Run) -> Path:
     """`run.folder/run.name`. The name "auto" means the run that saved last when resuming, else date and time."""
-    refuse_taken(settings)
     runs = Path(settings.folder)
     if settings.name != "auto":
         return runs / settings.name
-    if settings.resume == "auto" and (times := save_times(runs)):
-        return next(iter(times))
+    saved = sorted(runs.glob("*/checkpoints/last-*"), key=_modified)
+    if settings.resume == "auto" and saved:
+        return saved[-1].parents[1]
     now = time.strftime("%Y%m%d-%H%M%S")
-    folder = runs / now
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = runs / f"{now}-{number}"
-    return folder
+    names = (now if number == 1 else f"{now}-{number}" for number in count(1))
+    return next(runs / name for name in names if not (runs / name).exists())
 
 
-def save_times(runs: Path) -> dict[Path, float]:
-    """{run with checkpoints: when it saved last}, the newest run first, by the times in their own state.json.
-
-    Times of files, which a copy changes, count for checkpoints that have none there.
-    """
-    times: dict[Path, float] = {}
-    for path in runs.glob("*/checkpoints/last-*"):
-        progress = read_description(path / "state.json").get("progress")
-        time_s = progress.get("saved_at") if isinstance(progress, dict) else None
-        if not isinstance(time_s, float) or not 0 <= time_s <= time.time() + DAY_S:
-            try:
-                time_s = path.stat().st_mtime
-            except OSError:
-                continue  # its run has just removed it
-        run = path.parents[1]
-        times[run] = max(time_s, times.get(run, 0.0))
-    return dict(sorted(times.items(), key=lambda item: item[1], reverse=True))
-
-
-def describe_choice(folder: Path, settings: Run) -> str:
-    """Which run run.name=auto resumes; empty if nothing had to be chosen."""
-    if settings.name != "auto" or settings.resume != "auto" or not folder.exists():
-        return ""
-    return f"run.name=auto resumes {folder}, which saved last of {len(save_times(folder.parent))} runs"
-
-
-def create_folder(folder: Path) -> None:
-    """Create the folder of a run if needed. Raises UserError if it cannot be written."""
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it "
-            "writable, or free disk space"
-        ) from None
+def _modified(path: Path) -> float:
+    """When a file was changed last; 0 if its run has just removed it."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def lock(folder: Path) -> FolderLock:
-    """The lock of the folder. Raises UserError if another process has it, or the folder cannot be written."""
+    """Create the folder of a run, and lock it. Raises UserError if it cannot be written, or another process has it.
+
+    What a process that was killed while it saved has left is removed.
+    """
     try:
-        return FolderLock(folder)
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        held = FolderLock(folder)
     except OSError as error:
         raise UserError(
-            f"cannot lock {folder} ({error.strerror}); make it writable, or use another run.folder"
+            f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it writable, or "
+            "free disk space"
         ) from None
+    for path in folder.glob(f"checkpoints/{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return held
+
+
+# ---------------------------------------------------------------------------------------------- what it is trained with
+
+
+def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequence[str]) -> None:
+    """Write run.json and config.yaml of a start of a run; a resumed run adds run-2.json and config-2.yaml.
+
+    config: {dotted key: value}; the file is a valid --config file. best: see `Workload.best`.
+    """
+    number = 1 + len([*folder.glob("run*.json")])
+    suffix = f"-{number}" if number > 1 else ""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    description = {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "template_version": TEMPLATE_VERSION,
+        "versions": versions,
+        "environment": read_environment(),
+        "gpu": gpu,
+        "machine": platform.platform(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
+        "best": list(best),
+    }
+    write_or_warn(folder / f"run{suffix}.json", json.dumps(description, indent=2))
+    text = yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True)
+    write_or_warn(folder / f"config{suffix}.yaml", text)
+
+
+def write_or_warn(path: Path, text: str) -> None:
+    """Write a file that a run does not need. If the disk refuses, training goes on."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        warn(f"cannot write {path} ({error}); training goes on")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -117,16 +141,12 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """{dotted key: value} of the newest config.yaml of a run; empty if there is none."""
-    paths = numbered(folder, "config*.yaml")
-    return read_settings(paths[-1]) if paths else {}
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """{dotted key: value} of a config.yaml; empty if it cannot be read."""
+    """{dotted key: value} of the newest config.yaml of a run; empty if there is none that can be read."""
     config: dict[str, Any] = {}
-    for name, value in read_description(path).items():
-        config |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    for path in numbered(folder, "config*.yaml")[-1:]:
+        for name, value in read_description(path).items():
+            is_section = isinstance(value, dict)
+            config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
     return config
 
 
@@ -139,43 +159,30 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
 
 
 def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
-    """The keys that decide what is learned and have another value in the newest config of the run in this folder.
+    """The keys that decide what is learned and have another value than in the newest config of the run.
 
-    config: {dotted key: value}, without `auto`. Without checkpoints in the folder there is nothing to compare.
+    config: {dotted key: value}, without `auto`.
     """
-    saved = read_config(folder) if any(folder.glob("checkpoints/last-*")) else {}
-    changes = {}
-    for key in config:
-        is_learned = key.startswith(LEARNED) and key not in NOT_LEARNED
-        old, new = (json.dumps(values.get(key), default=str) for values in (saved, config))
-        if is_learned and key in saved and old != new:
-            changes[key] = (old, new)
+    changes: Changes = {}
+    for key, old in read_config(folder).items():
+        is_learned = key in config and key.startswith(LEARNED) and key != "data.tier"
+        if is_learned and str(old) != str(config[key]):
+            changes[key] = str(old), str(config[key])
     return changes
 
 
-def refuse_another(folder: Path, settings: Run, changes: Changes) -> None:
-    """Raise UserError if the run in this folder trained another workload.
-
-    If run.name is auto, nobody chose this run, so another model and other data are refused, too.
-    """
-    reason = trained_with(folder, changes, "workload")
-    cure = "use the same value, or another run.name"
-    if settings.name == "auto":
-        reason = reason or trained_with(folder, changes, "model.", "data.train", "data.dataset")
-        cure = "run.name=auto takes the newest run: name the run to resume with run.name, or use run.resume=never"
-    if reason:
-        raise UserError(f"{reason}; {cure}")
+def refuse_another(folder: Path, changes: Changes) -> None:
+    """Raise UserError if the newest run, which nobody has named, has another model or other data."""
+    if reason := trained_with(folder, changes, CHOSEN):
+        raise UserError(
+            f"{reason}; run.name=auto takes the newest run: name the run to resume with run.name, or use "
+            "run.resume=never"
+        )
 
 
-def trained_with(folder: Path, changes: Changes, *prefixes: str) -> str:
-    """`runs/a was trained with model.width=32, this is model.width=4`, or an empty text without such changes."""
-    chosen = {key: values for key, values in changes.items() if key.startswith(prefixes)}
+def trained_with(folder: Path, changes: Changes, keys: tuple[str, ...]) -> str:
+    """`runs/a was trained with model.width=32, this is model.width=4`; empty without a change of such keys."""
+    chosen = {key: values for key, values in changes.items() if key.startswith(keys)}
     was = ", ".join(f"{key}={old}" for key, (old, _) in chosen.items())
     now = ", ".join(f"{key}={new}" for key, (_, new) in chosen.items())
     return f"{folder} was trained with {was}, this is {now}" if chosen else ""
-
-
-def describe_changes(changes: Changes) -> str:
-    """One line for each change."""
-    notes = {"train.epochs": ": the learning rate follows the new length"}
-    return "\n".join(f"resumed with {key}={new} (was {old}){notes.get(key, '')}" for key, (old, new) in changes.items())

@@ -1,18 +1,7 @@
 """A trained model to use: model.json says what it is, model.safetensors has its weights. Every checkpoint has both.
 
-They need no other file: neither the training data nor model.pt, which is for resuming. model.json holds
-
-    format, template_version
-    workload, options      the module in workloads/ and its settings
-    fields                 {name: dtype, shape, is_ragged, n_items, dataset} of the training and validation rows
-    attributes             what the training file says about its rows, and `Workload.card()`
-    rows, val_rows         digests of the training and validation rows
-    metrics, best          values of the last validation; the metric that counts, and which values are better
-    epoch, step            when the weights were saved
-    batch_size, precision    how the model was validated
-
-Tensors that share memory (tied weights) are stored once, under one of their names, as `safetensors.torch.save_model`
-does; `safetensors.torch.load_model` fills all of them.
+They need no other file: neither the training data nor model.pt, which is for resuming. Tensors that share memory (tied
+weights) are stored once, under one of their names; `safetensors.torch.load_model` fills all of them.
 """
 
 import hashlib
@@ -37,6 +26,15 @@ WEIGHTS = "model.safetensors"
 FORMAT = 1
 
 
+class ModelToUse(NamedTuple):
+    """What is written to the two files."""
+
+    model: Any
+    """A module, or another object with its state_dict."""
+    description: Mapping[str, Any]
+    """The content of model.json: that of `describe_model`, and epoch, step and metrics of the checkpoint."""
+
+
 def describe_model(
     config: Mapping[str, Any], sources: tuple[Dataset, Dataset], card: Mapping[str, Any], best: tuple[str, str]
 ) -> dict[str, Any]:
@@ -46,10 +44,10 @@ def describe_model(
     best: see `Workload.best`. Raises UserError if the card is not made of JSON values.
     """
     train, val = sources
-    fields = {**val.fields, **train.fields}
+    fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
-        fields = {**train.fields, **val.fields}
+        fields = train.fields | val.fields
         described["preprocessing"] = val.attributes["preprocessing"]
     attributes = {}
     for name, value in described.items():
@@ -63,13 +61,13 @@ def describe_model(
         raise UserError(
             f"workloads/{config['workload']}.py: card() should return JSON values (text, numbers, lists); {error}"
         ) from None
-    datasets = config["data.fields"] | config["data.val_fields"]
+    names = config["data.fields"] | config["data.val_fields"]
     return {
         "format": FORMAT,
         "template_version": TEMPLATE_VERSION,
         "workload": config["workload"],
         "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
-        "fields": {name: _field(field, datasets.get(name, name)) for name, field in fields.items()},
+        "fields": {name: _field(field, names.get(name, name)) for name, field in fields.items()},
         "attributes": attributes,
         "rows": _digest_of_rows(train),
         "val_rows": _digest_of_rows(val),
@@ -104,32 +102,14 @@ def _digest_of_rows(source: Dataset) -> str:
     return hashlib.sha256(str(source.identity).encode()).hexdigest()[:12]
 
 
-def compare_with(folder: Path, description: Mapping[str, Any], *, is_inside_epoch: bool) -> None:
-    """Compare the rows that a checkpoint was trained with to those it is to be resumed with.
+def refuse_other_meaning(folder: Path, description: Mapping[str, Any]) -> None:
+    """Raise UserError if classes or items have other numbers than those that a checkpoint was trained with.
 
-    folder: of a checkpoint whose checksums hold. description: see `describe_model`. is_inside_epoch: whether it was
-    saved with a part of an epoch trained. Raises UserError if the classes have other numbers, or if the rows changed
-    inside an epoch. A checkpoint without model.json is not compared.
+    folder: of the checkpoint. description: see `describe_model`.
     """
-    if not (folder / DESCRIPTION).exists():
-        return
     saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     sources = DescribedSource(saved, str(folder)), DescribedSource(description, "data.train")
     check_meaning("run.resume", *sources, preparation=False)
-    if is_inside_epoch and description["rows"] != saved.get("rows", description["rows"]):
-        raise UserError(
-            f"{folder} was saved inside an epoch, and the rows of data.train are not those of that epoch; resume with "
-            "the file as it was, or use another run.name"
-        )
-
-
-class ModelToUse(NamedTuple):
-    """What is written to the two files."""
-
-    model: Any
-    """A module, or another object with its state_dict."""
-    description: Mapping[str, Any]
-    """The content of model.json."""
 
 
 def write_model(folder: Path, to_use: ModelToUse) -> None:

@@ -1,28 +1,5 @@
-"""What happens to a batch on the device: step, optimizer, evaluation."""
+"""What happens to a batch on the device: precision, parts of a step, gradients of all ranks, averages, validation."""
 
-from fastgpu.training.evaluate import AveragedModel, evaluate
-from fastgpu.training.parallel import freeze, make_seed, reseed, settle_buckets, share_gradients
-from fastgpu.training.step import (
-    MixedPrecision,
-    OptimizerState,
-    apex_optimizer,
-    micro_batches,
-    mixed_precision,
-    to_device,
-)
+from fastgpu.training.parallel import freeze
 
-__all__ = [
-    "AveragedModel",
-    "MixedPrecision",
-    "OptimizerState",
-    "apex_optimizer",
-    "evaluate",
-    "freeze",
-    "make_seed",
-    "micro_batches",
-    "mixed_precision",
-    "reseed",
-    "settle_buckets",
-    "share_gradients",
-    "to_device",
-]
+__all__ = ["freeze"]

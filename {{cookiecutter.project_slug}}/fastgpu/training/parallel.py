@@ -1,9 +1,7 @@
 """What the ranks share while they train: gradients, running statistics, and seeds that differ."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,50 +12,42 @@ from fastgpu.process.config import Dist
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
+from fastgpu.rows.rows import Rows
+from fastgpu.training.apex import explain_apex
 
 
-def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Dataset | None = None) -> nn.Module:
+def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Dataset) -> nn.Module:
     """The module to train: it averages the gradients over the ranks.
 
-    rows: what is trained on; nn.DataParallel cannot cut ragged rows. Raises UserError if the strategy does not fit the
-    number of processes or is not available.
+    rows: what is trained on. Raises UserError if dist.strategy does not fit the job or is not available.
     """
-    world.print_once(unused_gpus_hint(world, settings, " ".join(sys.argv)))
-    strategy = settings.strategy
-    if strategy == "apex":
-        with explain_apex("dist.strategy is apex"):
-            kind = import_module("apex.parallel").DistributedDataParallel  # which Apex had until 25.05
-            averaging: nn.Module = kind(model) if world.world_size > 1 else model
-        return averaging
-    if strategy == "dp":
+    if settings.strategy == "dp":
         if world.world_size > 1:
             raise UserError(
                 f"dist.strategy is dp, which drives all GPUs from one process, but there are {world.world_size} "
                 "processes: use ddp"
             )
-        if rows is not None and any(field.is_ragged for field in rows.fields.values()):
+        if any(field.is_ragged for field in rows.fields.values()):
             raise UserError("dist.strategy is dp, which cuts a batch into equal parts; rows are ragged: use ddp")
         return DataParallel(model)
+    is_cuda = world.device.type == "cuda"
     if world.world_size == 1:
+        if is_cuda and (n_gpus := torch.cuda.device_count()) > 1:
+            print(f"1 of {n_gpus} GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py uses all")
         return model
+    if settings.strategy == "apex":
+        with explain_apex("dist.strategy is apex"):
+            kind = import_module("apex.parallel").DistributedDataParallel  # which Apex had until 25.05
+            shared: nn.Module = kind(model)
+        return shared
     ddp = DistributedDataParallel(
         model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        device_ids=[world.device.index] if is_cuda else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=settings.find_unused_parameters,
     )
     ddp.broadcast_buffers = False  # `average_statistics` does this when it matters, not in every forward pass
     return ddp
-
-
-@contextmanager
-def explain_apex(setting: str) -> Iterator[None]:
-    """Raise UserError for whatever raises if Apex (https://github.com/NVIDIA/apex) is missing, foreign or unfit."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{setting}, but {reason}; see https://github.com/NVIDIA/apex#installation") from None
 
 
 def average_statistics(model: nn.Module, world: World) -> None:
@@ -79,27 +69,24 @@ def freeze(module: nn.Module) -> None:
     module.requires_grad_(False).eval()
 
 
-@contextmanager
-def keep_state(model: nn.Module, world: World) -> Iterator[None]:
-    """Undo, at the end, what happens to the model's buffers and to torch's random numbers. Gradients stay."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-
-
-def settle_buckets(model: nn.Module, world: World, backward: Callable[[], object]) -> None:
+def settle_buckets(parts: Any, batch: Rows, world: World) -> None:
     """Run two backward passes that change nothing, by which DDP chooses the places of the gradients in its buckets.
 
-    A place decides in which order the ranks' gradients are summed. Without them, a resumed run would round its first
-    steps otherwise than a run that goes on.
+    A place decides in which order the gradients of more than two ranks are summed. Without these passes, a resumed run
+    would round its first steps otherwise than a run that goes on. parts: those of train.py.
     """
-    with keep_state(model, world):
+    if world.world_size <= 2:
+        return
+    buffers = [buffer.clone() for buffer in parts.model.buffers()]
+    part = batch.slice(0, len(batch) // parts.config.optim.accumulation_steps)
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for _ in range(2):
-            backward()
-            model.zero_grad()
+            with parts.precision.autocast:
+                loss = parts.workload.loss(parts.ddp, part)
+            loss.backward()
+            parts.model.zero_grad()
+    for buffer, before in zip(parts.model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
 
 
 def reseed(world: World, *numbers: int) -> torch.Generator:
@@ -121,17 +108,3 @@ def make_seed(world: World, *numbers: int) -> int:
     for number in (*numbers, world.rank):
         seed = (seed * 1_000_003 + number + 1) % (1 << 63)
     return seed
-
-
-def unused_gpus_hint(world: World, settings: Dist, script: str) -> str | None:
-    """The command that uses all GPUs of the machine, if this one does not."""
-    n_gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
-    if world.world_size > 1 or n_gpus < 2:
-        return None
-    command = f"torchrun --standalone --nproc-per-node=gpu {script}"
-    if settings.strategy == "dp":
-        return (
-            f"nn.DataParallel copies the model to {n_gpus} GPUs in every step; ddp is faster: {command} "
-            "dist.strategy=ddp"
-        )
-    return f"1 of {n_gpus} GPUs is in use; to use all of them: {command}"

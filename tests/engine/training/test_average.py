@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
-from fastgpu.training.evaluate import AveragedModel
+from fastgpu.training.average import AveragedModel
 
 
 def make_model() -> nn.Module:
@@ -24,13 +24,18 @@ def change(model: nn.Module, seed: int) -> None:
                 tensor.add_(1)
 
 
-def test_the_average_is_that_of_the_formula():
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def test_the_average_is_that_of_the_formula_and_initial_weights_do_not_count():
     model = make_model()
     average = AveragedModel(model, 0.5)
     expected: dict[str, torch.Tensor] = {}
     for n in range(20):
         change(model, seed=n)
         average.update_parameters(model)
+        assert same(average.module, model) == (n == 0)
         decay = min(0.5, n / (n + 9))
         for name, value in model.state_dict().items():
             is_average = value.is_floating_point() and n
@@ -40,31 +45,22 @@ def test_the_average_is_that_of_the_formula():
     assert average.module[1].num_batches_tracked == 20  # counters are copied
 
 
-def test_initial_weights_do_not_count():
-    model = make_model()
-    average = AveragedModel(model, 0.999)
-    change(model, seed=1)
-    average.update_parameters(model)
-    for mine, theirs in zip(average.module.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_constant_weights_stay_what_they_are():
     """Frozen layers, and constants such as a mean and a standard deviation, do not drift."""
     model = make_model()
     average = AveragedModel(model, 0.9)
     for _ in range(30):
         average.update_parameters(model)
-    for mine, theirs in zip(average.module.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert same(average.module, model)
 
 
-def test_a_copy_with_the_same_layout_that_is_not_trained():
+def test_it_is_a_copy_with_the_same_layout_that_is_not_trained_and_without_decay_the_model_itself():
     model = make_model().to(memory_format=torch.channels_last)
     average = AveragedModel(model, 0.9)
     assert average.module[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert not any(parameter.requires_grad for parameter in average.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
+    assert AveragedModel(model, 0.0).module is model
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -79,10 +75,5 @@ def test_a_saved_average_continues_bit_for_bit(at):
         whole.update_parameters(model)
         if n >= at:
             resumed.update_parameters(model)
-    for mine, theirs in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_the_state_has_the_names_of_torch():
-    model = make_model()
-    assert AveragedModel(model, 0.9).state_dict().keys() == TorchAveragedModel(model).state_dict().keys()
+    assert same(resumed, whole)
+    assert whole.state_dict().keys() == TorchAveragedModel(model).state_dict().keys()
