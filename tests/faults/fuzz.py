@@ -149,7 +149,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
     to_use = ModelToUse(state["model"], describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower")))
-    progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, judged_by="val/mse")
+    progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
     if not has_state:

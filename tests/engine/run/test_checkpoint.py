@@ -68,7 +68,7 @@ def test_the_end_of_an_epoch_keeps_the_best_value(direction, scores, best):
     progress = Progress(pool=640, pool_steps=3, step=9)
     seen = []
     for score in scores:
-        progress.end_epoch(score, direction)
+        progress.end_epoch(score, direction, "val/x")
         seen.append((progress.best, progress.best_epoch))
     assert seen == best
     assert (progress.epoch, progress.pool, progress.pool_steps, progress.step) == (len(scores), 0, 0, 9)
@@ -77,11 +77,8 @@ def test_the_end_of_an_epoch_keeps_the_best_value(direction, scores, best):
 
 def test_values_of_another_metric_or_of_other_rows_are_not_compared():
     progress = Progress()
-    assert not progress.judge_by("easy rows")
-    progress.end_epoch(0.9, "higher")
-    assert not progress.judge_by("easy rows")
-    assert progress.judge_by("hard rows")
-    progress.end_epoch(0.5, "higher")
+    progress.end_epoch(0.9, "higher", "easy rows")
+    progress.end_epoch(0.5, "higher", "hard rows")
     assert (progress.best, progress.best_epoch) == (0.5, 2)
 
 
@@ -196,7 +193,7 @@ def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file,
 
 
 def test_no_flipped_bit_of_the_state_is_accepted(run, capsys):
-    progress = Progress(epoch=2, pool=5, step=44, best=0.5, judged_by="val/loss")
+    progress = Progress(epoch=2, pool=5, step=44, best=0.5, metric="val/loss")
     save(run, "last", progress, parts(1.0), order=ORDER)
     path = run / "checkpoints/last-000001/state.json"
     content = path.read_bytes()

@@ -10,7 +10,7 @@ from harness import ALONE
 from fastgpu.process.config import Run, nested
 from fastgpu.process.launch import UserError
 from fastgpu.run import folder as folder_module
-from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another, refuse_taken, trained_with
+from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another, refuse_taken
 from fastgpu.telemetry import TensorBoard
 
 CONFIG: dict[str, Any] = {
@@ -120,9 +120,9 @@ def test_only_what_is_learned_is_compared_with_the_newest_config(tmp_path):
     assert find_changes(run, CONFIG | {"model.depth": 3}) == {}  # the run knew no such setting
     changed = CONFIG | {"run.seed": 1, "optim.lr": 0.1, "data.fields": {"images": "y"}}
     assert find_changes(run, changed) == {
-        "run.seed": ("0", "1"),
-        "optim.lr": ("0.003", "0.1"),
-        "data.fields": ("{'images': 'x'}", "{'images': 'y'}"),
+        "run.seed": "1 (was 0)",
+        "optim.lr": "0.1 (was 0.003)",
+        "data.fields": "{'images': 'y'} (was {'images': 'x'})",
     }
     (run / "config-2.yaml").write_text(yaml.safe_dump(nested(changed)))
     assert find_changes(run, changed) == {}
@@ -130,7 +130,7 @@ def test_only_what_is_learned_is_compared_with_the_newest_config(tmp_path):
 
 @pytest.mark.parametrize("key", ["workload", "model.width", "data.train"])
 def test_the_newest_run_with_another_model_or_data_is_refused(tmp_path, key):
-    with pytest.raises(UserError, match=f"a was trained with {key}=1, this is {key}=2; run.name=auto takes the newest"):
-        refuse_another(tmp_path / "a", {key: ("1", "2"), "optim.lr": ("3", "4")})
-    refuse_another(tmp_path / "a", {"optim.lr": ("3", "4")})
-    assert trained_with(tmp_path, {"optim.lr": ("3", "4")}, ("model.",)) == ""
+    message = rf"run.name=auto takes the newest run, .*/a, but this is {key}=2 \(was 1\): name the run to resume"
+    with pytest.raises(UserError, match=message):
+        refuse_another(tmp_path / "a", {key: "2 (was 1)", "optim.lr": "4 (was 3)"})
+    refuse_another(tmp_path / "a", {"optim.lr": "4 (was 3)"})

@@ -62,22 +62,21 @@ class Progress:
     """Best value so far of the metric. None: no value yet, or none that is a number."""
     best_epoch: int = 0
     """Number of epochs that were done when the best one ended; of equal values, the first one counts."""
-    judged_by: str = ""
-    """Metric, direction and digest of the validation rows that `best` belongs to."""
+    metric: str = ""
+    """The metric and the digest of the validation rows that `best` belongs to."""
 
-    def judge_by(self, metric: str) -> bool:
-        """Whether the best value belongs to another metric, or other rows, than from now on. Then it is forgotten."""
-        is_other = self.judged_by not in ("", metric)
-        if is_other:
-            self.best = None
-        self.judged_by = metric
-        return is_other
+    def end_epoch(self, score: float, direction: str, metric: str) -> None:
+        """Go on to the next epoch.
 
-    def end_epoch(self, score: float, direction: str) -> None:
-        """Go on to the next epoch. direction: `higher` or `lower`, which values are better."""
+        direction: `higher` or `lower`, which values are better. metric: if it is another one than before, the value so
+        far is forgotten.
+        """
         self.epoch += 1
         self.pool = 0
         self.pool_steps = 0
+        if self.metric != metric:
+            self.metric = metric
+            self.best = None
         sign = 1 if direction == "higher" else -1
         if isfinite(score) and (self.best is None or sign * score > sign * self.best):
             self.best = score

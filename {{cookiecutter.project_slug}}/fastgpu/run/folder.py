@@ -31,9 +31,6 @@ LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 CHOSEN = ("workload", "model.", "data.train", "data.dataset")
 """Beginnings of the keys by which a person knows a run, if nobody has named it."""
 
-Changes = dict[str, tuple[str, str]]
-"""{key: (value of the run that is resumed, value now)}"""
-
 
 def refuse_taken(settings: Run) -> None:
     """Raise UserError if a new run would mix its checkpoints with those of an older one."""
@@ -155,34 +152,23 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
 
 
-# ---------------------------------------------------------------------------------------------- resuming
-
-
-def find_changes(folder: Path, config: Mapping[str, Any]) -> Changes:
-    """The keys that decide what is learned and have another value than in the newest config of the run.
+def find_changes(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """{key: "new value (was the old one)"} of the keys that decide what is learned, since the newest config of the run.
 
     config: {dotted key: value}, without `auto`.
     """
-    changes: Changes = {}
+    changes = {}
     for key, old in read_config(folder).items():
         is_learned = key in config and key.startswith(LEARNED) and key != "data.tier"
         if is_learned and str(old) != str(config[key]):
-            changes[key] = str(old), str(config[key])
+            changes[key] = f"{config[key]} (was {old})"
     return changes
 
 
-def refuse_another(folder: Path, changes: Changes) -> None:
+def refuse_another(folder: Path, changes: Mapping[str, str]) -> None:
     """Raise UserError if the newest run, which nobody has named, has another model or other data."""
-    if reason := trained_with(folder, changes, CHOSEN):
+    if changed := [f"{key}={value}" for key, value in changes.items() if key.startswith(CHOSEN)]:
         raise UserError(
-            f"{reason}; run.name=auto takes the newest run: name the run to resume with run.name, or use "
-            "run.resume=never"
+            f"run.name=auto takes the newest run, {folder}, but this is {', '.join(changed)}: name the run to resume "
+            "with run.name, or use run.resume=never"
         )
-
-
-def trained_with(folder: Path, changes: Changes, keys: tuple[str, ...]) -> str:
-    """`runs/a was trained with model.width=32, this is model.width=4`; empty without a change of such keys."""
-    chosen = {key: values for key, values in changes.items() if key.startswith(keys)}
-    was = ", ".join(f"{key}={old}" for key, (old, _) in chosen.items())
-    now = ", ".join(f"{key}={new}" for key, (_, new) in chosen.items())
-    return f"{folder} was trained with {was}, this is {now}" if chosen else ""

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from fastgpu.process.files import FolderLock
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.process.signals import Agreement
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
@@ -49,7 +49,7 @@ class Run:
         self.progress = checkpoint.Progress()
         with world.together():
             if intact:
-                hint = folder.trained_with(self.folder, changes, ("workload", "model."))
+                hint = " ".join(f"{key}={value}" for key, value in changes.items() if key.startswith("model."))
                 self.progress = checkpoint.load(
                     intact, state, self._order, world.device, description=self._description, hint=hint
                 )
@@ -62,11 +62,8 @@ class Run:
         self.first_row = at.epoch * order.total_size + order.rows_before(at.pool)
         """Fresh rows of all ranks before this process began."""
         world.print_once(f"{self.folder}: {world}, {parts.precision.name}, at step {at.step}")
-        for key, (old, new) in changes.items():
-            world.print_once(f"resumed with {key}={new} (was {old})")
-        self._best, self._direction = parts.workload.best
-        if at.judge_by(f"{self._best} ({self._direction}) on {self._description['val_rows']}"):
-            warn("another metric or other validation rows than before: the best value so far is forgotten")
+        for key, change in changes.items():
+            world.print_once(f"resumed with {key}={change}")
 
     def _find(self) -> tuple[Any, ...]:
         """Lock the folder. Returns it, the checkpoint to go on with, and the settings that changed since."""
@@ -84,7 +81,7 @@ class Run:
         """Write what is needed to repeat the run, and listen to signals."""
         if self._world.is_main:
             (self.folder / STOPPED).unlink(missing_ok=True)
-            folder.write_record(self.folder, self.config, self._world.device_name, (self._best, self._direction))
+            folder.write_record(self.folder, self.config, self._world.device_name, self._parts.workload.best)
         self._agreement.listen(self.progress.step)
         return self
 
@@ -116,7 +113,8 @@ class Run:
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
         """Go on to the next epoch, and save. metrics: {"val/<name>": value}."""
         at = self.progress
-        at.end_epoch(metrics[f"val/{self._best}"], self._direction)
+        name, direction = self._parts.workload.best
+        at.end_epoch(metrics[f"val/{name}"], direction, f"{name} ({direction}) on {self._description['val_rows']}")
         # The best one first: a run that is killed in between repeats the epoch, and misses no best one.
         kinds: tuple[checkpoint.Kind, ...] = ("best", "last") if at.best_epoch == at.epoch else ("last",)
         self._save(*kinds, metrics={key.removeprefix("val/"): value for key, value in metrics.items()})
@@ -136,8 +134,7 @@ class Run:
         """Save this step, and say that the run was asked to stop, in its folder, too. Returns the exit code.
 
         It is 128 + the number of the signal, but 0 if torchrun started all ranks on this machine: it would restart
-        them. On several machines it should: where one of them leaves, the others go on as soon as another one joins, or
-        without it (--nnodes=1:2). A machine that leaves starts nothing again, whatever its ranks end with.
+        them. On several machines it should, so that the others go on when one of them leaves (--nnodes=1:2).
         """
         self._save()
         step = self.progress.step
