@@ -1,4 +1,4 @@
-"""The contenders of encoded.py: each decodes JPEG files, takes a random part, and yields shuffled batches of 224 x 224.
+"""The contenders of bench/run.py encoded: each decodes JPEG files, and yields shuffled batches of 224 x 224 pixels.
 
 All have the bytes of the same files in the page cache, take parts as torchvision's RandomResizedCrop does (8 to 100 %
 of the area), and have a thread or process for each CPU. FFCV and DALI resize by code of their own and yield
@@ -7,23 +7,23 @@ of the area), and have a thread or process for each CPU. FFCV and DALI resize by
 
 from __future__ import annotations
 
-import multiprocessing
 import random
+import runpy
+import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import project  # noqa: F401
-import simplejpeg
+import project
 import torch
 import torch.nn.functional as F
-from peers import Batch, Task, convert_once, permutation
-from PIL import Image
+from peers import Contender, Task, convert_once, permutation, spdl_pipeline
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.images.parts import N_DRAWS, Box, random_box
@@ -31,13 +31,16 @@ from fastgpu.images.parts import N_DRAWS, Box, random_box
 SIZE = (224, 224)
 MIN_SCALE = 0.08
 RATIO = (3 / 4, 4 / 3)
-Epochs = Callable[[int], Iterable[Any]]
-"""The batches of an epoch."""
 
 
 def files_of(task: Task) -> list[Path]:
     """The JPEG files of a task, beside its HDF5 file."""
     return sorted((task.folder / "jpegs").iterdir())
+
+
+def all_files(task: Task) -> list[Path]:
+    """Whatever a contender may read."""
+    return [path for path in task.folder.rglob("*") if path.is_file() and path.suffix != ".log"]
 
 
 def a_box(height: int, width: int) -> Box:
@@ -47,6 +50,8 @@ def a_box(height: int, width: int) -> Box:
 
 def by_simplejpeg(data: bytes | np.ndarray) -> torch.Tensor:
     """Decoder and resize as a user of both libraries writes them."""
+    import simplejpeg  # which a machine that runs bench/gpu.py may lack
+
     pixels = simplejpeg.decode_jpeg(data)
     top, left, height, width = a_box(*pixels.shape[:2])
     part = np.ascontiguousarray(pixels[top : top + height, left : left + width])
@@ -66,47 +71,29 @@ def read_by_simplejpeg(path: Path) -> torch.Tensor:
     return by_simplejpeg(path.read_bytes())
 
 
-def feed(task: Task, *, n_readers: int | None = None) -> Epochs:
+def feed(task: Task) -> Contender:
     """This project's feed, with as many rows ahead as a DataLoader has."""
-    from fastgpu.feed.tiers import Placement, make_feed
-    from fastgpu.images.column import ImageDecoder
-    from fastgpu.rows.order import BlockSampler
-    from fastgpu.storage.store import open_store
+    import ours  # whose packages the peers' environment lacks
 
-    rows = open_store("FILE", str(task.h5), {"images": "images", "labels": "labels"})
-    source = ImageDecoder(SIZE, MIN_SCALE).decoded(rows)
-    order = BlockSampler(source.block_rows, task.batch_size, pool_batches=1)
-    pools = make_feed(source, order, Placement("disk", torch.device("cpu"), n_readers or task.n_workers)).pools
-    return lambda epoch: (pool.rows["images"] for pool in pools(epoch))
+    rows = ours.open_jpegs(task.h5, SIZE, MIN_SCALE)
+    pools = ours.open_feed(rows, task.batch_size, n_readers=task.n_workers, pool_batches=1)
+    return Contender(all_files(task), lambda number: ((batch["images"],) for batch in ours.batches(pools, number)))
 
 
-def bare(task: Task, *, on_each_cpu: bool = False) -> Epochs:
-    """A limit: `by_simplejpeg` in a loop over bytes in memory, in one process or in one for each worker at a time.
-
-    The batches are as large as those of all processes together, which are equally fast.
-    """
+def bare(task: Task) -> Contender:
+    """A limit: `by_simplejpeg` in a loop over bytes in memory, in one thread."""
     torch.set_num_threads(1)
     files = [np.fromfile(path, np.uint8) for path in files_of(task)]
-    n_processes = task.n_workers if on_each_cpu else 1
 
-    def epoch(number: int) -> Iterator[range]:
+    def epoch(number: int) -> Iterator[tuple[list[torch.Tensor]]]:
         for rows in permutation(len(files), task.batch_size, 0, number):
-            for row in rows:
-                by_simplejpeg(files[row])
-            yield range(n_processes * len(rows))
+            yield ([by_simplejpeg(files[row]) for row in rows],)
 
-    def repeat() -> None:
-        for number in count():
-            for _ in epoch(number):
-                pass
-
-    for _ in range(n_processes - 1):
-        multiprocessing.get_context("fork").Process(target=repeat, daemon=True).start()
-    return epoch
+    return Contender([], epoch)
 
 
 class Files(Dataset[Any]):
-    """What `read` makes of the files of a task."""
+    """What `read` makes of the files of a task, as a tuple."""
 
     def __init__(self, task: Task, read: Callable[[Path], Any]) -> None:
         self.paths = files_of(task)
@@ -115,15 +102,15 @@ class Files(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, row: int) -> Any:
-        return self.read(self.paths[row])
+    def __getitem__(self, row: int) -> tuple[Any]:
+        return (self.read(self.paths[row]),)
 
 
-def data_loader(task: Task, *, read: Callable[[Path], torch.Tensor]) -> Epochs:
+def data_loader(task: Task, *, read: Callable[[Path], torch.Tensor]) -> Contender:
     """torch's DataLoader over the files."""
     options = {"shuffle": True, "drop_last": True, "num_workers": task.n_workers, "persistent_workers": True}
     loader = DataLoader(Files(task, read), task.batch_size, **options)
-    return lambda epoch: loader
+    return Contender(all_files(task), lambda number: loader)
 
 
 class Picture(np.ndarray):
@@ -132,14 +119,16 @@ class Picture(np.ndarray):
     jpeg: np.ndarray
 
 
-def picture(path: Path) -> tuple[Picture]:
+def picture(path: Path) -> Picture:
+    import simplejpeg
+
     data = np.fromfile(path, np.uint8)
     pixels = simplejpeg.decode_jpeg(data).view(Picture)
     pixels.jpeg = data
-    return (pixels,)
+    return pixels
 
 
-def ffcv(task: Task, *, mode: str = "jpg") -> Epochs:
+def ffcv(task: Task, *, mode: str = "jpg") -> Contender:
     """FFCV: RGBImageField, RandomResizedCropRGBImageDecoder, OrderOption.RANDOM, os_cache=True, compiled.
 
     The field would encode the pixels anew; here it keeps the bytes of the files. mode: proportion stores a random half
@@ -165,10 +154,10 @@ def ffcv(task: Task, *, mode: str = "jpg") -> Epochs:
         drop_last=True,
         pipelines={"image": [rgb.RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO), ToTensor()]},
     )
-    return lambda epoch: (images for (images,) in loader)
+    return Contender(all_files(task), lambda number: loader)
 
 
-def dali(task: Task) -> Epochs:
+def dali(task: Task) -> Contender:
     """DALI, CPU pipeline: file reader with a full shuffle, decoders.image_random_crop (which decodes the part), resize.
 
     It resizes by a triangular filter where the part is larger, as torch with antialiasing does.
@@ -183,11 +172,15 @@ def dali(task: Task) -> Epochs:
         parts = fn.decoders.image_random_crop(data, random_area=(MIN_SCALE, 1), random_aspect_ratio=RATIO)
         pipeline.set_outputs(fn.resize(parts, size=SIZE))
     pipeline.build()
-    n_batches = len(files) // task.batch_size
-    return lambda epoch: (np.asarray(pipeline.run()[0].as_tensor()) for _ in range(n_batches))
+
+    def epoch(number: int) -> Iterator[tuple[np.ndarray]]:
+        for _ in range(len(files) // task.batch_size):
+            yield (np.asarray(pipeline.run()[0].as_tensor()),)
+
+    return Contender(all_files(task), epoch)
 
 
-def spdl(task: Task) -> Epochs:
+def spdl(task: Task) -> Contender:
     """SPDL: a PipelineBuilder of threads that decode, then one that makes the batches; simplejpeg.
 
     SPDL's own decoder, which is FFmpeg's, took 1.3 to 1.9 times the CPU time. The source never ends.
@@ -205,49 +198,53 @@ def spdl(task: Task) -> Epochs:
 
     torch.set_num_threads(1)
     builder = PipelineBuilder().add_source(source()).pipe(read_by_simplejpeg, concurrency=task.n_workers)
-    builder = builder.aggregate(task.batch_size).pipe(torch.stack).add_sink(2)
-    pipeline = builder.build(num_threads=task.n_workers + 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about daemon threads, which have nothing to finish here
-        pipeline.start(daemon=True)
+    pipeline = spdl_pipeline(builder.aggregate(task.batch_size).pipe(torch.stack).add_sink(2), task.n_workers + 1)
     n_batches = len(paths) // task.batch_size
-    return lambda epoch: (pipeline.get_item() for _ in range(n_batches))
+    return Contender(all_files(task), lambda number: ((pipeline.get_item(),) for _ in range(n_batches)))
 
 
-OURS = "feed"
-BARE = "bare, one thread"
+def pillow_alone(task: Task) -> Contender:
+    """The centre of each image, decoded and resized in one thread."""
+
+    def epoch(number: int) -> Iterator[tuple[list[np.ndarray]]]:
+        for path in files_of(task):
+            with Image.open(path) as image:
+                image.draft("RGB", (2 * SIZE[0], 2 * SIZE[1]))
+                yield ([np.asarray(ImageOps.fit(image, SIZE, Image.Resampling.BILINEAR))],)
+
+    return Contender([], epoch)
+
+
+def convert(task: Task) -> Contender:
+    """convert.py in this process, once it has been imported. An epoch writes all files to one HDF5 file of pixels."""
+    target = str(task.folder / "converted.h5")
+    words = ["convert.py", "images", str(task.folder / "jpegs"), target, "--size", str(SIZE[0]), "--force"]
+
+    def epoch(number: int) -> Iterator[tuple[list[Path]]]:
+        sys.argv = words
+        with suppress(SystemExit):
+            runpy.run_path(str(project.FOLDER / "convert.py"), run_name="__main__")
+        yield (files_of(task),)
+
+    return Contender([], epoch)
+
+
+OURS = "fastgpu, JPEG"
+BARE = "simplejpeg in one thread"
 PILLOW = "DataLoader + Pillow"
-SIMPLEJPEG = "DataLoader + simplejpeg"
-MIXED = "FFCV, half of the images as pixels"
-SPDL = "SPDL + simplejpeg"
-CONTENDERS: dict[str, Callable[[Task], Epochs]] = {
-    BARE: bare,
-    "bare, on each CPU": partial(bare, on_each_cpu=True),
-    "feed, 1 reader": partial(feed, n_readers=1),
+MIXED = "ffcv, half of the images as pixels"
+FFCV = "ffcv, JPEG"
+CONVERT = "500x375: convert.py, centre"
+CENTRE = "500x375: Pillow in one thread, centre"
+CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     OURS: feed,
-    SIMPLEJPEG: partial(data_loader, read=read_by_simplejpeg),
+    "DataLoader + simplejpeg": partial(data_loader, read=read_by_simplejpeg),
     PILLOW: partial(data_loader, read=by_pillow),
-}
-PEERS: dict[str, Callable[[Task], Epochs]] = {
-    "FFCV": ffcv,
+    BARE: bare,
+    CONVERT: convert,
+    CENTRE: pillow_alone,
+    FFCV: ffcv,
     MIXED: partial(ffcv, mode="proportion"),
-    "DALI": dali,
-    SPDL: spdl,
+    "dali, JPEG": dali,
+    "spdl, JPEG": spdl,
 }
-"""These run in the peers' environment."""
-
-
-class Contender:
-    """A contender as worker.py knows it."""
-
-    def __init__(self, name: str, task: Task) -> None:
-        self.epochs = (CONTENDERS | PEERS)[name](task)
-        self.folder = task.folder
-
-    def files(self) -> list[Path]:
-        """Whatever may be read."""
-        return [path for path in self.folder.rglob("*") if path.is_file()]
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        for images in self.epochs(number):
-            yield images, images  # there are no labels, of which worker.py takes the number of rows

@@ -1,9 +1,7 @@
 """The peers that the loader benchmark compares with, each with the settings that its own documentation calls fastest.
 
-Each class converts the HDF5 file once to the format that its peer reads, and then yields shuffled epochs of uint8
-batches in host memory. A batch of a class with a ring of buffers (FFCV, DALI, SPDL, Grain) is valid until the next
-batch is asked for. A peer that makes batches in worker processes drops the last partial batch of every worker, not only
-that of the epoch: count the rows that come, not the rows of the file.
+Each function converts the HDF5 file once to the format that its peer reads, and returns shuffled epochs of uint8
+batches in host memory. A batch is valid until the next one is asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import queue
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +24,15 @@ import numpy.typing as npt
 
 Batch = tuple[Any, Any]
 """Images, uint8 (B, C, H, W), and labels (B,): arrays or tensors."""
-
+RowIds = npt.NDArray[np.int64]
 BLOCK_BYTES = 1 << 26
 """Bytes that a conversion reads from the HDF5 file at a time."""
 LARGE_ROW_BYTES = 1 << 14
 """From this size on, DALI is faster with a setting that costs more for each row."""
+PEERS = ("ffcv", "dali", "spdl", "grain")
+FIXED = "fixed batch"
+DALI_DEPTH = 3
+"""Batches that DALI prepares ahead."""
 
 
 class Task(NamedTuple):
@@ -46,6 +48,15 @@ class Task(NamedTuple):
     seed: int
 
 
+class Contender(NamedTuple):
+    """One way to read the rows of a file in shuffled batches."""
+
+    files: list[Path]
+    """The files that are read in an epoch, to be kept in or out of the page cache."""
+    epoch: Callable[[int], Iterable[Any]]
+    """The batches of an epoch of this number."""
+
+
 def convert_once(target: Path, write: Callable[[Path], None]) -> Path:
     """Create `target` by calling `write` with a temporary name, so that an interrupted conversion is never reused."""
     if not target.exists():
@@ -58,24 +69,10 @@ def convert_once(target: Path, write: Callable[[Path], None]) -> Path:
     return target
 
 
-def _blocks(h5: Path) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """Images and labels in the order of the file, in blocks of about `BLOCK_BYTES`."""
-    with h5py.File(h5) as file:
-        images = file["images"]
-        labels = file["labels"]
-        n_rows = max(1, BLOCK_BYTES // math.prod(images.shape[1:]))
-        for start in range(0, len(images), n_rows):
-            yield images[start : start + n_rows], labels[start : start + n_rows].astype(np.int64)
-
-
 def shape_of(h5: Path) -> tuple[int, ...]:
     """(N, C, H, W) of the images of a file."""
     with h5py.File(h5) as file:
         return tuple(map(int, file["images"].shape))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def npy_arrays(h5: Path, folder: Path) -> Path:
@@ -85,313 +82,261 @@ def npy_arrays(h5: Path, folder: Path) -> Path:
         target.mkdir()
         shape = shape_of(h5)
         images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
-        labels = np.lib.format.open_memmap(target / "labels.npy", "w+", np.int64, shape[:1])
-        start = 0
-        for image_block, label_block in _blocks(h5):
-            stop = start + len(image_block)
-            images[start:stop] = image_block
-            labels[start:stop] = label_block
-            start = stop
+        n_rows = max(1, BLOCK_BYTES // math.prod(shape[1:]))
+        with h5py.File(h5) as file:
+            for start in range(0, shape[0], n_rows):
+                images[start : start + n_rows] = file["images"][start : start + n_rows]
+            np.save(target / "labels.npy", file["labels"][:].astype(np.int64))
         images.flush()
-        labels.flush()
 
     return convert_once(folder / "arrays", write)
 
 
-def permutation(n_rows: int, batch_size: int, seed: int, number: int) -> npt.NDArray[np.int64]:
+class Arrays:
+    """The memory-mapped rows of a task."""
+
+    def __init__(self, task: Task) -> None:
+        folder = npy_arrays(task.h5, task.folder)
+        self.files = sorted(folder.iterdir())
+        self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
+        self.labels = np.load(folder / "labels.npy")
+        self.batch_size = task.batch_size
+        self.seed = task.seed
+
+    def new_batch(self) -> npt.NDArray[np.uint8]:
+        return np.zeros((self.batch_size, *self.images.shape[1:]), np.uint8)
+
+    def gather(self, row_ids: RowIds, out: npt.NDArray[np.uint8]) -> Batch:
+        """Copy rows to `out`. `numpy.take` releases the GIL."""
+        return np.take(self.images, row_ids, axis=0, out=out, mode="clip"), self.labels[row_ids]
+
+    def order(self, number: int) -> RowIds:
+        """(batches, batch_size): the row numbers of an epoch."""
+        return permutation(len(self.images), self.batch_size, self.seed, number)
+
+
+def fixed_batch(task: Task) -> Contender:
+    """A limit: one batch that exists already is delivered again and again."""
+    batch = np.zeros((task.batch_size, 1), np.uint8)
+    return Contender([], lambda number: [(batch, batch)] * 10)
+
+
+def permutation(n_rows: int, batch_size: int, seed: int, number: int) -> RowIds:
     """(batches, batch_size): row numbers of epoch `number`, fully shuffled. Rows that fill no batch are left out."""
     order = np.random.default_rng((seed, number)).permutation(n_rows)
     return order[: n_rows // batch_size * batch_size].reshape(-1, batch_size)
 
 
-def _quiet_about_read_only_arrays() -> None:
-    """Silence torch, which warns in every worker that rows of a file are read-only, although it only copies them."""
-    warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
-
-
-class _H5Rows:
-    """(image, label) by row number for the writer of FFCV. Each of its processes opens the file and reads blocks."""
-
-    BLOCK_ROWS = 100
-    """The writer asks for 100 neighbouring rows at a time."""
+class H5Rows:
+    """(image, label) by row number for the writer of FFCV."""
 
     def __init__(self, h5: Path) -> None:
         self.h5 = h5
         self.n_rows = shape_of(h5)[0]
-        self.start = -1
-        self.images = np.empty(0)
-        self.labels = np.empty(0)
+        self.file: h5py.File | None = None
 
     def __len__(self) -> int:
         return self.n_rows
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], int]:
-        start = index // self.BLOCK_ROWS * self.BLOCK_ROWS
-        if start != self.start:
-            stop = start + self.BLOCK_ROWS
-            with h5py.File(self.h5) as file:
-                self.images = file["images"][start:stop]
-                self.labels = file["labels"][start:stop]
-            self.start = start
-        return self.images[index - start], int(self.labels[index - start])
+        self.file = self.file or h5py.File(self.h5)  # each process of the writer opens the file
+        return self.file["images"][index], int(self.file["labels"][index])
 
 
-class Ffcv:
+def ffcv(task: Task) -> Contender:
     """FFCV: raw NDArrayField rows (no image codec), OrderOption.RANDOM (a full shuffle), os_cache=True, compiled.
 
     `os_cache=True` maps the file, as the performance guide advises if the dataset fits in memory. Before the first
     epoch, the kernels are compiled and one batch is read.
     """
+    from ffcv.fields import IntField, NDArrayField
+    from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import ToTensor
+    from ffcv.writer import DatasetWriter
 
-    def __init__(self, task: Task) -> None:
-        from ffcv.fields import IntField, NDArrayField
-        from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
-        from ffcv.loader import Loader, OrderOption
-        from ffcv.transforms import ToTensor
-        from ffcv.writer import DatasetWriter
+    def write(target: Path) -> None:
+        image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(task.h5)[1:])
+        writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=task.n_workers)
+        writer.from_indexed_dataset(H5Rows(task.h5))
 
-        def write(target: Path) -> None:
-            image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(task.h5)[1:])
-            writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=task.n_workers)
-            writer.from_indexed_dataset(_H5Rows(task.h5))
+    path = convert_once(task.folder / "rows.beton", write)
+    loader = Loader(
+        str(path),
+        batch_size=task.batch_size,
+        num_workers=task.n_workers,
+        os_cache=True,
+        order=OrderOption.RANDOM,
+        seed=task.seed,
+        drop_last=True,
+        pipelines={"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]},
+    )
+    batches = iter(loader)
+    next(batches, None)
+    batches.close()
+    batches.join()
+    # FFCV keeps the file mapped, and mapped pages cannot be evicted. The first epoch maps the file anew.
+    loader.memory_manager.context.mmap = None
+    del batches  # it is part of a reference cycle that holds the mapping
+    gc.collect()
 
-        self.path = convert_once(task.folder / "rows.beton", write)
-        self.loader = Loader(
-            str(self.path),
-            batch_size=task.batch_size,
-            num_workers=task.n_workers,
-            os_cache=True,
-            order=OrderOption.RANDOM,
-            seed=task.seed,
-            drop_last=True,
-            pipelines={"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]},
-        )
-        batches = iter(self.loader)
-        next(batches, None)
-        batches.close()
-        batches.join()
-        # FFCV keeps the file mapped, and mapped pages cannot be evicted. The first epoch maps the file anew.
-        self.loader.memory_manager.context.mmap = None
-        del batches  # it is part of a reference cycle that holds the mapping
-        gc.collect()
-
-    def files(self) -> list[Path]:
-        return [self.path]
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        self.loader.next_epoch = number  # the order is a function of seed and epoch number
-        batches = iter(self.loader)
+    def epoch(number: int) -> Iterator[Batch]:
+        loader.next_epoch = number  # the order is a function of seed and epoch number
+        batches = iter(loader)
         try:
             for images, labels in batches:
                 yield images, labels[:, 0]
         finally:
             batches.close()
 
-
-class _DaliSource:
-    """Gives DALI's external source one batch per call: views of rows that its threads copy, or a gathered batch.
-
-    DALI reads a batch after the call (`no_copy`). So a gathered batch lies in a ring that is longer than its queue.
-    """
-
-    def __init__(self, arrays: Path, batch_size: int, seed: int, ring: int) -> None:
-        self.images = np.asarray(np.load(arrays / "images.npy", mmap_mode="r"))
-        self.labels = np.load(arrays / "labels.npy")
-        self.gives_views = self.images[0].nbytes >= LARGE_ROW_BYTES
-        self.batch_size = batch_size
-        self.seed = seed
-        n_rows = 0 if self.gives_views else batch_size
-        self.ring = [np.zeros((n_rows, *self.images.shape[1:]), np.uint8) for _ in range(ring)]
-        self.in_flight: list[Any] = [None] * ring  # keeps the views and labels that DALI has not read yet
-        self.n_calls = 0
-        self.order: Iterator[npt.NDArray[np.int64]] = iter(())
-
-    def start(self, number: int) -> None:
-        self.order = iter(permutation(len(self.images), self.batch_size, self.seed, number))
-
-    def __call__(self) -> tuple[Any, Any]:
-        row_ids = next(self.order)  # its StopIteration tells DALI that the epoch has ended
-        slot = self.n_calls % len(self.ring)
-        self.n_calls += 1
-        labels = self.labels[row_ids]
-        batch: Any
-        if self.gives_views:
-            batch = [self.images[row] for row in row_ids.tolist()]
-        else:
-            batch = np.take(self.images, row_ids, axis=0, out=self.ring[slot], mode="clip")
-        self.in_flight[slot] = (batch, labels)
-        return batch, labels
+    return Contender([path], epoch)
 
 
-class Dali:
+def dali(task: Task) -> Contender:
     """DALI, CPU pipeline: an external source in batch mode without copies, over memory-mapped arrays; a full shuffle.
 
-    This is the fastest variant that was tried. `parallel=True` (worker processes) and the native webdataset reader (a
-    shuffle buffer) reached less than half of its speed for both row sizes, and `exec_dynamic=True` was slower, too.
-    Rows of 16 KiB and more are passed as views and DALI's own threads gather them. Smaller rows are gathered by NumPy,
-    which overlaps with one DALI thread. Yields NCHW arrays.
+    This is the fastest variant that was tried: `parallel=True` (worker processes) and the native webdataset reader (a
+    shuffle buffer) reached less than half of its speed, and `exec_dynamic=True` was slower, too. Large rows are passed
+    as views, which DALI's own threads gather. Smaller rows are gathered by NumPy, which overlaps with one DALI thread.
     """
+    from nvidia.dali import fn
+    from nvidia.dali.pipeline import Pipeline
 
-    def __init__(self, task: Task) -> None:
-        from nvidia.dali import fn
-        from nvidia.dali.pipeline import Pipeline
+    rows = Arrays(task)
+    gives_views = rows.images[0].nbytes >= LARGE_ROW_BYTES
+    n_slots = 2 * DALI_DEPTH + 2  # longer than DALI's queue, since it reads a batch after the call (no_copy)
+    ring = [] if gives_views else [rows.new_batch() for _ in range(n_slots)]
+    in_flight: list[Any] = [None] * n_slots  # keeps views and labels that DALI has not read yet
+    order: Iterator[RowIds] = iter(())
+    n_calls = 0
 
-        self.arrays = npy_arrays(task.h5, task.folder)
-        depth = 3
-        self.source = _DaliSource(self.arrays, task.batch_size, task.seed, ring=2 * depth + 2)
-        self.pipeline = Pipeline(
-            batch_size=task.batch_size,
-            num_threads=task.n_workers if self.source.gives_views else 1,
-            device_id=None,
-            prefetch_queue_depth=depth,
-            exec_dynamic=False,
-        )
-        with self.pipeline:
-            self.pipeline.set_outputs(*fn.external_source(source=self.source, num_outputs=2, batch=True, no_copy=True))
-        self.pipeline.build()
+    def source() -> tuple[Any, Any]:
+        nonlocal n_calls
+        row_ids = next(order)  # its StopIteration tells DALI that the epoch has ended
+        slot = n_calls % n_slots
+        n_calls += 1
+        if gives_views:
+            batch = [rows.images[row] for row in row_ids.tolist()], rows.labels[row_ids]
+        else:
+            batch = rows.gather(row_ids, ring[slot])
+        in_flight[slot] = batch
+        return batch
 
-    def files(self) -> list[Path]:
-        return _files(self.arrays)
+    n_threads = task.n_workers if gives_views else 1
+    pipeline = Pipeline(task.batch_size, n_threads, device_id=None, prefetch_queue_depth=DALI_DEPTH, exec_dynamic=False)
+    with pipeline:
+        pipeline.set_outputs(*fn.external_source(source=source, num_outputs=2, batch=True, no_copy=True))
+    pipeline.build()
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        self.source.start(number)
+    def epoch(number: int) -> Iterator[Batch]:
+        nonlocal order
+        order = iter(rows.order(number))
         try:
-            while True:
-                try:
-                    images, labels = self.pipeline.run()
-                except StopIteration:
-                    return
-                yield np.asarray(images.as_tensor()), np.asarray(labels.as_tensor())
-        finally:
-            self._drain()
+            with contextlib.suppress(StopIteration):
+                while True:
+                    images, labels = pipeline.run()
+                    yield np.asarray(images.as_tensor()), np.asarray(labels.as_tensor())
+        finally:  # batches that were prefetched for an epoch that was given up are taken, so that the next starts clean
+            order = iter(())
+            with contextlib.suppress(StopIteration):
+                while True:
+                    pipeline.run()
+            pipeline.reset()
 
-    def _drain(self) -> None:
-        """Take the batches that were prefetched for an epoch that was given up, so that the next one starts clean."""
-        self.source.order = iter(())
-        with contextlib.suppress(StopIteration):
-            while True:
-                self.pipeline.run()
-        self.pipeline.reset()
+    return Contender(rows.files, epoch)
 
 
-class Spdl:
+def spdl_pipeline(builder: Any, n_threads: int) -> Any:
+    """Build and start a pipeline of SPDL that ends with this process."""
+    pipeline = builder.build(num_threads=n_threads, use_thread_output_queue=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about daemon threads, which have nothing to finish here
+        pipeline.start(daemon=True)
+    return pipeline
+
+
+def spdl(task: Task) -> Contender:
     """SPDL: a PipelineBuilder with one gathering thread per worker over memory-mapped arrays; a full shuffle.
 
-    `numpy.take` copies into recycled buffers: it releases the GIL, and no page is touched for the first time. One
-    pipeline serves all epochs. Its source waits for the next epoch, so nothing is read ahead of an epoch, and no epoch
-    pays for the start and the end of the pipeline (0.1 s). Batches come in the order in which they are completed.
+    Batches come in recycled buffers, so that no page is touched for the first time. One pipeline serves all epochs. Its
+    source waits for the next epoch, so nothing is read ahead of an epoch, and no epoch pays for the start and the end
+    of the pipeline (0.1 s). Batches come in the order in which they are completed.
     """
+    from spdl.pipeline import PipelineBuilder
 
-    def __init__(self, task: Task) -> None:
-        from spdl.pipeline import PipelineBuilder
+    rows = Arrays(task)
+    orders: queue.SimpleQueue[tuple[object, RowIds]] = queue.SimpleQueue()
+    free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
+    for _ in range(task.n_workers + 4):
+        free.put(rows.new_batch())
 
-        self.arrays = npy_arrays(task.h5, task.folder)
-        self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
-        self.labels = np.load(self.arrays / "labels.npy")
-        self.batch_size = task.batch_size
-        self.seed = task.seed
-        self.orders: queue.SimpleQueue[tuple[object, npt.NDArray[np.int64]]] = queue.SimpleQueue()
-        self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
-        for _ in range(task.n_workers + 4):
-            self.free.put(np.zeros((task.batch_size, *self.images.shape[1:]), np.uint8))
-        self.pipeline = (
-            PipelineBuilder()
-            .add_source(self._source())
-            .pipe(self._gather, concurrency=task.n_workers)
-            .add_sink(2)
-            .build(num_threads=task.n_workers, use_thread_output_queue=True)
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about daemon threads, which have nothing to finish here
-            self.pipeline.start(daemon=True)
+    def source() -> Iterator[tuple[object, RowIds]]:
+        while threading.main_thread().is_alive():  # or SPDL's thread would keep the interpreter alive
+            with contextlib.suppress(queue.Empty):
+                yield orders.get(timeout=0.2)
 
-    def _source(self) -> Iterator[tuple[object, npt.NDArray[np.int64]]]:
-        """Row numbers of batches. It ends with the main thread, or SPDL's thread would keep the interpreter alive."""
-        while threading.main_thread().is_alive():
-            try:
-                yield self.orders.get(timeout=0.2)
-            except queue.Empty:
-                continue
+    def gather(item: tuple[object, RowIds]) -> tuple[object, Batch]:
+        mark, row_ids = item
+        return mark, rows.gather(row_ids, free.get())
 
-    def _gather(self, item: tuple[object, npt.NDArray[np.int64]]) -> tuple[object, Any, Any]:
-        epoch, row_ids = item
-        images = self.free.get()
-        return epoch, np.take(self.images, row_ids, axis=0, out=images, mode="clip"), self.labels[row_ids]
+    builder = PipelineBuilder().add_source(source()).pipe(gather, concurrency=task.n_workers).add_sink(2)
+    pipeline = spdl_pipeline(builder, task.n_workers)
 
-    def files(self) -> list[Path]:
-        return _files(self.arrays)
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        epoch = object()  # marks the batches of this epoch: an epoch that was given up may have left some behind
-        order = permutation(len(self.images), self.batch_size, self.seed, number)
+    def epoch(number: int) -> Iterator[Batch]:
+        mark = object()  # of the batches of this epoch: an epoch that was given up may have left some behind
+        order = rows.order(number)
         for row_ids in order:
-            self.orders.put((epoch, row_ids))
+            orders.put((mark, row_ids))
         n_left = len(order)
         while n_left:
-            batch_epoch, images, labels = self.pipeline.get_item()
+            batch_mark, batch = pipeline.get_item()
             try:
-                if batch_epoch is epoch:
+                if batch_mark is mark:
                     n_left -= 1
-                    yield images, labels
+                    yield batch
             finally:
-                self.free.put(images)
+                free.put(batch[0])
+
+    return Contender(rows.files, epoch)
 
 
-class _GrainBatches:
-    """A source for Grain whose elements are the row numbers of one batch each."""
-
-    def __init__(self, order: npt.NDArray[np.int64]) -> None:
-        self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return self.order[index]
-
-
-class Grain:
+def grain(task: Task) -> Contender:
     """Grain: a random-access source of shuffled row numbers, one batch each, which `map` gathers in threads.
 
     NumPy draws the full shuffle. Grain's own shuffle() and batch() work row by row in Python, which holds the GIL: they
     reached a third of this speed for large rows and a twentieth for small ones, and worker processes (mp_prefetch) did
     not make up for it. Buffers are recycled as for SPDL: new ones made large rows up to four times slower.
     """
+    from grain import MapDataset, ReadOptions
 
-    def __init__(self, task: Task) -> None:
-        import grain
+    rows = Arrays(task)
+    free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
+    options = ReadOptions(num_threads=task.n_workers, prefetch_buffer_size=2 * task.n_workers)
 
-        self.arrays = npy_arrays(task.h5, task.folder)
-        self.images = np.asarray(np.load(self.arrays / "images.npy", mmap_mode="r"))
-        self.labels = np.load(self.arrays / "labels.npy")
-        self.batch_size = task.batch_size
-        self.seed = task.seed
-        self.free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
-        self.options = grain.ReadOptions(num_threads=task.n_workers, prefetch_buffer_size=2 * task.n_workers)
-
-    def _gather(self, row_ids: npt.NDArray[np.int64]) -> Batch:
+    def gather(row_ids: RowIds) -> Batch:
         try:
-            images = self.free.get_nowait()
+            return rows.gather(row_ids, free.get_nowait())
         except queue.Empty:
-            images = np.empty((self.batch_size, *self.images.shape[1:]), np.uint8)
-        return np.take(self.images, row_ids, axis=0, out=images, mode="clip"), self.labels[row_ids]
+            return rows.gather(row_ids, rows.new_batch())
 
-    def files(self) -> list[Path]:
-        return _files(self.arrays)
+    def epoch(number: int) -> Iterator[Batch]:
+        dataset = MapDataset.source(list(rows.order(number))).map(gather)
+        for batch in dataset.to_iter_dataset(options):
+            yield batch
+            free.put(batch[0])
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        import grain
-
-        order = permutation(len(self.images), self.batch_size, self.seed, number)
-        dataset = grain.MapDataset.source(_GrainBatches(order)).map(self._gather)
-        for images, labels in dataset.to_iter_dataset(self.options):
-            yield images, labels
-            self.free.put(images)
+    return Contender(rows.files, epoch)
 
 
-PEERS: dict[str, Callable[[Task], Any]] = {
-    "ffcv": Ffcv,
-    "dali": Dali,
-    "spdl": Spdl,
-    "grain": Grain,
+CONTENDERS: dict[str, Callable[[Task], Contender]] = {
+    "ffcv": ffcv,
+    "dali": dali,
+    "spdl": spdl,
+    "grain": grain,
+    FIXED: fixed_batch,
 }
+
+
+def is_peer(name: str) -> bool:
+    """Whether a contender, of rows or of JPEG files, runs in the peers' environment."""
+    return name.partition(",")[0] in PEERS

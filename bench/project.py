@@ -1,4 +1,4 @@
-"""The generated project runs in place: importing this module puts its folder on sys.path."""
+"""The generated project runs in place: importing this module makes fastgpu importable."""
 
 import sys
 from pathlib import Path

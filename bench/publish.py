@@ -1,9 +1,7 @@
-"""Writes the results of a benchmark and its machine: bench/results/<what>_<hardware>_<yyyymm>.json, and a page (.md).
+"""What all benchmarks share: taking turns, medians with their spread, and the page of a result.
 
-python bench/publish.py            update the table in bench/README.md from the newest results
-python bench/publish.py --check    change nothing; exit with 1 if bench/README.md does not show the newest results
-
-The table "targets" of a benchmark goes to bench/README.md. Its columns: what, measured, required / goal.
+A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers lie beside it, as JSON on one line. The rows of its
+table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results.
 """
 
 import argparse
@@ -13,12 +11,13 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import h5py
 import torch
@@ -28,47 +27,86 @@ RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
 IN_README = ("loader", "order", "decode", "encoded", "recsys", "diagnose", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
-BEGIN = "<!-- results:begin -->\n"
-END = "<!-- results:end -->\n"
+MARKERS = re.compile(r"(?s)(<!-- results:begin -->\n).*(<!-- results:end -->\n)")
 TARGET_COLUMNS = ["what", "measured", "required / goal"]
 """Columns of a table "targets": a change must not fall below the required value."""
+NOT_MEASURED = "not measured"
+T = TypeVar("T")
+
+
+class FailedError(Exception):
+    """A contender cannot be measured. The message goes into the table."""
 
 
 class Table(NamedTuple):
     """A table of a page, with a note below it."""
 
     title: str
-    columns: list[str]
-    rows: list[list[str]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     note: str = ""
 
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        return "".join(map(_markdown_line, lines))
+        escaped = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
+        return "".join(f"| {line} |\n" for line in escaped)
 
 
-def _markdown_line(cells: Sequence[str]) -> str:
-    escaped = (cell.replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |\n"
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has. --quick: small data and short times, to try the benchmark itself."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--quick", action="store_true", help="small data and short times; the numbers mean nothing")
+    options.add_argument("--out", type=Path, help="folder of the result (bench/results; with --quick a temporary one)")
+    return options
+
+
+def say(text: str) -> None:
+    """Print progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def take_turns(title: str, ways: Mapping[str, Callable[[], T]], n_rounds: int) -> dict[str, list[T] | str]:
+    """{way: what it returned in each round, or why it failed}.
+
+    Every other round goes backwards, so that a drift of the speed of the machine evens out.
+    """
+    results: dict[str, list[T]] = {name: [] for name in ways}
+    failed: dict[str, str] = {}
+    for number in range(n_rounds):
+        names = list(reversed(ways)) if number % 2 else list(ways)
+        for name in names:
+            if name in failed:
+                continue
+            try:
+                results[name].append(ways[name]())
+            except FailedError as failure:
+                failed[name] = str(failure)
+            say(f"{title}, round {number + 1}: {name}: {failed.get(name) or results[name][-1]}")
+    return {**results, **failed}
 
 
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
     """The median, and the lowest and highest value: `1.20x [1.07-1.31]`."""
+    if not values:
+        return NOT_MEASURED
     return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """The ratio in each round."""
-    return [a / b for a, b in zip(values, others, strict=True)]
+    """The ratio in each round; none if one of the two was not measured."""
+    return [a / b for a, b in zip(values, others, strict=True)] if values and others else []
 
 
 def machine() -> dict[str, str]:
     """Hardware, versions, date and commit, on which the numbers depend. Nothing in it names a host or a person."""
+    model = re.search(r"(?m)^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text())
+    has_gpu = torch.cuda.is_available()
     return {
-        "cpu": _cpu_model(),
+        "cpu": model[1] if model else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "ram": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.0f} GiB",
-        "gpu": _gpu(),
+        "gpu": torch.cuda.get_device_name(0) if has_gpu else "none",
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "numpy", "h5py")},
@@ -78,23 +116,26 @@ def machine() -> dict[str, str]:
     }
 
 
-def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str, *, folder: Path = RESULTS) -> Path:
+def write_result(what: str, tables: Sequence[Table], data: Mapping[str, Any], args: argparse.Namespace) -> Path:
+    """Write the page of a benchmark. args: of its `parser`."""
+    folder = args.out or (Path(tempfile.mkdtemp(prefix="bench-")) if args.quick else RESULTS)
+    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return write(what, tables, data, command, folder=folder)
+
+
+def write(what: str, tables: Sequence[Table], data: Mapping[str, Any], command: str, *, folder: Path = RESULTS) -> Path:
     """Write a page of results and its JSON, and print the path of the page. Returns that path.
 
     data: the values from which the tables were made; they go to the JSON. command: how to measure them again.
     """
-    this_machine = machine()
-    path = result_path(what, this_machine, folder)
+    facts = machine()
+    year, month = facts["date"].split("-")[:2]
+    path = folder / f"{what}_{_hardware(facts)}_{year}{month}.md"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "machine": this_machine,
-        "command": command,
-        "tables": [table._asdict() for table in tables],
-        "data": data,
-    }
+    content = {"machine": facts, "command": command, "tables": [table._asdict() for table in tables], "data": data}
     path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     page = f"# {what}\n\nMade by `{command}`.\n\n"
-    page += Table("", ["machine", ""], [[name, value] for name, value in this_machine.items()]).markdown()
+    page += Table("", ["machine", ""], list(facts.items())).markdown()
     for table in tables:
         page += f"\n## {table.title}\n\n{table.markdown()}"
         if table.note:
@@ -104,62 +145,32 @@ def write(what: str, tables: Sequence[Table], data: dict[str, Any], command: str
     return path
 
 
-def result_path(what: str, machine: dict[str, str], folder: Path) -> Path:
-    """The page of a benchmark that is written this month."""
-    year, month = machine["date"].split("-")[:2]
-    return folder / f"{what}_{_hardware(machine)}_{year}{month}.md"
-
-
 def targets(folder: Path = RESULTS) -> str:
-    """The table of bench/README.md, from the newest result of each kind that has targets; empty if there is none."""
+    """The table of bench/README.md, from the newest result of each kind that has targets."""
     rows: list[list[str]] = []
     for what in IN_README:
-        results = [(json.loads(path.read_text()), path.with_suffix(".md")) for path in folder.glob(f"{what}_*.json")]
+        results = [(json.loads(path.read_text()), path.stem) for path in folder.glob(f"{what}_*.json")]
         if not results:
             continue
-        newest, page = max(results, key=lambda result: (result[0]["machine"]["date"], result[1].name))
-        link = f"[{page.stem}](results/{page.name})"
+        newest, name = max(results, key=lambda result: (result[0]["machine"]["date"], result[1]))
         for table in newest["tables"]:
             if table["title"] == "targets":
-                rows += [[*row[:3], link] for row in table["rows"]]
-    return Table("", [*TARGET_COLUMNS, "page"], rows).markdown() if rows else ""
+                rows += [[*row[:3], f"[{name}](results/{name}.md)"] for row in table["rows"]]
+    return Table("", [*TARGET_COLUMNS, "page"], rows).markdown()
 
 
 def insert(readme: str, block: str) -> str:
-    """The text of bench/README.md with `block` between its two markers. Raises ValueError if they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(
-            f"bench/README.md has no lines {BEGIN.strip()} and {END.strip()}; add them where the table belongs"
-        )
-    return before + begin + block + end + after
+    """The text of bench/README.md with `block` between its two markers."""
+    assert MARKERS.search(readme), "bench/README.md has lost its lines results:begin and results:end"
+    return MARKERS.sub(lambda match: match[1] + block + match[2], readme)
 
 
-def _hardware(machine: dict[str, str]) -> str:
+def _hardware(facts: Mapping[str, str]) -> str:
     """A short name for file names: `nvidia-h200`, or `2-core-xeon` if there is no GPU."""
-    if machine["gpu"] != "none":
-        return re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
-    family = re.search(r"(?:Intel|AMD)(?:\(R\))? (\w+)", machine["cpu"])
-    name = family[1].lower() if family else platform.machine()
-    return f"{machine['cores']}-core-{name}"
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.machine()
-    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return model[1] if model else platform.machine()
-
-
-def _gpu() -> str:
-    count = torch.cuda.device_count()
-    if not count:
-        return "none"
-    name = torch.cuda.get_device_name(0)
-    return name if count == 1 else f"{count}x {name}"
+    if facts["gpu"] != "none":
+        return re.sub(r"[^a-z0-9]+", "-", facts["gpu"].lower()).strip("-")
+    family = re.search(r"(?:Intel|AMD)(?:\(R\))? (\w+)", facts["cpu"])
+    return f"{facts['cores']}-core-{family[1].lower() if family else platform.machine()}"
 
 
 def _commit() -> str:
@@ -173,17 +184,5 @@ def _commit() -> str:
     return head.strip() + (" with changes" if changed else "")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="update the table in bench/README.md from the newest results")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the table is out of date")
-    args = parser.parse_args()
-    old = README.read_text()
-    new = insert(old, targets())
-    if args.check and new != old:
-        sys.exit("error: bench/README.md does not show the newest results; run python bench/publish.py")
-    if new != old:
-        README.write_text(new)
-
-
 if __name__ == "__main__":
-    main()
+    README.write_text(insert(README.read_text(), targets()))

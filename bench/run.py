@@ -1,36 +1,42 @@
-"""How fast do rows arrive? Measures this project, plain DataLoaders, the peers, and the limits of the machine.
+"""How fast do rows arrive? Measures this project, the usual ways, other loaders, and the limits of the machine.
 
-python bench/run.py                      all modes; writes bench/results/loader_*.md
-python bench/run.py --only warm cold     some modes
-python bench/run.py --peers              the peer loaders, too (make bench-peers)
+python bench/run.py                      rows of pixels; writes bench/results/loader_*.md
+python bench/run.py encoded              JPEG files, decoded in each epoch, and converted
+python bench/run.py layouts              what the layout of an HDF5 file costs
+python bench/run.py idle                 the usual ways to load small images, and what a DataLoader's settings change
+python bench/run.py recsys               sparse users, dense and sparse
+python bench/run.py loader --peers       with the peer loaders, too, as encoded does (make bench-peers)
 
-    warm         files in the page cache: rows/s, CPU seconds, memory
+    warm         files in the page cache: rows/s and CPU seconds
     accelerator  in front of a simulated device: which share of its speed is left, for seven lengths of a step
     cold         files not in the page cache: one epoch in a new process, compared with reading the file sequentially
-    memory       host memory of the disk tier beyond its buffers
 
 Each contender is a process of its own. In every round they are measured one after the other. Because the speed of a
-machine drifts, ratios are taken within a round, and the median over the rounds is shown. Nothing here asserts a time.
+machine drifts, ratios are taken within a round, and the median over the rounds is shown.
 """
 
-import argparse
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
+import contenders
 import data
-import project  # noqa: F401
+import idle
+import jpegs
+import layouts
+import ours
+import peers
 import publish
+import recsys
 import tables
-from contenders import CONTENDERS, FIXED, H5PY, MEMMAP, OURS, RAM, SEQUENTIAL
 from data import DataSpec
-from peers import PEERS
-from processes import PEERS_PYTHON, ContenderError, Process, kept_warm, make_cold, sequential_bytes_per_s
-
-from fastgpu.feed.sizes import choose_readers
-from fastgpu.process.machine import available_cpus
+from peers import FIXED, is_peer
+from processes import Process, kept_warm, make_cold, read_through
+from publish import FailedError, take_turns
+from tables import rows_per_s
 
 OPEN_S = 900
 """Maximum time to make a contender: a peer converts the file first."""
@@ -38,217 +44,208 @@ ANSWER_S = 60
 """Maximum time of an answer beyond the time of the measurement."""
 LOADS = (2, 1.3, 1, 1 / 1.15, 0.67, 0.4, 0.2)
 """Demand of the simulated device / supply of our disk tier."""
-EPOCHS = (1, 4, 12)
-"""Numbers of epochs after which the memory is measured."""
+Span = tuple[float, float]
+"""(minimum, maximum) seconds. Between the two, a measurement ends with an epoch."""
+
+
+class Suite(NamedTuple):
+    """What a page compares."""
+
+    names: list[str]
+    """Contenders, ours first. Those of one data set begin with its name and a colon."""
+    specs: tuple[DataSpec, ...]
+    quick: tuple[DataSpec, ...]
+    """Small data, to try the benchmark itself."""
+    make: Callable[[DataSpec], None]
+    paced: tuple[str, ...] = ()
+    """Contenders in front of the simulated device. The modes but `warm` measure the first data set only."""
+    cold: tuple[str, ...] = ()
+    """Contenders on files that are not in the page cache, and peers."""
+    is_checked: bool = False
+    """Whether the labels are row numbers, by which the rows that come are checked."""
+
+
+SUITES = {
+    "loader": Suite(
+        [*contenders.CONTENDERS, *peers.PEERS],
+        data.FULL,
+        data.QUICK,
+        data.make,
+        paced=(contenders.OURS, contenders.H5PY, contenders.RAM),
+        cold=(contenders.OURS, contenders.H5PY, contenders.MEMMAP),
+        is_checked=True,
+    ),
+    "encoded": Suite(
+        list(jpegs.CONTENDERS),
+        (DataSpec("500x375", 2_000, (3, 375, 500), 256), DataSpec("341x256", 2_000, (3, 256, 341), 256)),
+        (DataSpec("500x375", 64, (3, 375, 500), 16), DataSpec("341x256", 64, (3, 256, 341), 16)),
+        data.make_jpegs,
+        paced=(jpegs.OURS, jpegs.PILLOW),
+        cold=(jpegs.OURS, jpegs.PILLOW),
+    ),
+    "layouts": Suite(
+        list(layouts.CONTENDERS),
+        (DataSpec("celeba", 4_000, (3, 218, 178), 256), DataSpec("cifar", 60_000, (3, 32, 32), 1024)),
+        (DataSpec("celeba", 256, (3, 218, 178), 32), DataSpec("cifar", 2_048, (3, 32, 32), 256)),
+        data.make,
+        cold=tuple(layouts.CONTENDERS),
+        is_checked=True,
+    ),
+    "idle": Suite(
+        list(idle.CONTENDERS),
+        (
+            DataSpec("cifar", 50_000, (3, 32, 32), 256),
+            *(DataSpec(name, 10_000, (1, 48, 48), 256) for name in ("faces", "waiting", "uneven")),
+        ),
+        (
+            DataSpec("cifar", 2_048, (3, 32, 32), 256),
+            *(DataSpec(name, 1_024, (1, 48, 48), 256) for name in ("faces", "waiting", "uneven")),
+        ),
+        data.make,
+    ),
+    "recsys": Suite(
+        list(recsys.CONTENDERS),
+        tuple(DataSpec(name, 136_677, (20_108,), 500) for name in ("feed", "step")),
+        tuple(DataSpec(name, 3_000, (1_000,), 500) for name in ("feed", "step")),
+        data.make_users,
+    ),
+}
 
 
 class Times(NamedTuple):
-    """Seconds of each measurement: (minimum, maximum)."""
+    """How long each measurement takes, and the lead-in before it."""
 
-    check_max: float = 3
-    lead: tuple[float, float] = (0, 0.5)
-    warm: tuple[float, float] = (1.5, 2)
-    paced_lead: tuple[float, float] = (0.3, 0.3)
-    paced: tuple[float, float] = (1.2, 1.2)
-    cold: tuple[float, float] = (0, 20)
+    check_max_s: float = 3
+    lead: Span = (0, 1)
+    warm: Span = (1.5, 4)
+    paced: Span = (1.2, 1.2)
+    cold: Span = (0, 20)
 
 
-QUICK = Times(2, (0, 0.1), (0.1, 0.3), (0.05, 0.05), (0.1, 0.1), (0, 5))
+QUICK = Times(2, (0, 0.1), (0.1, 0.3), (0.1, 0.1), (0, 5))
 
 
 class Run(NamedTuple):
     """What the command line asks for."""
 
-    n_rounds: int
-    n_workers: int
-    names: frozenset[str]
+    suite: Suite
+    names: list[str]
     """Contenders that take part."""
-    peers: tuple[str, ...]
+    n_rounds: int
     times: Times
 
-    def select(self, names: Iterable[str]) -> list[str]:
-        """The contenders among `names` that take part, then the peers."""
-        return [name for name in names if name in self.names] + list(self.peers)
+    def select(self, spec: DataSpec) -> list[str]:
+        """The contenders of a data set."""
+        return [name for name in self.names if ":" not in name or name.startswith(f"{spec.name}:")]
 
-    def start(self, name: str, spec: DataSpec) -> Process:
-        """Start the process of a contender. Raises ContenderError if the peers are not installed."""
-        is_peer = name in PEERS
-        if is_peer and not PEERS_PYTHON.exists():
-            raise ContenderError("not installable: bench/.venv-peers is not there; make bench-peers makes it")
-        return Process(name, spec, n_workers=self.n_workers, is_peer=is_peer)
+
+def start(name: str, spec: DataSpec) -> Process:
+    """The process of a contender. Raises FailedError if the peers are not installed."""
+    return Process(name, spec, n_workers=ours.CPUS, is_peer=is_peer(name))
 
 
 class Lineup:
-    """The contenders of one mode on one data set, started and checked. A contender that fails leaves, with a reason."""
+    """Contenders on one data set, started and checked. Those that cannot run are in `failed`, with a reason."""
 
-    def __init__(self, run: Run, spec: DataSpec, names: Iterable[str], stack: ExitStack) -> None:
+    def __init__(self, run: Run, spec: DataSpec, names: list[str], stack: ExitStack) -> None:
         """The processes end with `stack`."""
-        self.results: dict[str, Any] = {}
+        self.times = run.times
         self.processes: dict[str, Process] = {}
-        self._files: dict[str, list[str]] = {}
-        max_s = run.times.check_max
-        for name in names:
-            with self._drop_if_failed(name):  # all start at once, because they spend most of the time on imports
-                self.processes[name] = stack.enter_context(run.start(name, spec))
-        for name in list(self.processes):
-            say(f"{spec.name}: {name}: open and check")
-            with self._drop_if_failed(name):
-                self._files[name] = self.processes[name].ask("files", OPEN_S)["files"]
-                self.results[name] = {"rounds": []}
-                if name != FIXED:  # the fixed batch has no rows of the file
-                    self.results[name] |= self.processes[name].ask("check", max_s + ANSWER_S, max_s=max_s)
-
-    @contextmanager
-    def _drop_if_failed(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except ContenderError as failure:
-            say(f"{name}: {failure}")
-            self.results[name] = {"failed": str(failure)}
-            if process := self.processes.pop(name, None):
+        self.files: dict[str, list[str]] = {}
+        self.failed: dict[str, str] = {}
+        for name in names:  # all start at once, because they spend most of the time on imports
+            try:
+                self.processes[name] = stack.enter_context(start(name, spec))
+            except FailedError as failure:
+                self.failed[name] = str(failure)
+        for name, process in self.processes.items():
+            try:
+                self.files[name] = process.ask("files", OPEN_S)["files"]
+                if run.suite.is_checked and name != FIXED:
+                    process.ask("check", OPEN_S, max_s=run.times.check_max_s)
+            except FailedError as failure:
+                self.failed[name] = str(failure)
                 process.close(0)
 
-    def measure(
-        self, name: str, lead_s: tuple[float, float], span_s: tuple[float, float], step_s: float = 0.0
-    ) -> dict[str, float] | None:
-        """The result of `worker.run`, or None if the contender has left."""
-        if name in self.processes:
-            timeout_s = lead_s[1] + span_s[1] + ANSWER_S
-            with self._drop_if_failed(name), kept_warm(self._files[name]):
-                return self.processes[name].ask("run", timeout_s, lead_s=lead_s, span_s=span_s, step_s=step_s)
-        return None
+    def measure(self, name: str, span: Span, step_s: float = 0.0) -> dict[str, float]:
+        """The result of `worker.run` on files in the page cache. Raises FailedError."""
+        if name in self.failed:
+            raise FailedError(self.failed[name])
+        with kept_warm(self.files[name]):
+            timeout_s = self.times.lead[1] + span[1] + ANSWER_S
+            return self.processes[name].ask("run", timeout_s, lead_s=self.times.lead, span_s=span, step_s=step_s)
 
 
 def measure_warm(run: Run, spec: DataSpec) -> dict[str, Any]:
-    """{contender: {"rounds": [results of worker.run]} or {"failed": reason}}"""
+    """{contender: results of worker.run, or why it failed}"""
     with ExitStack() as stack:
-        lineup = Lineup(run, spec, run.select(name for name in CONTENDERS if name != FIXED), stack)
-        for number in range(run.n_rounds):
-            for name in list(lineup.processes):
-                result = lineup.measure(name, run.times.lead, run.times.warm)
-                if result:
-                    lineup.results[name]["rounds"].append(result | speed(result, spec))
-                    say(f"{spec.name}, warm, round {number + 1}: {name}: {rows_per_s(result):,.0f} rows/s")
-    return lineup.results
+        names = run.select(spec)
+        lineup = Lineup(run, spec, names, stack)
+        ways = {name: partial(lineup.measure, name, run.times.warm) for name in names}
+        return take_turns(f"{spec.name}, warm", ways, run.n_rounds)
 
 
 def measure_accelerator(run: Run, spec: DataSpec) -> dict[str, Any]:
-    """{contender: {"rounds": [{"supply": rows/s of our disk tier in this round, "2.00": rows/s at this load, ...}]}}"""
+    """{load: {contender: results of worker.run, or why it failed}}"""
     with ExitStack() as stack:
-        lineup = Lineup(run, spec, run.select((OURS, FIXED, H5PY, RAM)), stack)
-        for number in range(run.n_rounds):
-            result = lineup.measure(OURS, run.times.lead, run.times.warm)
-            if not result:
-                break
-            supply = rows_per_s(result)
-            speeds: dict[str, dict[str, float]] = {name: {"supply": supply} for name in lineup.processes}
-            for load in LOADS:
-                step_s = spec.batch_size / (load * supply)
-                say(f"{spec.name}, accelerator, round {number + 1}: a step takes {1000 * step_s:.2f} ms")
-                for name in list(lineup.processes):
-                    result = lineup.measure(name, run.times.paced_lead, run.times.paced, step_s)
-                    if result:
-                        speeds[name][f"{load:.2f}"] = rows_per_s(result)
-            for name in lineup.processes:
-                lineup.results[name]["rounds"].append(speeds[name])
-    return lineup.results
+        names = [FIXED, *run.suite.paced]
+        lineup = Lineup(run, spec, names, stack)
+        by_load = {}
+        for load in LOADS:
+            supply = rows_per_s(lineup.measure(run.suite.paced[0], run.times.warm))
+            step_s = spec.batch_size / (load * supply)
+            ways = {name: partial(lineup.measure, name, run.times.paced, step_s) for name in names}
+            by_load[f"{load:.2f}"] = take_turns(f"{spec.name}, load {load:.2f}", ways, run.n_rounds)
+        return by_load
 
 
 def measure_cold(run: Run, spec: DataSpec) -> dict[str, Any]:
     """Like `measure_warm`. "cached" is the share of the files that could not be evicted before."""
-    names = run.select((OURS, H5PY, MEMMAP))
-    results: dict[str, Any] = {name: {"rounds": []} for name in (SEQUENTIAL, *names)}
-    for number in range(run.n_rounds):
+
+    def sequential() -> dict[str, float]:
         cached = make_cold([spec.h5])
-        bytes_per_s = sequential_bytes_per_s(spec.h5)
-        results[SEQUENTIAL]["rounds"].append({"bytes_per_s": bytes_per_s, "cached": cached})
-        for name in names:
-            if "failed" in results[name]:
-                continue
-            try:
-                with run.start(name, spec) as process:
-                    cached = make_cold(process.ask("files", OPEN_S)["files"])
-                    span_s = run.times.cold
-                    result = process.ask("run", 2 * span_s[1] + ANSWER_S, lead_s=None, span_s=span_s, step_s=0)
-            except ContenderError as failure:
-                say(f"{name}: {failure}")
-                results[name] = {"failed": str(failure)}
-                continue
-            results[name]["rounds"].append(result | speed(result, spec) | {"cached": cached})
-            say(f"{spec.name}, cold, round {number + 1}: {name}: {rows_per_s(result):,.0f} rows/s")
-    return results
+        return {"rows": spec.n_rows, "seconds": read_through(spec.h5), "cpu_s": 0, "cached": cached}
+
+    def measure(name: str) -> dict[str, float]:
+        with start(name, spec) as process:
+            cached = make_cold(process.ask("files", OPEN_S)["files"])
+            span = run.times.cold
+            result = process.ask("run", 2 * span[1] + ANSWER_S, lead_s=None, span_s=span, step_s=0)
+            return {**result, "cached": cached}
+
+    names = [name for name in run.names if name in run.suite.cold or is_peer(name)]
+    ways = {name: partial(measure, name) for name in names}
+    return take_turns(f"{spec.name}, cold", {tables.SEQUENTIAL: sequential, **ways}, run.n_rounds)
 
 
-def measure_memory(run: Run, spec: DataSpec) -> dict[str, Any]:
-    """Memory of our disk tier: {"epochs": {"4": bytes after 4 epochs}, "imports": bytes, "buffers": bytes}."""
-    say(f"{spec.name}: memory")
-    try:
-        with run.start(OURS, spec) as process:
-            before = process.ask("memory", OPEN_S)
-            bytes_after: dict[str, int] = {}
-            n_done = 0
-            for n_epochs in EPOCHS:
-                while n_done < n_epochs:
-                    process.ask("run", OPEN_S, lead_s=None, span_s=(0, OPEN_S), step_s=0)
-                    n_done += 1
-                bytes_after[str(n_epochs)] = process.ask("memory", ANSWER_S)["now"]
-    except ContenderError as failure:
-        return {"failed": str(failure)}
-    return {"epochs": bytes_after, "imports": before["imports"], "buffers": before["buffers"]}
-
-
-MODES = {
-    "warm": measure_warm,
-    "accelerator": measure_accelerator,
-    "cold": measure_cold,
-    "memory": measure_memory,
-}
-ALL_DATA_MODES = ("warm", "memory")
-"""Modes that measure every data set. The others measure the large images only."""
-
-
-def rows_per_s(result: Mapping[str, float]) -> float:
-    return result["rows"] / result["seconds"]
-
-
-def speed(result: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
-    return {"bytes_per_s": spec.row_bytes * rows_per_s(result)}
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+MODES = {"warm": measure_warm, "accelerator": measure_accelerator, "cold": measure_cold}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = publish.parser(__doc__)
+    parser.add_argument("suite", choices=SUITES, nargs="?", default="loader")
     parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--peers", nargs="*", choices=PEERS, metavar="PEER", help="these peers, or all if none is named"
-    )
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="tiny data and times: a test of the benchmark itself")
+    parser.add_argument("--peers", action="store_true", help="the peers, too")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="these only")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so no process is left behind
-    peers = () if args.peers is None else tuple(args.peers or PEERS)
-    times = QUICK if args.quick else Times()
-    run = Run(args.rounds, available_cpus(), frozenset(args.contenders), peers, times)
-    results: dict[str, Any] = {mode: {} for mode in MODES}
-    results |= {"workers": run.n_workers, "readers": choose_readers("auto", 1), "data": {}}
-    for spec in data.QUICK if args.quick else data.FULL:
-        say(f"{spec.name}: {spec.n_rows:,} rows of {spec.row_bytes:,} bytes")
-        data.make(spec)
-        results["data"][spec.name] = spec._asdict() | {"row_bytes": spec.row_bytes}
-        for mode, measure in MODES.items():
-            if mode in args.only and (mode in ALL_DATA_MODES or spec.name == "celeba"):
-                results[mode][spec.name] = measure(run, spec)
-    is_whole = not args.quick and set(args.only) == set(MODES) and set(args.contenders) == set(CONTENDERS)
-    what = "loader" if is_whole else "loader-part"  # never overwrites the page of a whole run
-    publish.write(what, tables.tables(results), results, "python bench/run.py " + " ".join(sys.argv[1:]))
+    suite = SUITES[args.suite]
+    names = args.contenders or [name for name in suite.names if args.peers or not is_peer(name)]
+    run = Run(suite, names, args.rounds, QUICK if args.quick else Times())
+    specs = suite.quick if args.quick else suite.specs
+    results: dict[str, Any] = {"data": {spec.name: spec._asdict() for spec in specs}, **{mode: {} for mode in MODES}}
+    for spec in specs:
+        suite.make(spec)
+        if "warm" in args.only:
+            results["warm"][spec.name] = measure_warm(run, spec)
+    if "accelerator" in args.only and suite.paced:
+        results["accelerator"][specs[0].name] = measure_accelerator(run, specs[0])
+    if "cold" in args.only and suite.cold:
+        results["cold"][specs[0].name] = measure_cold(run, specs[0])
+    is_whole = not args.contenders and args.only == list(MODES)
+    what = args.suite if is_whole else f"{args.suite}-part"  # a part replaces no whole page
+    publish.write_result(what, tables.tables(args.suite, results), results, args)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    main()

@@ -1,4 +1,4 @@
-"""From `python train.py` to the first step: digits, 128 shards of 1 GB, and 10^9 rows.
+"""From `python train.py` to the first point of its log: digits, 128 shards of 1 GB, and 10^9 rows.
 
 python bench/start.py
 
@@ -6,30 +6,26 @@ The files of the large cases are sparse: their metadata is that of full files, a
 zeros without a disk. So the time is that of this project's code, h5py and torch, not of a disk.
 """
 
-import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import project
-import psutil
 import publish
+from publish import spread, take_turns
 
-ROUNDS = 5
-N_SHARDS = 128
 SHARD_ROWS = 21_845
 """Rows of 3 x 128 x 128 bytes in 1 GB."""
-N_SMALL_ROWS = 10**9
-"""Rows of 16 bytes and a label of 4."""
-LIMITS_S = {"digits": 1.0, f"{N_SHARDS} shards of 1 GB": 2.0, "10^9 rows of 20 bytes": 3.0}
-"""What may pass before the first step besides the import of torch."""
+DIGITS, SHARDS, SMALL_ROWS = "digits", "128 shards of 1 GB", "10^9 rows of 20 bytes"
+LIMITS_S = {DIGITS: 1.0, SHARDS: 2.0, SMALL_ROWS: 3.0}
+"""What may pass before the first point besides the import of torch."""
+TORCH = "import of torch"
 
 
 def write_sparse(file: h5py.File, name: str, shape: tuple[int, ...], *, dtype: str, chunk_rows: int) -> None:
@@ -42,95 +38,77 @@ def write_sparse(file: h5py.File, name: str, shape: tuple[int, ...], *, dtype: s
     h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, plan)
 
 
-def make_cases(folder: Path) -> dict[str, list[str]]:
+def make_cases(folder: Path, *, is_quick: bool) -> dict[str, list[str]]:
     """{case: arguments of train.py}. Writes the files."""
-    for number in range(N_SHARDS):
+    n_shards, n_small_rows = (2, 10**6) if is_quick else (128, 10**9)
+    for number in range(n_shards):
         with h5py.File(folder / f"shard-{number:03d}.h5", "w") as file:
             write_sparse(file, "images", (SHARD_ROWS, 3, 128, 128), dtype="u1", chunk_rows=64)
             file["labels"] = np.arange(SHARD_ROWS, dtype=np.int64) % 10
     with h5py.File(folder / "small-rows.h5", "w") as file:
-        write_sparse(file, "x", (N_SMALL_ROWS, 16), dtype="u1", chunk_rows=1 << 17)
-        write_sparse(file, "y", (N_SMALL_ROWS,), dtype="f4", chunk_rows=1 << 19)
+        write_sparse(file, "x", (n_small_rows, 16), dtype="u1", chunk_rows=1 << 17)
+        write_sparse(file, "y", (n_small_rows,), dtype="f4", chunk_rows=1 << 19)
     with h5py.File(folder / "small-val.h5", "w") as file:
         file["x"] = np.zeros((1000, 16), np.uint8)
         file["y"] = np.zeros(1000, np.float32)
     data = f"train: {folder}/small-rows.h5, val: {folder}/small-val.h5, fields: {{x: x, y: y}}, batch_size: 8192"
     (folder / "small.yaml").write_text(f"workload: minimal\ndata: {{{data}}}\nmodel: {{hidden_dim: 8}}\n")
     network = ["model.width=8", "model.blocks=1"]
-    digits, shards, small_rows = LIMITS_S
     return {
-        digits: network,
-        shards: [*network, f"data.train={folder}/shard-*.h5", f"data.val={folder}/shard-000.h5", "data.tier=disk"],
-        small_rows: ["--config", str(folder / "small.yaml")],
+        DIGITS: network,
+        SHARDS: [*network, f"data.train={folder}/shard-*.h5", f"data.val={folder}/shard-000.h5", "data.tier=disk"],
+        SMALL_ROWS: ["--config", str(folder / "small.yaml")],
     }
 
 
-def measure(arguments: list[str], folder: Path) -> dict[str, float]:
-    """Seconds of one start in a process of its own."""
-    command = [sys.executable, __file__, "--child", *arguments, f"run.folder={folder}/runs", "log.every_steps=1"]
+def first_point_s(arguments: list[str], folder: Path) -> float:
+    """Seconds until train.py has written a point to metrics.jsonl."""
+    runs = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable, "train.py", *arguments, f"run.folder={runs}", "log.every_steps=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=project.FOLDER, env=environment, check=True)
-    times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return times
+    t0 = time.perf_counter()
+    with subprocess.Popen(command, cwd=project.FOLDER, env=environment, stdout=sys.stderr) as process:
+        try:
+            while not any(path.stat().st_size for path in runs.rglob("metrics.jsonl")):
+                if process.poll() is not None:
+                    raise SystemExit(f"error: {' '.join(command)} ended before its first point")
+                time.sleep(0.005)
+            return time.perf_counter() - t0
+        finally:
+            process.kill()
 
 
-def start(arguments: list[str]) -> None:
-    """Run train.py in this process up to its first point of the log, and print the times as JSON."""
-    begun = psutil.Process().create_time()
-    before_torch = time.time()
-    import torch._dynamo  # noqa: F401 (any optimizer of torch imports it)
-
-    torch_s = time.time() - before_torch
-    from fastgpu.run.run import Run
-    from fastgpu.telemetry import TensorBoard
-
-    times = {"import of torch": torch_s}
-    count = Run.count
-
-    def note_first_step(self: Run, *args: Any) -> None:
-        times.setdefault("first step", time.time() - begun)
-        count(self, *args)
-
-    def note_first_point(self: TensorBoard, *args: Any) -> None:
-        times["first point of the log"] = time.time() - begun
-        print(json.dumps(times), flush=True)
-        os._exit(0)
-
-    Run.count = note_first_step  # type: ignore[method-assign]
-    TensorBoard.write = note_first_point  # type: ignore[method-assign]
-    sys.argv = ["train.py", *arguments]
-    runpy.run_path("train.py", run_name="__main__")
+def import_s() -> float:
+    """Seconds until a process has imported torch, with torch._dynamo, which any optimizer of torch imports."""
+    t0 = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch._dynamo"], check=True)
+    return time.perf_counter() - t0
 
 
 def main() -> None:
+    parser = publish.parser(__doc__)
+    parser.set_defaults(rounds=5)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        cases = make_cases(Path(name))
-        data: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-        for _ in range(ROUNDS + 1):  # the first round warms the page cache, and Python writes its bytecode
-            for case, arguments in cases.items():
-                print(case, file=sys.stderr, flush=True)
-                data[case].append(measure(arguments, Path(name)))
+        folder = Path(name)
+        cases = make_cases(folder, is_quick=args.quick)
+        ways = {TORCH: import_s, **{case: partial(first_point_s, words, folder) for case, words in cases.items()}}
+        results = take_turns("start", ways, args.rounds + 1)
+    for rounds in results.values():
+        del rounds[0]  # it warms the page cache
     rows = []
-    for case, rounds in data.items():
-        del rounds[0]
-        columns = {key: [times[key] for times in rounds] for key in rounds[0]}
-        rest = [step - torch for step, torch in zip(columns["first step"], columns["import of torch"], strict=True)]
-        rows.append(
-            [case, *(publish.spread(each, ".2f") for each in (*columns.values(), rest)), f"< {LIMITS_S[case]:g}"]
-        )
+    for case, limit_s in LIMITS_S.items():
+        rest = [whole - torch for whole, torch in zip(results[case], results[TORCH], strict=True)]
+        cells = [spread(values, ".2f") for values in (results[TORCH], results[case], rest)]
+        rows.append([case, *cells, f"< {limit_s:g}"])
     note = (
-        f"Seconds since the process began; median of {ROUNDS} rounds, minimum and maximum. `import of torch` includes "
-        "torch._dynamo, which every optimizer of torch imports. `rest` is the time to the first step without it: "
-        "Python, the other imports, config, files, model, the first pool of up to 256 MiB and the first step itself, "
-        "on a CPU in one thread."
+        "Seconds of whole processes; median, minimum and maximum. Rest: the time to the first point without that of "
+        "the import: other imports, config, files, model, the first pool of up to 256 MiB and the first step, on "
+        "a CPU in one thread."
     )
-    titles = ["case", *columns, "rest", "required"]
-    table = publish.Table("seconds to the first step", titles, rows, note)
-    publish.write("start", [table], data, "python bench/start.py")
+    columns = ["case", TORCH, "first point of the log", "rest", "required"]
+    publish.write_result("start", [publish.Table("seconds to the first point", columns, rows, note)], results, args)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        start(sys.argv[2:])
-    else:
-        main()
+    main()

@@ -1,219 +1,181 @@
 """The results of bench/run.py as tables: medians, spreads, and ratios that are taken round by round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from contenders import FIXED, MEMCPY, OURS, SEQUENTIAL
-from peers import PEERS
-from publish import TARGET_COLUMNS, Table, ratios, spread
+import jpegs
+import ours
+import recsys
+from contenders import MEMCPY, OURS
+from peers import FIXED, is_peer
+from publish import NOT_MEASURED, TARGET_COLUMNS, Table, ratios, spread
 
-Results = Mapping[str, Any]
-"""Results of one mode on one data set: {contender: {"rounds": [...]} or {"failed": reason}}."""
-Values = Sequence[float]
-"""One value for each round."""
-NOT_MEASURED = "not measured"
+Results = Mapping[str, list[dict[str, float]] | str]
+"""{contender: results of worker.run, or why it failed}"""
+SEQUENTIAL = "sequential read"
 MAX_LOAD = 0.87
 """Highest load (demand / supply) that counts for the worst feed ratio: the supply is at least 1.15 x the demand."""
 
 
-def tables(results: Mapping[str, Any]) -> list[Table]:
-    """The targets, then one table for each mode and data set."""
-    page = [targets(results)]
-    page += [_warm(name, results) for name in results["warm"]]
-    page += [_accelerator(name, results) for name in results["accelerator"]]
-    page += [_cold(name, results) for name in results["cold"]]
-    if results["memory"]:
-        page.append(_memory(results["memory"]))
+def tables(suite: str, results: Mapping[str, Any]) -> list[Table]:
+    """The targets of a suite, then one table for each mode and data set."""
+    page = [Table("targets", TARGET_COLUMNS, TARGETS[suite](results))] if suite in TARGETS else []
+    for mode, make in {"warm": _warm, "accelerator": _accelerator, "cold": _cold}.items():
+        page += [make(results["data"][name], measured) for name, measured in results[mode].items()]
     return page
 
 
-def targets(results: Mapping[str, Any]) -> Table:
+def loader_targets(results: Mapping[str, Any]) -> list[list[str]]:
     celeba = results["warm"].get("celeba", {})
     cifar = results["warm"].get("cifar", {})
     cold = results["cold"].get("celeba", {})
-    paced = results["accelerator"].get("celeba", {})
-    rows = [
-        ["CelebA rows, warm: disk tier / best h5py + DataLoader", _against(celeba, _is_h5py), "4x / 6x"],
-        [
-            "CelebA rows, warm: disk tier / memcpy by as many threads",
-            _spread(_ratios(celeba, OURS, MEMCPY), ".2f"),
-            "0.75 / 0.9",
-        ],
-        ["CelebA rows, warm: disk tier / best peer", _against(celeba, _is_peer), "1x / 1.3x"],
-        ["CIFAR rows, warm: disk tier / best h5py + DataLoader", _against(cifar, _is_h5py), "8x / 15x"],
-        ["CIFAR rows, warm: disk tier / best peer", _against(cifar, _is_peer), "1.2x / 2x"],
-        [
-            "CelebA rows, cold: disk tier / sequential read",
-            _spread(_ratios(cold, OURS, SEQUENTIAL), ".2f"),
-            "0.8 / 0.95",
-        ],
-        ["CelebA rows, cold: disk tier / best peer", _against(cold, _is_peer), "1.2x / 1.5x"],
-        ["worst feed ratio where supply >= 1.15 x demand", _worst_feed_ratio(paced), "0.99 / 0.995"],
-        ["host memory of the disk tier beyond its buffers", _worst_memory(results["memory"]), "< 100 MB"],
+    memcpy = spread(compare(celeba, OURS, MEMCPY), ".2f")
+    sequential = spread(compare(cold, OURS, SEQUENTIAL), ".2f")
+    return [
+        ["CelebA rows, warm: disk tier / best h5py + DataLoader", against(celeba, OURS, is_h5py), "4x / 6x"],
+        ["CelebA rows, warm: disk tier / memcpy by as many threads", memcpy, "0.75 / 0.9"],
+        ["CelebA rows, warm: disk tier / best peer", against(celeba, OURS, is_peer), "1x / 1.3x"],
+        ["CIFAR rows, warm: disk tier / best h5py + DataLoader", against(cifar, OURS, is_h5py), "8x / 15x"],
+        ["CIFAR rows, warm: disk tier / best peer", against(cifar, OURS, is_peer), "1.2x / 2x"],
+        ["CelebA rows, cold: disk tier / sequential read", sequential, "0.8 / 0.95"],
+        ["CelebA rows, cold: disk tier / best peer", against(cold, OURS, is_peer), "1.2x / 1.5x"],
+        ["worst feed ratio where supply >= 1.15 x demand", worst_feed_ratio(results, OURS), "0.99 / 0.995"],
     ]
-    return Table("targets", TARGET_COLUMNS, rows)
 
 
-def _warm(name: str, results: Mapping[str, Any]) -> Table:
-    data = results["data"][name]
-    contenders = results["warm"][name]
-    shape = "x".join(map(str, data["shape"]))
-    note = (
-        f"Batches of {data['batch_size']} rows in host memory, full epochs. Worker processes, and threads of the "
-        f"peers: {results['workers']}; reader threads, and threads of the limits: {results['readers']}; the threads of "
-        "torch are left at their default. Every contender may use every core. CPU time and memory are those of the "
-        "process and its children; memory does not include pages of mapped files. The h5py contenders have the labels "
-        "in memory."
-    )
+def encoded_targets(results: Mapping[str, Any]) -> list[list[str]]:
+    """For the larger files."""
+    warm = results["warm"].get("500x375", {})
+
+    def ratio(name: str, *, of: str = jpegs.OURS, n_cpus: int = 1) -> str:
+        return spread([value / n_cpus for value in compare(warm, of, name)], ".2f")
+
+    costs = spread(ratios(cpu_us(warm, jpegs.OURS), cpu_us(warm, jpegs.FFCV)), ".2f")
+    best = against(warm, jpegs.OURS, lambda name: is_peer(name) and name != jpegs.MIXED)
+    rows = [
+        ["feed / DataLoader + Pillow", ratio(jpegs.PILLOW), "3 / 5"],
+        ["feed / best of FFCV, DALI, SPDL", best, "1 / 1.3"],
+        ["feed / (CPUs x decoder and resize in a thread)", ratio(jpegs.BARE, n_cpus=ours.CPUS), "0.9 / 0.97"],
+        ["CPU time of the feed / FFCV", costs, "1 / 0.8"],
+        ["feed / FFCV with half of the images as pixels", ratio(jpegs.MIXED), "-"],
+        ["worst feed ratio where supply >= 1.15 x demand", worst_feed_ratio(results, jpegs.OURS), "0.99 / 0.995"],
+    ]
+    rows = [[f"JPEG of 500 x 375 to random parts: {what}", *cells] for what, *cells in rows]
+    converted = ratio(jpegs.CENTRE, of=jpegs.CONVERT, n_cpus=ours.CPUS)
+    return [*rows, ["JPEG files converted / cores x decoded by Pillow in one thread", converted, "0.9"]]
+
+
+def recsys_targets(results: Mapping[str, Any]) -> list[list[str]]:
+    feed, step = (results["warm"].get(name, {}) for name in ("feed", "step"))
+    faster = spread(compare(feed, recsys.OURS, recsys.TOARRAY), ".0f", "x")
+    ms = spread([1000 * 500 / rate for rate in speeds(feed, recsys.OURS)], ".2f", " ms")
+    steps = spread(compare(step, recsys.SPARSE_STEP, recsys.DENSE_STEP), ".2f", "x")
+    return [
+        ["500 users, feed: toarray float32 / disk tier, warm", faster, "20x"],
+        ["500 users, feed: disk tier, warm", ms, "<= 1 ms"],
+        ["Mult-VAE, whole step on a CPU: dense / disk tier", steps, "1.8x"],
+    ]
+
+
+TARGETS = {"loader": loader_targets, "encoded": encoded_targets, "recsys": recsys_targets}
+
+
+def _warm(data: Mapping[str, Any], contenders: Results) -> Table:
+    first = next(iter(contenders))
+    columns = ["contender", "rows/s", "x the first", "CPU us a row"]
     rows = []
-    for contender, result in contenders.items():
-        if "failed" in result:
-            rows.append([contender, result["failed"], *[""] * 5])
-            continue
-        cpu_s = median(1000 * each["cpu_s"] / each["rows"] for each in result["rounds"])
-        memory_gb = median(each["memory_bytes"] for each in result["rounds"]) / 1e9
-        against_h5py = _ratios(contenders, contender, _best(contenders, _is_h5py))
-        against_memcpy = _ratios(contenders, contender, MEMCPY)
-        cells = [f"{cpu_s:.3f}", f"{memory_gb:.2f}", _spread(against_h5py, ".2f"), _spread(against_memcpy, ".2f")]
-        rows.append([contender, *_speed_cells(contenders, contender, data), *cells])
-    columns = ["contender", "rows/s", "GB/s", "CPU s / 1000 rows", "memory, GB", "/ best h5py", "/ memcpy limit"]
-    return Table(f"warm, {name}: {data['n_rows']:,} rows of {shape} uint8", columns, rows, note)
-
-
-def _accelerator(name: str, results: Mapping[str, Any]) -> Table:
-    data = results["data"][name]
-    contenders = results["accelerator"][name]
-    loads = _loads(contenders)
-    rows = []
-    for contender, result in contenders.items():
-        if "failed" in result:
-            rows.append([contender, result["failed"], *[""] * (len(loads) - 1)])
+    for name, rounds in contenders.items():
+        if isinstance(rounds, str):
+            rows.append([name, rounds, "", ""])
         else:
-            rows.append([contender, *(_spread(_feed_ratios(contenders, contender, load), ".3f") for load in loads)])
+            times = spread(compare(contenders, name, first), ".3g")
+            rows.append(
+                [name, spread(speeds(contenders, name), ",.0f"), times, spread(cpu_us(contenders, name), ",.3g")]
+            )
+    note = (
+        f"Batches of {data['batch_size']} rows in host memory. Where a name says nothing else, {ours.CPUS} worker "
+        f"processes or threads of a peer, {ours.READERS} reader threads and threads of the limits. Every contender may "
+        "use every core. CPU time is that of the process and its children. Random parts of JPEG files, 8 to 100 % of "
+        "the area, become 224 x 224 pixels."
+    )
+    return Table(f"warm, {data['name']}: {_describe(data)}", columns, rows, note)
+
+
+def _accelerator(data: Mapping[str, Any], by_load: Mapping[str, Results]) -> Table:
+    rows = []
+    for name in next(iter(by_load.values())):
+        feed = feed_ratios(by_load, name)
+        rows.append([name, *(spread(values, ".3f") for values in feed.values())])
     note = (
         "Feed ratio: rows/s of a contender / rows/s of the fixed batch, in front of a device that is busy for some "
         f"time with each batch of {data['batch_size']} rows and takes no CPU time. Columns: demand of the device / "
-        "supply of our disk tier, which is measured at the start of the same round; 0.87 means a supply of 1.15 x the "
-        "demand."
+        "supply of our disk tier, which is measured just before; 0.87 means a supply of 1.15 x the demand."
     )
-    return Table(f"accelerator, {name}: feed ratio", ["contender", *loads], rows, note)
+    return Table(f"accelerator, {data['name']}: feed ratio", ["contender", *by_load], rows, note)
 
 
-def _cold(name: str, results: Mapping[str, Any]) -> Table:
-    data = results["data"][name]
-    contenders = results["cold"][name]
+def _cold(data: Mapping[str, Any], contenders: Results) -> Table:
+    columns = ["contender", "rows/s", "/ sequential read", "still cached before, maximum"]
     rows = []
-    for contender, result in contenders.items():
-        if "failed" in result:
-            rows.append([contender, result["failed"], *[""] * 3])
+    for name, rounds in contenders.items():
+        if isinstance(rounds, str):
+            rows.append([name, rounds, "", ""])
             continue
-        against_sequential = _spread(_ratios(contenders, contender, SEQUENTIAL), ".2f")
-        cached_pct = 100 * max(each["cached"] for each in result["rounds"])
-        rows.append([contender, *_speed_cells(contenders, contender, data), against_sequential, f"{cached_pct:.1f} %"])
+        cached = f"{100 * max(each['cached'] for each in rounds):.1f} %"
+        against = spread(compare(contenders, name, SEQUENTIAL), ".2f")
+        rows.append([name, spread(speeds(contenders, name), ",.0f"), against, cached])
     note = (
         "One epoch in a new process, after its files were evicted from the page cache; worker processes: "
-        f"{results['workers']}, reader threads: {results['readers']}. Below a virtual machine, the host may still hold "
-        "parts of the file, for the sequential read as well."
+        f"{ours.CPUS}, reader threads: {ours.READERS}. Below a virtual machine, the host may still hold parts of the "
+        "file, for the sequential read as well."
     )
-    columns = ["contender", "rows/s", "GB/s", "/ sequential read", "still cached before, maximum"]
-    return Table(f"cold, {name}", columns, rows, note)
+    return Table(f"cold, {data['name']}: {_describe(data)}", columns, rows, note)
 
 
-def _memory(by_data: Mapping[str, Any]) -> Table:
-    n_epochs: list[str] = next((list(result["epochs"]) for result in by_data.values() if "epochs" in result), [])
-    rows = []
-    for name, result in by_data.items():
-        if "failed" in result:
-            rows.append([name, result["failed"], *[""] * (1 + len(n_epochs))])
-        else:
-            sizes = (result["imports"], result["buffers"], *_beyond_bytes(result))
-            rows.append([name, *(f"{n_bytes / 1e6:.0f}" for n_bytes in sizes)])
-    note = (
-        "MB of anonymous and shared memory of the process of the disk tier. Beyond: neither imports nor buffers. It is "
-        "negative where an epoch has so few pools that one slot only ever holds the short last pool, so that its other "
-        "pages are never touched."
-    )
-    columns = ["data", "after imports", "size of the buffers", *(f"beyond, {n} epochs" for n in n_epochs)]
-    return Table("memory of the disk tier", columns, rows, note)
+def _describe(data: Mapping[str, Any]) -> str:
+    return f"{data['n_rows']:,} rows of {' x '.join(map(str, data['shape']))}"
 
 
-def _beyond_bytes(result: Mapping[str, Any]) -> list[float]:
-    """Memory beyond imports and buffers, after each number of epochs."""
-    return [n_bytes - result["imports"] - result["buffers"] for n_bytes in result["epochs"].values()]
+def rows_per_s(result: Mapping[str, float]) -> float:
+    return result["rows"] / result["seconds"]
 
 
-def _worst_memory(by_data: Mapping[str, Any]) -> str:
-    beyond: list[float] = []
-    for result in by_data.values():
-        if "epochs" in result:
-            beyond += _beyond_bytes(result)
-    return f"{max(beyond) / 1e6:.0f} MB" if beyond else NOT_MEASURED
+def speeds(contenders: Results, name: str | None) -> list[float]:
+    """Rows per second in each round; none if the contender did not take part or failed."""
+    rounds = contenders.get(name or "", [])
+    return [] if isinstance(rounds, str) else [rows_per_s(each) for each in rounds]
 
 
-def _worst_feed_ratio(contenders: Results) -> str:
-    """The lowest median over the rounds, among the loads up to MAX_LOAD."""
-    by_load = [_feed_ratios(contenders, OURS, load) for load in _loads(contenders) if float(load) <= MAX_LOAD]
-    return _spread(min(filter(None, by_load), key=median, default=()), ".3f")
+def cpu_us(contenders: Results, name: str) -> list[float]:
+    """CPU microseconds for each row in each round; none if the contender did not take part or failed."""
+    rounds = contenders.get(name, [])
+    return [] if isinstance(rounds, str) else [1e6 * each["cpu_s"] / each["rows"] for each in rounds]
 
 
-def _loads(contenders: Results) -> list[str]:
-    """The loads at which both our disk tier and the fixed batch were measured."""
-    if not _rounds(contenders, OURS) or not _rounds(contenders, FIXED):
-        return []
-    return [load for load in _rounds(contenders, OURS)[0] if load != "supply"]
+def compare(contenders: Results, name: str, other: str | None) -> list[float]:
+    """Speed of one contender / speed of another in each round; none if one of them was not measured."""
+    return ratios(speeds(contenders, name), speeds(contenders, other))
 
 
-def _feed_ratios(contenders: Results, contender: str, load: str) -> Values:
-    """One ratio for each round in which both were measured. A contender that failed has none."""
-    pairs = zip(_rounds(contenders, contender), _rounds(contenders, FIXED), strict=False)
-    return [speeds[load] / fixed[load] for speeds, fixed in pairs if load in speeds and load in fixed]
+def feed_ratios(by_load: Mapping[str, Results], name: str) -> dict[str, list[float]]:
+    """{load: speed of a contender / speed of the fixed batch in each round}"""
+    return {load: compare(contenders, name, FIXED) for load, contenders in by_load.items()}
 
 
-def _rounds(contenders: Results, contender: str) -> list[dict[str, float]]:
-    """The rounds of a contender: none if it did not take part or failed."""
-    return contenders.get(contender, {}).get("rounds", [])
+def against(contenders: Results, name: str, belongs: Callable[[str], bool]) -> str:
+    """A contender against the fastest one of a kind, which is named."""
+    others = [other for other in contenders if belongs(other) and speeds(contenders, other)]
+    best = max(others, key=lambda other: median(speeds(contenders, other)), default=None)
+    return f"{spread(compare(contenders, name, best), '.2f', 'x')} ({best})" if best else NOT_MEASURED
 
 
-def _speeds(contenders: Results, contender: str) -> Values:
-    """Bytes per second in each round."""
-    return [result["bytes_per_s"] for result in _rounds(contenders, contender)]
+def worst_feed_ratio(results: Mapping[str, Any], name: str) -> str:
+    """The feed ratio at the worst of the loads that count."""
+    by_load = next(iter(results["accelerator"].values()), {})
+    counted = [values for load, values in feed_ratios(by_load, name).items() if float(load) <= MAX_LOAD and values]
+    return spread(min(counted, key=median, default=[]), ".3f")
 
 
-def _speed_cells(contenders: Results, contender: str, data: Mapping[str, Any]) -> list[str]:
-    """The cells of rows/s and GB/s."""
-    speeds = _speeds(contenders, contender)
-    return [_spread([speed / data["row_bytes"] for speed in speeds], ",.0f"), f"{median(speeds) / 1e9:.2f}"]
-
-
-def _best(contenders: Results, belongs: Callable[[str], bool]) -> str | None:
-    """The contender of a kind with the highest median speed."""
-    names = [name for name in contenders if belongs(name) and _speeds(contenders, name)]
-    return max(names, key=lambda name: median(_speeds(contenders, name)), default=None)
-
-
-def _is_h5py(name: str) -> bool:
+def is_h5py(name: str) -> bool:
     return name.startswith("h5py")
-
-
-def _is_peer(name: str) -> bool:
-    return name in PEERS
-
-
-def _ratios(contenders: Results, contender: str, other: str | None) -> Values:
-    """Speed of one contender / speed of another in each round; empty if one of them was not measured."""
-    speeds = _speeds(contenders, contender)
-    other_speeds = _speeds(contenders, other) if other else []
-    return ratios(speeds, other_speeds) if speeds and other_speeds else []
-
-
-def _against(contenders: Results, belongs: Callable[[str], bool]) -> str:
-    """Our disk tier against the fastest contender of a kind, with its name."""
-    other = _best(contenders, belongs)
-    times_faster = _ratios(contenders, OURS, other)
-    return f"{_spread(times_faster, '.2f', 'x')} ({other})" if times_faster else NOT_MEASURED
-
-
-def _spread(values: Values, form: str, unit: str = "") -> str:
-    """`publish.spread` of what may not have been measured."""
-    return spread(values, form, unit) if values else NOT_MEASURED

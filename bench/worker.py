@@ -4,13 +4,12 @@ processes.py starts it with the Python of this environment, or with that of the 
 others are measured.
 """
 
-import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ Stream = Iterator[Any]
 """Batches, and None where an epoch ends."""
 
 
-def endless(contender: Any) -> Stream:
+def endless(contender: peers.Contender) -> Stream:
     """All epochs in one stream, so that a pause between two measurements does not restart an epoch."""
     for number in count():
         yield from contender.epoch(number)
@@ -54,7 +53,7 @@ def advance(stream: Stream, min_s: float, max_s: float) -> int:
     for batch in stream:
         elapsed_s = time.perf_counter() - t0
         if batch is not None:
-            n_rows += len(batch[1])
+            n_rows += len(batch[0])
         if elapsed_s >= max_s or (batch is None and elapsed_s >= min_s):
             break
     return n_rows
@@ -73,8 +72,7 @@ def run(stream: Stream, lead_s: list[float] | None, span_s: list[float], step_s:
     cpu_before_s = cpu_s()
     t0 = time.perf_counter()
     n_rows = advance(stream, *span_s)
-    seconds = time.perf_counter() - t0
-    return {"rows": n_rows, "seconds": seconds, "cpu_s": cpu_s() - cpu_before_s, "memory_bytes": _memory_bytes()}
+    return {"rows": n_rows, "seconds": time.perf_counter() - t0, "cpu_s": cpu_s() - cpu_before_s}
 
 
 def check(stream: Stream, shape: tuple[int, ...], max_s: float) -> dict[str, int]:
@@ -87,8 +85,7 @@ def check(stream: Stream, shape: tuple[int, ...], max_s: float) -> dict[str, int
     for batch in stream:
         if batch is None or time.perf_counter() - t0 > max_s:
             break
-        images = np.asarray(batch[0])
-        labels = np.asarray(batch[1])
+        images, labels = map(np.asarray, batch)
         if images.dtype != np.uint8 or images.shape != (len(labels), *shape[1:]):
             raise ValueError(f"a batch is {images.dtype} {images.shape}")
         row_ids = np.ascontiguousarray(images.reshape(len(images), -1)[:, :4]).view("<u4")[:, 0]
@@ -102,61 +99,40 @@ def check(stream: Stream, shape: tuple[int, ...], max_s: float) -> dict[str, int
     return {"checked_rows": int(seen.sum())}
 
 
-def _process_tree() -> Iterator[psutil.Process]:
-    process = psutil.Process()
-    yield process
-    yield from process.children(recursive=True)
-
-
 def cpu_s() -> float:
     """CPU seconds of this process and of all its descendants, including those that have ended."""
+    process = psutil.Process()
     total_s = 0.0
-    for process in _process_tree():
+    for each in (process, *process.children(recursive=True)):
         try:
-            total_s += sum(process.cpu_times()[:4])  # user, system, and both of the children that were waited for
+            total_s += sum(each.cpu_times()[:4])  # user, system, and both of the children that were waited for
         except psutil.NoSuchProcess:
             continue
     return total_s
 
 
-def _memory_bytes() -> int:
-    """Anonymous and shared memory of this process and its descendants; shared pages are split among them.
+MODULES = ("peers", "jpegs", "contenders", "layouts", "idle", "recsys")
+"""Where contenders are. The peers' environment has the packages that the first two need, not those of the others."""
 
-    Pages of mapped files are not counted: they belong to the page cache, which shrinks when memory is needed.
-    """
-    n_bytes = 0
-    for process in _process_tree():
-        try:
-            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        except (OSError, psutil.NoSuchProcess):
-            continue
-        sizes = {name: text for name, _, text in (line.partition(":") for line in lines)}
-        for name in ("Pss_Anon", "Pss_Shmem"):
-            n_bytes += int(sizes[name].split()[0]) << 10
-    return n_bytes
+
+def find(name: str) -> Callable[[peers.Task], peers.Contender]:
+    """What makes the contender of this name."""
+    for module in MODULES:
+        if make := import_module(module).CONTENDERS.get(name):
+            return make
+    raise KeyError(name)
 
 
 class Worker:
     """A contender and the commands that it understands: each public method is one."""
 
     def __init__(self, name: str, task: peers.Task) -> None:
-        if name in peers.PEERS:
-            make = peers.PEERS[name]
-        elif (task.folder / "jpegs").exists():
-            import jpegs
-
-            make = partial(jpegs.Contender, name)
-        else:
-            from contenders import CONTENDERS  # imports torch and this project, which the peers' environment lacks
-
-            make = CONTENDERS[name]
         self.h5 = task.h5
-        self.imports_bytes = _memory_bytes()
-        self.contender: Any = make(task)
+        self.contender = find(name)(task)
         self.stream = endless(self.contender)
 
     def files(self) -> dict[str, Any]:
-        return {"files": [str(path) for path in self.contender.files()]}
+        return {"files": [str(path) for path in self.contender.files]}
 
     def check(self, max_s: float) -> dict[str, int]:
         return check(self.stream, peers.shape_of(self.h5), max_s)
@@ -164,28 +140,17 @@ class Worker:
     def run(self, lead_s: list[float] | None, span_s: list[float], step_s: float) -> dict[str, float]:
         return run(self.stream, lead_s, span_s, step_s)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes now, bytes before the contender was made, and bytes of its buffers, which only this project knows."""
-        return {"now": _memory_bytes(), "imports": self.imports_bytes, "buffers": self.contender.buffer_bytes}
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("h5", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("batch_size", type=int)
-    parser.add_argument("n_workers", type=int)
-    parser.add_argument("seed", type=int)
-    args = parser.parse_args()
-    task = peers.Task(args.h5, args.folder, args.batch_size, args.n_workers, args.seed)
+    name, h5, folder, *numbers = sys.argv[1:]
+    task = peers.Task(Path(h5), Path(folder), *map(int, numbers))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints goes to the log
     worker: Worker | None = None
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            worker = worker or Worker(args.name, task)
+            worker = worker or Worker(name, task)
             answer = getattr(worker, command.pop("do"))(**command)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "absent": isinstance(error, ImportError)}

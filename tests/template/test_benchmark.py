@@ -1,64 +1,71 @@
-"""The benchmark of the loaders: contenders deliver the rows of the file, and the numbers on a page fit together."""
+"""The benchmarks: contenders deliver the rows of the file, numbers follow their formulas, and each command runs."""
 
+import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
+import contenders
 import data
+import gpu
+import jpegs
 import layouts
+import numpy as np
+import order
 import processes
+import publish
+import pytest
 import tables
 import worker
-from contenders import CONTENDERS, FIXED, H5PY, MEMCPY, OURS, SEQUENTIAL, FastGpu
-from files import open_rows
-from peers import Task
+from contenders import H5PY, MEMCPY, OURS
+from data import DataSpec
+from peers import FIXED, Task, fixed_batch
 
-TINY = data.DataSpec("tiny", 1800, (3, 8, 9), 32)  # blocks of 7 rows, the last one is short
+from fastgpu.rows.order import BlockSampler, Shard
+
+TINY = DataSpec("tiny", 1800, (3, 8, 9), 32)
+TABLE = publish.Table("targets", ["what", "measured", "required / goal"], [["a|b", "0.5", "0.9"]], "A note.")
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> data.DataSpec:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSpec:
     monkeypatch.setattr(data, "FOLDER", tmp_path)
     data.make(TINY)
     return TINY
 
 
-def test_blocks_are_short_at_the_end_of_the_tiny_file(tiny: data.DataSpec) -> None:
-    assert open_rows(tiny.h5).block_rows.tolist() == [7] * 257 + [1]
+def task_of(spec: DataSpec) -> Task:
+    return Task(spec.h5, spec.folder, spec.batch_size, n_workers=1, seed=0)
+
+
+# ---------------------------------------------------------------------------------------------- contenders
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CONTENDERS if name != FIXED])
-def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: data.DataSpec) -> None:
-    contender = CONTENDERS[name](Task(tiny.h5, tiny.folder, tiny.batch_size, n_workers=1, seed=0))
+@pytest.mark.parametrize("name", [*contenders.CONTENDERS, *layouts.CONTENDERS])
+def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: DataSpec) -> None:
+    contender = worker.find(name)(task_of(tiny))
     stream = worker.endless(contender)
     checked = worker.check(stream, (tiny.n_rows, *tiny.shape), 60)
     assert checked["checked_rows"] == tiny.n_rows // tiny.batch_size * tiny.batch_size
     assert worker.check(stream, (tiny.n_rows, *tiny.shape), 60) == checked
-    assert all(path.is_file() for path in contender.files())
+    assert all(path.is_file() for path in contender.files)
 
 
-def test_every_layout_is_written_and_read(tmp_path: Path) -> None:
-    spec = data.DataSpec("cifar", 700, (3, 32, 32), 64)
-    expected = layouts.pictures(spec.n_rows, spec.shape)
-    for number, (name, options) in enumerate(layouts.layouts(spec).items()):
-        path = tmp_path / f"{number}.h5"
-        layouts.write(path, expected, options)
-        reader = FastGpu(Task(path, tmp_path, spec.batch_size, n_workers=0, seed=0))
-        seen = set()
-        for images, labels in reader.epoch(0):
-            row_ids = labels.numpy()
-            np.testing.assert_array_equal(images.numpy(), expected[row_ids], err_msg=name)
-            seen.update(row_ids.tolist())
-        reader.feed.close()
-        assert len(seen) == 700 // 64 * 64, name
+@pytest.mark.slow
+def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    spec = DataSpec("jpeg", 20, (3, 48, 64), 8)
+    data.make_jpegs(spec)
+    for name in (jpegs.OURS, jpegs.PILLOW, jpegs.BARE, "DataLoader + simplejpeg"):
+        batches = [images for (images,) in jpegs.CONTENDERS[name](task_of(spec)).epoch(0)]
+        assert [len(images) for images in batches] == [8, 8], name
+        assert {(tuple(image.shape), str(image.dtype)) for images in batches for image in images} == {
+            ((3, 224, 224), "torch.uint8")
+        }
 
 
 def test_the_check_finds_each_kind_of_error() -> None:
@@ -67,96 +74,171 @@ def test_the_check_finds_each_kind_of_error() -> None:
     labels = np.arange(4)
     shape = (4, 1, 2, 2)
     assert worker.check(iter([(images, labels), None]), shape, 60) == {"checked_rows": 4}
-    with pytest.raises(ValueError, match="the label of another image"):
-        worker.check(iter([(images, labels[::-1]), None]), shape, 60)
-    with pytest.raises(ValueError, match="twice"):
-        worker.check(iter([(images, labels), (images, labels), None]), shape, 60)
-    with pytest.raises(ValueError, match="float"):
-        worker.check(iter([(images.astype(float), labels), None]), shape, 60)
-    with pytest.raises(ValueError, match="no rows"):
-        worker.check(iter([None]), shape, 60)
+    wrong: dict[str, list[Any]] = {
+        "the label of another image": [(images, labels[::-1])],
+        "twice": [(images, labels), (images, labels)],
+        "float": [(images.astype(float), labels)],
+        "no rows": [],
+    }
+    for message, batches in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            worker.check(iter([*batches, None]), shape, 60)
 
 
 def test_a_span_ends_with_an_epoch_or_at_its_cap() -> None:
-    epochs = iter([(None, [0] * 3), (None, [0] * 3), None, (None, [0] * 5), None])
-    assert worker.advance(epochs, 0, 60) == 6
-    assert worker.advance(epochs, 60, 0) == 5
+    batch = np.zeros((5, 1)), np.arange(5)
+    stream = itertools.cycle([batch, batch, None])
+    assert worker.advance(stream, 0, 60) == 10
+    assert worker.advance(stream, 0, 0) == 5
+    assert worker.advance(stream, 60, 0) == 5
 
 
-@pytest.mark.slow
-def test_a_contender_that_fails_says_why(tiny: data.DataSpec) -> None:
-    with processes.Process("nobody", tiny, n_workers=1, is_peer=False) as process:
-        with pytest.raises(processes.ContenderError, match="failed: KeyError: 'nobody'"):
-            process.ask("files", 60)
-        process.popen.kill()
-        with pytest.raises(processes.ContenderError, match="ended with status -9"):
-            process.ask("files", 60)
-    with (
-        processes.Process(OURS, tiny, n_workers=1, is_peer=False) as process,
-        pytest.raises(processes.ContenderError, match="no answer to 'files'"),
-    ):
-        process.ask("files", 0)
+def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    stream = fixed_batch(Task(Path(), Path(), 4, 1, 0)).epoch(0)
+    assert len(list(worker.paced(iter(stream), 0.5))) == 10
+    assert now[0] == pytest.approx(9 * 0.5)  # the last step has begun
+
+
+def test_a_process_answers_and_says_what_went_wrong(tiny: DataSpec) -> None:
+    with processes.Process(OURS, tiny, n_workers=1, is_peer=False) as process:
+        assert process.ask("files", 60)["files"] == [str(tiny.h5)]
+        with pytest.raises(publish.FailedError, match="failed: TypeError"):
+            process.ask("check", 60)
+        with pytest.raises(publish.FailedError, match="no answer to 'run'"):
+            process.ask("run", 0, lead_s=None, span_s=[1, 1], step_s=0)
     assert process.popen.poll() is not None
 
 
-def test_evicted_files_are_not_in_the_page_cache(tiny: data.DataSpec) -> None:
+def test_evicted_files_are_not_in_the_page_cache(tiny: DataSpec) -> None:
     assert processes.make_cold([tiny.h5]) <= 1
     with processes.kept_warm([tiny.h5]):
         pages = -(-tiny.h5.stat().st_size // processes.mmap.PAGESIZE)
-        assert processes._resident_bytes(tiny.h5) == pages * processes.mmap.PAGESIZE
+        assert processes.cached_bytes(tiny.h5) == pages * processes.mmap.PAGESIZE
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def test_turns_are_taken_and_a_failure_ends_those_of_one_way() -> None:
+    seen = []
+
+    def fail() -> str:
+        seen.append("bad")
+        raise publish.FailedError("why")
+
+    results = publish.take_turns(
+        "title", {"a": lambda: seen.append("a"), "bad": fail, "b": lambda: seen.append("b")}, 2
+    )
+    assert seen == ["a", "bad", "b", "b", "a"]
+    assert results == {"a": [None, None], "bad": "why", "b": [None, None]}
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    def rounds(*speeds: float) -> dict[str, Any]:
-        return {"rounds": [{"bytes_per_s": speed, "rows": 1, "cpu_s": 1, "memory_bytes": 1} for speed in speeds]}
+    def rounds(*speeds: float) -> list[dict[str, float]]:
+        return [{"rows": speed, "seconds": 1, "cpu_s": 1} for speed in speeds]
 
-    celeba = {OURS: rounds(4e9, 8e9, 9e9), H5PY: rounds(2e9, 2e9, 3e9), "spdl": {"failed": "not installable: no"}}
-    spec = data.QUICK[0]._asdict() | {"row_bytes": data.QUICK[0].row_bytes}
-    results = {"data": {"celeba": spec}, "workers": 2, "readers": 4, "warm": {"celeba": celeba}}
-    page = tables.tables(results | {"accelerator": {}, "cold": {}, "memory": {}})
+    celeba = {OURS: rounds(4, 8, 9), H5PY: rounds(2, 2, 3), MEMCPY: rounds(8, 8, 9), "spdl": "not installable: no"}
+    by_load = {load: {OURS: rounds(9, 9), FIXED: rounds(10, 20)} for load in ("0.87", "2.00")}
+    spec = data.QUICK[0]._asdict()
+    results = {"data": {"celeba": spec}, "warm": {"celeba": celeba}, "accelerator": {"celeba": by_load}, "cold": {}}
+    page = tables.tables("loader", results)
     cells = {row[0]: row[1] for row in page[0].rows}
-    assert cells.pop("CelebA rows, warm: disk tier / best h5py + DataLoader") == f"3.00x [2.00-4.00] ({H5PY})"
-    assert set(cells.values()) == {"not measured"}
-    assert page[1].rows[2][:2] == ["spdl", "not installable: no"]
-    assert {len(row) for table in page for row in table.rows} == {3, 7}
+    assert cells["CelebA rows, warm: disk tier / best h5py + DataLoader"] == f"3.00x [2.00-4.00] ({H5PY})"
+    assert cells["CelebA rows, warm: disk tier / best peer"] == "not measured"
+    assert cells["worst feed ratio where supply >= 1.15 x demand"] == "0.675 [0.450-0.900]"
+    assert page[1].rows[3][:2] == ["spdl", "not installable: no"]
+    contenders_of_gpu = {gpu.FIXED: [{"steps_per_s": 10}, {"steps_per_s": 20}], "disk tier": [{"steps_per_s": 9}] * 2}
+    assert gpu.feed_ratios(contenders_of_gpu, "disk tier") == [0.9, 0.45]
+
+
+def test_chi2_is_that_of_its_formula() -> None:
+    labels = np.random.default_rng(0).integers(0, 5, 103)
+    slow = []
+    for start in range(0, 100, 20):
+        counts = [int((labels[start : start + 20] == k).sum()) for k in range(5)]
+        slow.append(sum((n - 4) ** 2 / 4 for n in counts) / 4)
+    assert order.chi2_per_df(labels, 20, 5) == pytest.approx(np.mean(slow))
+
+
+def test_batch_mates_are_counted_pair_by_pair() -> None:
+    rng = np.random.default_rng(0)
+    n_rows = 24
+    epochs = [rng.permutation(n_rows)[:20] for _ in range(2)]  # four rows are left out of each epoch
+    groups = [{row: place // 5 for place, row in enumerate(epoch.tolist())} for epoch in epochs]
+    pairs = list(itertools.combinations(sorted(groups[0].keys() & groups[1].keys()), 2))
+    first, second = ({(a, b) for a, b in pairs if group[a] == group[b]} for group in groups)
+    expected = len(first & second) / len(first) / (len(second) / len(pairs))
+    assert order.mates_again(*epochs, 5, n_rows) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
+    *pools, full = order.qualities(order.QUICK[0], 16, (1, 8, 128))
+    for result in (*pools, full):
+        assert result["chi2_random"] == pytest.approx(1, abs=0.08)
+    assert full["chi2_sorted"] == pytest.approx(1, abs=0.08)
+    assert full["mates_again"] == pytest.approx(1, abs=0.08)
+    sizes = [result["chi2_sorted"] for result in pools]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [result["pool_batches"] for result in pools if result["is_auto"]] == [128]
+    small = order.QUICK[0]
+    sampler = BlockSampler(small.block_rows, 16, shard=Shard(canonical_ranks=8), pool_batches=4)
+    assert sorted(order.epoch_rows(sampler, 3).tolist()) == list(range(small.n_rows))
+
+
+# ---------------------------------------------------------------------------------------------- pages
+
+
+def test_a_result_is_written_as_a_page_and_as_json_of_one_line(tmp_path: Path) -> None:
+    page = publish.write("loader", [TABLE], {"rates": [1.5, 2]}, "python bench/x.py", folder=tmp_path)
+    (line,) = page.with_suffix(".json").read_text().splitlines()
+    content = json.loads(line)
+    assert page.stem.endswith(content["machine"]["date"][:7].replace("-", ""))
+    assert content["command"] == "python bench/x.py"
+    assert content["data"] == {"rates": [1.5, 2]}
+    assert [publish.Table(**table) for table in content["tables"]] == [TABLE]
+    text = page.read_text()
+    for part in ("# loader\n", "`python bench/x.py`", "## targets\n", "| a\\|b | 0.5 | 0.9 |\n", "\nA note.\n"):
+        assert part in text
+    assert all(value in text for value in content["machine"].values())
+
+
+def test_the_readme_shows_the_newest_result_of_each_kind(tmp_path: Path) -> None:
+    other = publish.Table("other", ["x"], [["hidden"]])
+    results = (("gpu", "2026-01-02", "1"), ("loader", "2026-02-01", "2"), ("loader", "2026-01-31", "3"))
+    for what, date, measured in results:
+        table = TABLE._replace(rows=[[what, measured, "9"]])
+        content = {"machine": {"date": date}, "tables": [table._asdict(), other._asdict()]}
+        (tmp_path / f"{what}_{date}.json").write_text(json.dumps(content))
+    assert publish.targets(tmp_path).splitlines()[2:] == [
+        "| loader | 2 | 9 | [loader_2026-02-01](results/loader_2026-02-01.md) |",
+        "| gpu | 1 | 9 | [gpu_2026-01-02](results/gpu_2026-01-02.md) |",
+    ]
+    text = publish.README.read_text()
+    assert publish.insert(text, publish.targets()) == text, "run python bench/publish.py"
+
+
+COMMANDS = [
+    *(f"run.py {suite}" for suite in ("loader --peers", "encoded", "layouts", "idle", "recsys")),
+    "gpu.py --device cpu --seconds 0.1",
+    "order.py",
+    "start.py",
+]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_run_writes_numbers_that_fit_together(template: Path) -> None:
-    command = [sys.executable, "bench/run.py", "--quick", "--rounds", "1", "--peers", "grain", "--contenders"]
-    command += [OURS, H5PY, MEMCPY, FIXED]
-    done = subprocess.run(command, cwd=template, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_benchmark_runs_on_small_data(command: str, tmp_path: Path, template: Path) -> None:
+    words = [*command.split(), "--quick", "--rounds", "1", "--out", str(tmp_path)]
+    words[0] = f"bench/{words[0]}"
+    done = subprocess.run([sys.executable, *words], cwd=template, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    page = Path(done.stdout.strip())
-    assert page.name.startswith("loader-part_")
-    content = json.loads(page.with_suffix(".json").read_text())
-    for table in content["tables"]:
-        assert table["title"] in page.read_text()
+    (page,) = tmp_path.glob("*.json")
+    for table in json.loads(page.read_text())["tables"]:
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
-    results = content["data"]
-    for name, spec in results["data"].items():
-        contenders = results["warm"][name]
-        assert set(contenders) == {OURS, H5PY, MEMCPY, "grain"}
-        assert contenders.pop("grain")["failed"].startswith("not installable: bench/.venv-peers is not there")
-        for contender in contenders.values():
-            assert contender["checked_rows"] % spec["batch_size"] == 0
-            for result in contender["rounds"]:
-                assert result["rows"] > 0
-                assert result["rows"] % spec["batch_size"] == 0
-                assert result["bytes_per_s"] == pytest.approx(result["rows"] * spec["row_bytes"] / result["seconds"])
-                assert result["cpu_s"] >= 0
-    paced = results["accelerator"]["celeba"]
-    ours = paced[OURS]["rounds"][0]
-    fixed = paced[FIXED]["rounds"][0]
-    assert set(ours) == set(fixed)
-    supply = fixed.pop("supply")
-    for load, rows_per_s in fixed.items():  # the fixed batch is as fast as the simulated device, and not faster
-        assert rows_per_s < 1.1 * float(load) * supply
-    cold = results["cold"]["celeba"]
-    assert set(cold) == {SEQUENTIAL, OURS, H5PY, "grain"}
-    assert all(result["cached"] <= 1 for result in cold[OURS]["rounds"])
-    assert set(results["memory"]) == {"celeba", "cifar"}
-    cells = {row[0]: row[1] for row in content["tables"][0]["rows"]}
-    assert cells["worst feed ratio where supply >= 1.15 x demand"] != "not measured"
-    assert cells["host memory of the disk tier beyond its buffers"].endswith(" MB")
+        for row in table["rows"]:
+            assert "failed" not in row[1], row
