@@ -18,7 +18,7 @@ CLASSES = Groups(tuple("abcdefg"), (1,) * 7, np.minimum(np.arange(30), 6), False
         (12, None, "batches: 4 rows over all ranks, 4 on each; 10 batches in a pool; 1 canonical ranks; "),
         (1011, None, "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch"),
         (10, SOURCES, "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)"),
-        (30, CLASSES, "each epoch: 28 rows, 4 to 4 of each of 7 classes (0.167 to 4 passes)"),
+        (30, CLASSES, "each epoch: 4 rows of a (4 passes), 4 rows of b (4 passes), "),
     ],
     ids=["all rows", "a rest", "sources at weights", "classes"],
 )

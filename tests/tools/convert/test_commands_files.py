@@ -120,8 +120,6 @@ def test_repack_reads_a_dataset_of_the_users_own(tmp_path, convert):
     )
     refused = convert("dataset", "own:Table", "60", "table.h5")
     assert " have x, y; data.fields (--fields of convert.py) names images, labels: name what" in refused.stderr
-        " have x, y; data.fields (--fields of convert.py) names images, labels: name what they have" in refused.stderr
-    )
     assert convert("dataset", "own:Table", "60", "table.h5", "--fields", "x=x", "y=y").returncode == 0
     with h5py.File(tmp_path / "new.h5") as file:
         labels = file["labels"][:]
