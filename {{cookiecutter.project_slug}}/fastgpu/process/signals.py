@@ -123,15 +123,15 @@ def end_with_launcher(launch: Launch) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent and not _is_reaper(parent):
+    while os.getppid() == parent and not _has_adopted(parent):
         time.sleep(PARENT_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_S)
     os._exit(128 + signal.SIGTERM)
 
 
-def _is_reaper(parent: int) -> bool:
-    """Whether the parent has adopted this process: torchrun died first. In a container, process 1 may be torchrun."""
+def _has_adopted(parent: int) -> bool:
+    """Whether torchrun died before this process looked at its parent. In a container, process 1 may be torchrun."""
     with suppress(OSError):
         return parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     return False
