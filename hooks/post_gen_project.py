@@ -24,7 +24,7 @@ KEEP = [
     ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
     ({"workload": ["images", "both"]}, "configs/csv-images.yaml configs/imagenet.yaml"),
     ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
-    ({"workload": ["images", "both"]}, "fastgpu/convert/images fastgpu/predict/image_inputs.py"),
+    ({"workload": ["images", "both"]}, "fastgpu/convert/images"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
     ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys fastgpu/training/ranking.py"),
 ]

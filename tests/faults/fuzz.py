@@ -53,8 +53,9 @@ from torch import nn
 
 import workloads
 from fastgpu.convert.writer import Writer
-from fastgpu.predict.inputs import make_order, open_inputs, open_pools
-from fastgpu.predict.model import load_model, make_rows
+from fastgpu.predict.export import make_rows
+from fastgpu.predict.inputs import open_inputs, open_pools
+from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import exit_with_message
 from fastgpu.rows.contract import Dataset
@@ -167,7 +168,7 @@ def new_state() -> dict[str, Any]:
 def digest(source: Dataset) -> str:
     """SHA-256 of all rows, read in the order of the source as pools on a device."""
     hashes = {name: hashlib.sha256(str((field.dtype, field.shape)).encode()) for name, field in source.fields.items()}
-    with open_pools(source, make_order(source, 16), ALONE.device) as pools:
+    with open_pools(source, 16, ALONE.device) as pools:
         for pool in pools:
             columns: Mapping[str, Any] = pool.rows.slice(0, pool.plan.n_real_rows).numpy()
             for name, column in columns.items():
@@ -190,8 +191,8 @@ def read_config(words: str = "") -> None:
 
 
 def read_inputs() -> str:
-    card = {"fields": {"x": {"dataset": "x"}}, "attributes": {}}
-    return digest(open_inputs(["y.npz"], card, {"x": Field(np.dtype(np.float32), (6,))}, "stop").source)
+    x = {"dtype": "float32", "shape": [6], "is_ragged": False, "n_items": None, "dataset": "x"}
+    return digest(open_inputs(["y.npz"], {"fields": {"x": x}, "attributes": {}}, ["x"]))
 
 
 def read_checkpoint() -> str:
@@ -204,8 +205,7 @@ def read_checkpoint() -> str:
 
 def read_model() -> str:
     trained = load_model(SAVED)
-    rows = make_rows({name: trained.fields[name] for name in trained.workload.inputs}, 2)
-    trained.workload.predict(trained.model, rows)
+    trained.workload.predict(trained.model, make_rows(trained, 2))
     return str([value.tolist() for value in trained.model.state_dict().values()]) + json.dumps(trained.card)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from train import train_step
 
 from fastgpu.feed.tiers import Placement, make_feed
-from fastgpu.predict.output import best_of
+from fastgpu.predict.output import to_columns
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
@@ -237,12 +237,12 @@ def test_predictions_are_the_best_items_that_a_user_does_not_have(write_users):
     users = [[3, 5, 7], [], list(range(ITEMS - 4))]
     rows = rows_of(users)
     logits_BI, _ = model(rows["items"].values, rows["items"].offsets)
-    predicted = best_of(workload.predict(model, rows), None)
-    assert predicted["items"].shape == predicted["scores"].shape == (3, 10)
+    predicted = to_columns(workload.predict(model, rows), {}, None, every=False)
+    assert np.shape(predicted["items"]) == np.shape(predicted["scores"]) == (3, 10)
     for row, user in enumerate(users):
         others = [item for item in logits_BI[row].argsort(descending=True).tolist() if item not in user][:10]
-        assert predicted["items"][row].tolist() == others + [-1] * (10 - len(others))
-        torch.testing.assert_close(predicted["scores"][row, : len(others)], logits_BI[row, others])
+        assert predicted["items"][row] == others + [-1] * (10 - len(others))
+        torch.testing.assert_close(torch.tensor(predicted["scores"][row][: len(others)]), logits_BI[row, others])
 
 
 def test_rows_of_another_kind_are_one_line(write_users):

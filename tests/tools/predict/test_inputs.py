@@ -1,79 +1,157 @@
+"""HDF5 files, arrays and image files as rows to predict."""
+
 import h5py
 import numpy as np
 import pytest
-from harness import ALONE, is_ragged, numbered, numbers_of
+import scipy.sparse
+from harness import ALONE, is_ragged, numbered, numbers_of, read_rows
+from PIL import Image
 
-from fastgpu.predict.inputs import make_order, open_inputs, open_pools
+from fastgpu.images.column import ImageDecoder
+from fastgpu.images.files import Preprocessing
+from fastgpu.predict.inputs import open_inputs, open_pools
 from fastgpu.process.launch import UserError
-from fastgpu.rows.rows import Field
+from fastgpu.storage.store import open_store
 
-FIELDS = {"x": Field(np.dtype(np.uint8), (1, 4, 2))}
-CARD = {"fields": {"x": {"dataset": "images"}}, "attributes": {}}
+RNG = np.random.default_rng(0)
 
 
-def read(inputs):
-    """(numbers that the rows carry, their row numbers)"""
-    order = make_order(inputs.source, 8)
-    numbers, row_ids = [], []
-    with open_pools(inputs.source, order, ALONE.device) as pools:
-        for plan, rows in pools:
-            numbers += numbers_of(rows["x"][: plan.n_real_rows])
-            row_ids += plan.row_ids[: plan.n_real_rows].tolist()
-    return numbers, row_ids
+def card(name="x", dtype="uint8", shape=(1, 4, 2), n_items=None, dataset=None, **attributes):
+    """A model.json of one field."""
+    field = {"dtype": dtype, "shape": shape, "is_ragged": n_items is not None, "n_items": n_items}
+    return {"fields": {name: field | {"dataset": dataset or name}}, "attributes": attributes}
+
+
+def color(side=6, **attributes):
+    return card("images", shape=(3, side, side), **attributes)
+
+
+def read(source, name="x"):
+    with open_pools(source, 4, ALONE.device) as pools:
+        return np.concatenate([rows[name][: plan.n_real_rows].numpy().copy() for plan, rows in pools])
 
 
 def test_rows_come_in_the_order_of_the_files(write):
     paths = [write(20, name="a.h5"), write(15, name="b.h5", start=20)]
-    numbers, row_ids = read(open_inputs(paths, CARD, FIELDS, "stop"))
-    assert numbers == row_ids == list(range(35))
-
-
-def test_a_dataset_has_the_name_that_it_had_in_training_or_that_of_its_field(tmp_path):
-    for name in ("images", "x"):
-        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
-            file[name] = numbered(5)
-        assert read(open_inputs([str(tmp_path / f"{name}.h5")], CARD, FIELDS, "stop"))[0] == [0, 1, 2, 3, 4]
+    assert numbers_of(read(open_inputs(paths, card(dataset="images"), ["x"]))) == list(range(35))
 
 
 def test_single_whole_numbers_may_have_another_size(tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
+    path = str(tmp_path / "x.h5")
+    with h5py.File(path, "w") as file:
         file["y"] = np.arange(5, dtype=np.uint8)
         file["x"] = np.zeros((5, 2), np.uint16)
-    fields = {"y": Field(np.dtype(np.int64), ()), "x": Field(np.dtype(np.uint8), (2,))}
-    card = {"fields": {"y": {"dataset": "y"}, "x": {"dataset": "x"}}, "attributes": {}}
-    open_inputs([str(tmp_path / "x.h5")], card, {"y": fields["y"]}, "stop")
+    open_inputs([path], card("y", "int64", ()), ["y"])
     with pytest.raises(UserError, match=r"x is uint16 \(N, 2\); the model was trained on uint8 \(N, 2\)"):
-        open_inputs([str(tmp_path / "x.h5")], card, fields, "stop")
+        open_inputs([path], card(shape=(2,)), ["x"])
 
 
 def test_ragged_rows(write_ragged):
-    fields = {"items": Field(np.dtype(np.int32), (), 2.0, 1000)}
-    card = {"fields": {"items": {"dataset": "items"}}, "attributes": {}}
-    source = open_inputs([write_ragged(50)], card, fields, "stop").source
-    order = make_order(source, 50)
-    with open_pools(source, order, ALONE.device) as pools:
+    source = open_inputs([write_ragged(50)], card("items", "int32", (), 1000), ["items"])
+    with open_pools(source, 50, ALONE.device) as pools:
         assert is_ragged(next(pools).rows["items"], range(50))
-    fewer = {"items": fields["items"]._replace(n_items=60)}
-    with pytest.raises(
-        UserError,
-        match=r"items is int32 \(N, any number\) below 1000; .* trained on .* below 60; .* matrix\[:, item_ids\]",
-    ):
-        open_inputs([write_ragged(50)], card, fewer, "stop")
+    with pytest.raises(UserError, match=r"below 1000; the model was trained on .* below 60; its columns .* item_ids"):
+        open_inputs([write_ragged(50)], card("items", "int32", (), 60), ["items"])
 
 
 def test_array_files(tmp_path):
     np.save(tmp_path / "x.npy", numbered(9))
     np.savez(tmp_path / "x.npz", x=numbered(9), other=np.zeros(2))
     for name in ("x.npy", "x.npz"):
-        assert read(open_inputs([str(tmp_path / name)], CARD, FIELDS, "stop"))[0] == list(range(9))
+        assert numbers_of(read(open_inputs([str(tmp_path / name)], card(), ["x"]))) == list(range(9))
     np.savez(tmp_path / "y.npz", y=numbered(9))
+    np.savez(tmp_path / "few.npz", x=numbered(9), id=np.zeros(8))
+    np.save(tmp_path / "none.npy", numbered(0))
+    np.save(tmp_path / "objects.npy", np.array([None, {}]))
     (tmp_path / "z.npy").write_text("no array")
     (tmp_path / "z.npz").write_bytes((tmp_path / "x.npz").read_bytes().replace(numbered(9).tobytes(), bytes(72)))
-    for names, message in (
-        (["y.npz"], "y.npz: x is missing; it has y"),
-        (["z.npy"], "z.npy is not a file of NumPy arrays of numbers"),
-        (["z.npz"], "z.npz is not a file of NumPy arrays of numbers: Bad CRC-32"),
-        (["x.npy", "x.npy"], "INPUT is 2 array files; give one"),
+    scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye_array(9, format="csr"))
+    for names, fields, message in (
+        (["y.npz"], ["x"], "y.npz: x is missing; it has y"),
+        (["m.npz"], ["x"], "m.npz: x is missing; it has .*indptr"),
+        (["z.npy"], ["x"], "z.npy is not a file of NumPy arrays of numbers"),
+        (["z.npz"], ["x"], "z.npz is not a file of NumPy arrays of numbers: Bad CRC-32"),
+        (["gone.npy"], ["x"], "gone.npy is not a file of NumPy arrays of numbers: .*No such file"),
+        (["objects.npy"], ["x"], "objects.npy is not a file of NumPy arrays of numbers"),
+        (["none.npy"], ["x"], "at least one"),
+        (["few.npz"], ["x", "id"], "few.npz has .*'id': 8.* rows; each field should have as many"),
+        (["x.npy", "x.npy"], ["x"], "INPUT is 2 array files; give one"),
     ):
         with pytest.raises(UserError, match=message):
-            open_inputs([str(tmp_path / name) for name in names], CARD, FIELDS, "stop")
+            open_inputs([str(tmp_path / name) for name in names], card(), fields)
+
+
+# ---------------------------------------------------------------------------------------------- image files
+
+
+def save_image(path, height=6, width=6, mode="RGB"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = RNG.integers(0, 256, (height, width, 3) if mode == "RGB" else (height, width)).astype(np.uint8)
+    Image.fromarray(pixels).save(path)
+    return np.moveaxis(pixels, -1, 0) if mode == "RGB" else pixels
+
+
+def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(tmp_path):
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    for number, path in enumerate(paths):
+        save_image(path, 20 + number, 30)
+    with h5py.File(tmp_path / "encoded.h5", "w") as file:
+        group = file.create_group("images")
+        group.attrs["codec"] = "png"
+        group["indptr"] = np.cumsum([0, *(path.stat().st_size for path in paths)])
+        group["values"] = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
+    validated = ImageDecoder((8, 8), 0.25).decoded(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}))
+    expected = read_rows(validated)["images"]
+    for inputs in (list(map(str, paths)), [str(tmp_path / "encoded.h5")]):
+        found = read(open_inputs(inputs, color(8, **validated.attributes), ["images"]), "images")
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_files_and_folders_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["z.png", "deep/a/1.png", "deep/b/2.png"]
+    pixels = {name: save_image(tmp_path / name) for name in reversed(names)}
+    save_image(tmp_path / "deep/.hidden.png")
+    (tmp_path / "deep/notes.txt").touch()
+    (tmp_path / "deep/a/loop").symlink_to("..")
+    source = open_inputs(["z.png", "deep"], color(), ["images"])
+    assert list(map(str, source.files.paths)) == names
+    np.testing.assert_array_equal(read(source, "images"), np.stack([pixels[name] for name in names]))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no images"):
+        open_inputs(["z.png", "empty"], color(), ["images"])
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 6), (6, 6)])
+def test_a_model_of_one_channel_gets_grey_as_pillow_makes_it(tmp_path, shape):
+    save_image(tmp_path / "a.png")
+    grey = save_image(tmp_path / "b.png", mode="L")
+    rows = read(open_inputs([str(tmp_path)], card("images", shape=shape), ["images"]), "images")
+    np.testing.assert_array_equal(rows[0].reshape(6, 6), np.asarray(Image.open(tmp_path / "a.png").convert("L")))
+    np.testing.assert_array_equal(rows[1].reshape(6, 6), grey)
+
+
+def test_broken_images_and_those_that_lose_something_are_told(tmp_path):
+    Image.fromarray(np.full((6, 6), 4095, np.uint16)).save(tmp_path / "0.png")
+    (tmp_path / "1.png").write_text("no image")
+    save_image(tmp_path / "2.png", 7, 5)
+    source = open_inputs([str(tmp_path / f"{number}.png") for number in range(4)], color(), ["images"])
+    assert (read(source, "images")[0] == 15).all()
+    (line,) = source.files.count_changes(range(4))
+    assert line.startswith("changed  16 bits to 8 (")
+    assert line.endswith("): 1 of 4 images")
+    assert sorted(source.failed) == [1, 2, 3]
+    assert "1.png cannot be read: it is not an image that Pillow knows" in source.failed[1]
+    assert "2.png cannot be read: it has 7x5 pixels, the others 6x6; resize it" in source.failed[2]
+    assert "3.png cannot be read: [Errno 2] No such file" in source.failed[3]
+    resized = color(preprocessing=Preprocessing((6, 6), "exact").to_json())
+    assert read(open_inputs([str(tmp_path / "2.png")], resized, ["images"]), "images").shape == (1, 3, 6, 6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [card("images", "float32", (3, 6, 6)), card("images", shape=(4, 6, 6)), card("images", shape=(6,))],
+)
+def test_models_that_take_no_image_files_say_so(other):
+    with pytest.raises(UserError, match="a.png is not an HDF5 or NumPy file; the model takes images"):
+        open_inputs(["a.png"], other, ["images"])

@@ -1,45 +1,44 @@
+"""Checkpoints and exported programs."""
+
 import json
+import resource
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import train
-from harness import ALONE
-from short_run import CONFIG
-from torch import nn
+from torch import Tensor, nn
 
-from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_rows
-from fastgpu.process.config_loader import load_config
+from fastgpu.predict import export as module
+from fastgpu.predict.export import export, make_rows
+from fastgpu.predict.model import Trained, find_checkpoint, load_model
 from fastgpu.process.launch import UserError
-from fastgpu.rows.rows import Field
-from fastgpu.run import checkpoint
-from fastgpu.run.model_files import ModelToUse, describe_model
-from fastgpu.storage.arrays import ArrayDataset
 from workloads import minimal
-
-FIELDS = {
-    "image": Field(np.dtype(np.uint8), (3, 4, 4)),
-    "x": Field(np.dtype(np.float32), (6,)),
-    "index": Field(np.dtype(np.int64), ()),
-    "items": Field(np.dtype(np.int32), (), 2.0, 50),
-}
-
-
-def trained_with(workload, fields) -> Trained:
-    described = {
-        name: {"dtype": str(field.dtype), "shape": field.shape, "is_ragged": field.is_ragged, "n_items": field.n_items}
-        for name, field in fields.items()
-    }
-    return Trained(nn.Identity(), workload, {"workload": "mine", "fields": described, "attributes": {}})
-
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
+def copy_of(run: Path, target: Path, names=("model.json", "model.safetensors", "state.json")) -> Path:
+    """The folder of a copied checkpoint."""
+    target.mkdir()
+    for name in names:
+        shutil.copy(find_checkpoint(run) / name, target)
+    return target
+
+
+def change(path: Path, *keys: str, **values) -> None:
+    """Set values in a part of a JSON file."""
+    content = part = json.loads(path.read_text())
+    for key in keys:
+        part = part[key]
+    part.update(values)
+    path.write_text(json.dumps(content))
+
+
 def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path):
-    for name in ("last-000009", "last-1000000"):
+    for name in ("last-000009", "last-1000000", "last-1000000 (copy)"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "checkpoints/last-1000000 (copy)").mkdir()
     assert find_checkpoint(tmp_path).name == "last-1000000"
     best = tmp_path / "checkpoints/best-000003"
     best.mkdir()
@@ -50,99 +49,165 @@ def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(tmp_path):
         find_checkpoint(tmp_path / "none")
 
 
-def test_a_model_comes_back_as_it_was(folder):
-    parts = train.build(load_config(["train.epochs=1", "model.hidden_dim=7"]), ALONE)
-    parts.loader.close()
-    parts.val_loader.close()
-    train.train(train.build(load_config(["train.epochs=1", "model.hidden_dim=7", "train.ema=0.5"]), ALONE), ALONE)
-    (best,) = (folder / "runs/a/checkpoints").glob("best-*")
+def test_a_model_comes_back_as_it_was(minimal_run):
+    best = find_checkpoint(minimal_run)
     model, workload, card = load_model(best)
     assert not model.training
     assert isinstance(workload, minimal.Workload)
-    assert workload.card() == parts.workload.card()
     averaged = torch.load(best / "ema.pt", weights_only=True)
-    assert any(torch.equal(model.state_dict()["0.weight"], value) for value in averaged.values())  # the model to use
-    assert card["options"] == {"hidden_dim": 7}
-    # ---- the code of the workload has changed since
-    description = json.loads((best / "model.json").read_text())
-    (best / "state.json").unlink()
-    (best / "model.json").write_text(json.dumps(description | {"options": {"hidden_dim": 8}}))
-    with pytest.raises(UserError, match=r"does not fit workloads/minimal.py: .*size mismatch"):
-        load_model(best)
-    (best / "model.json").write_text(json.dumps(description | {"options": {"depth": 8}}))
-    with pytest.raises(UserError, match=r"does not fit workloads/minimal.py: model.depth: Extra inputs"):
-        load_model(best)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, averaged[f"module.{name}"])
+    assert (card["options"], card["attributes"]) == ({"hidden_dim": 64}, workload.card())
 
 
-@pytest.mark.parametrize("content", ['{"format": ', "{}", "[]", "\0"])
 @pytest.mark.parametrize("name", ["model.json", "state.json"])
-def test_damaged_descriptions_are_one_line(tmp_path, name, content):
-    for each in ("model.json", "model.safetensors"):
-        (tmp_path / each).touch()
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name} is damaged \(.*\); use another checkpoint"):
-        load_model(tmp_path)
-
-
-def save(folder):
-    """A checkpoint of a small model. Returns its folder."""
-    source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)})
-    to_use = ModelToUse(nn.Linear(2, 2), describe_model(CONFIG.flat(), (source, source), {}, ("score", "higher")))
-    progress = checkpoint.Progress(step=7)
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    assert checkpoint.save(folder, "last", progress, {"model": to_use.model}, order={}, to_use=to_use)
-    return folder / "checkpoints/last-000001"
+@pytest.mark.parametrize("content", ['{"format": ', "{}", "[]", "\0"])
+def test_a_damaged_description_is_one_line(tmp_path, minimal_run, name, content):
+    folder = copy_of(minimal_run, tmp_path / "copy", ("model.json", "model.safetensors"))
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=r"copy is damaged \(.*\); use another checkpoint") as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
-def test_a_damaged_file_is_refused(tmp_path, name):
-    folder = save(tmp_path)
+def test_a_flipped_bit_or_a_missing_file_is_noticed(tmp_path, minimal_run, name):
+    folder = copy_of(minimal_run, tmp_path / "copy")
     content = bytearray((folder / name).read_bytes())
     content[-2] ^= 1
     (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=f"{name} does not match its checksum"):
         load_model(folder)
-
-
-@pytest.mark.parametrize("path", [("workload",), ("attributes",), ("fields", "x", "n_items"), ("fields", "x", "dtype")])
-def test_a_copy_that_lacks_something_is_refused(tmp_path, path):
-    folder = save(tmp_path)
-    (folder / "state.json").unlink()
-    description = json.loads((folder / "model.json").read_text())
-    *parents, last = path
-    part = description
-    for name in parents:
-        part = part[name]
-    del part[last]
-    (folder / "model.json").write_text(json.dumps(description))
-    with pytest.raises(UserError, match=rf"model.json is damaged \({'.'.join(path)}: Field required\); use another"):
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=rf"copy is damaged \(.*No such file .*{name}"):
         load_model(folder)
 
 
-def test_another_format_is_refused(tmp_path):
-    folder = save(tmp_path)
-    (folder / "state.json").unlink()
-    description = json.loads((folder / "model.json").read_text())
-    (folder / "model.json").write_text(json.dumps(description | {"format": 2}))
-    with pytest.raises(UserError, match="model.json has format 2; this version reads 1"):
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        ([], {"format": 2}, "format Input should be 1"),
+        ([], {"workload": None}, "workload Input should be a valid string"),
+        (["fields", "x"], {"dtype": "float31"}, "data type 'float31' not understood"),
+        (["fields", "x"], {"shape": "six"}, "fields.x.shape Input should be a valid array"),
+        (["options"], {"hidden_dim": 8}, r"does not fit workloads/minimal.py: .*size mismatch"),
+        (["options"], {"depth": 8}, r"does not fit workloads/minimal.py: .*depth Extra inputs are not permitted"),
+    ],
+)
+def test_a_copy_that_does_not_fit_is_refused(tmp_path, minimal_run, keys, values, message):
+    folder = copy_of(minimal_run, tmp_path / "copy", ("model.json", "model.safetensors"))
+    load_model(folder)
+    change(folder / "model.json", *keys, **values)
+    with pytest.raises(UserError, match=message):
         load_model(folder)
 
 
-def test_an_input_that_the_rows_do_not_have_is_told(folder, monkeypatch):
-    train.train(train.build(load_config(["train.epochs=1"]), ALONE), ALONE)
-    (best,) = (folder / "runs/a/checkpoints").glob("best-*")
-    monkeypatch.setattr(minimal.Workload, "inputs", ("x", "z"))
-    with pytest.raises(UserError, match=r"minimal.py: it declares the input z, which is no field of the rows; .* x, y"):
-        load_model(best)
+# ---------------------------------------------------------------------------------------------- export
 
 
-def test_made_up_rows_have_the_types_of_the_fields():
-    rows = make_rows(FIELDS, 4)
-    assert len(rows) == 4
+class Mean(nn.Module):
+    """A model of images and items, whose number of values is free."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(50.0))
+
+    def forward(self, image: Tensor, items: Tensor) -> Tensor:
+        return image.float().mean((1, 2, 3)) + self.weight[items.long()].sum()
+
+
+class DependsOnValues(Mean):
+    def forward(self, image: Tensor, items: Tensor) -> Tensor:
+        return super().forward(image, items) if int(items.sum()) % 2 else image.float()
+
+
+class Workload:
+    inputs = ("image", "items")
+
+    def predict(self, model, batch):
+        return {"y": model(batch["image"], batch["items"].values)}
+
+
+def described(dtype: str, *shape: int, n_items: int | None = None):
+    return {"dtype": dtype, "shape": shape, "is_ragged": n_items is not None, "n_items": n_items}
+
+
+def trained(model: nn.Module | None = None) -> Trained:
+    fields = {
+        "image": described("uint8", 3, 4, 4),
+        "items": described("int32", n_items=50),
+        "index": described("int64"),
+        "x": described("float32", 6),
+    }
+    card = {"fields": fields, "attributes": {"class_names": ["a", "b"], "preprocessing": "{}"}}
+    return Trained((model or Mean()).eval(), Workload(), card)
+
+
+def check(program) -> None:
+    for n_rows in (1, 4):
+        image = torch.full((n_rows, 3, 4, 4), 7, dtype=torch.uint8)
+        items = torch.arange(3 * n_rows, dtype=torch.int32)
+        torch.testing.assert_close(program(image, items), Mean()(image, items))
+
+
+def test_the_program_gives_the_numbers_of_the_model_for_any_number_of_rows(tmp_path):
+    export(trained(), tmp_path / "a.pt2")
+    texts = {"model.json": ""}
+    check(torch.export.load(tmp_path / "a.pt2", extra_files=texts).module())
+    card = json.loads(texts["model.json"])
+    assert card["inputs"] == ["image", "items"]
+    assert card["attributes"] == trained().card["attributes"]
+
+
+@pytest.mark.slow
+def test_onnx(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    export(trained(), tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    names = [each.name for each in session.get_inputs()]
+    assert names == ["image", "items"]
+    card = json.loads(session.get_modelmeta().custom_metadata_map["model.json"])
+    assert card["attributes"] == trained().card["attributes"]
+
+    def program(*inputs: Tensor) -> Tensor:
+        arrays = [each.numpy() for each in inputs]
+        return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
+
+    check(program)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+
+
+def test_without_the_extra_the_command_that_installs_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"a.onnx needs ONNX: pip install .*\[export\]"):
+        export(trained(), tmp_path / "a.onnx")
+
+
+def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"a.pt2 was not written: .+") as caught:
+        export(trained(DependsOnValues()), tmp_path / "a.pt2")
+    assert "\n" not in str(caught.value)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"a.pt2 was not written: .*File too large"):
+            export(trained(), tmp_path / "a.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.setattr(module, "TOLERANCE", -1)
+    with pytest.raises(UserError, match="its numbers differ from those of the model"):
+        export(trained(), tmp_path / "a.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_made_up_rows_have_the_types_of_the_fields(monkeypatch):
+    monkeypatch.setattr(Workload, "inputs", ("image", "items", "index", "x"))
+    rows = make_rows(trained(), 4)
     assert rows["image"].shape == (4, 3, 4, 4)
     assert (rows["image"].dtype, rows["x"].dtype) == (torch.uint8, torch.float32)
     assert rows["image"].any()
     assert rows["x"].any()
     assert not rows["index"].any()
-    assert [len(rows["items"][n : n + 1].values) for n in range(4)] == [3] * 4
+    np.testing.assert_array_equal(rows["items"].host_offsets, [0, 3, 6, 9, 12])
     assert rows["items"].values.max() < 50

@@ -1,3 +1,5 @@
+"""What is written of predictions."""
+
 import io
 import json
 
@@ -5,52 +7,78 @@ import numpy as np
 import pytest
 import torch
 
-from fastgpu.predict.inputs import Inputs
-from fastgpu.predict.output import PredictionWriter, all_of, open_output
+from fastgpu.predict.output import RowWriter, count_nan, open_output, to_columns, to_rows
 from fastgpu.process.launch import UserError
-from fastgpu.storage.arrays import ArrayDataset
-
-ROWS = ArrayDataset("made up", {"x": np.zeros((9, 2), np.float32)})
 
 
-def write(values, *, is_csv=True, inputs=None, ids=None, **attributes):
+def write(values, *, is_csv=True, top=None, every=False, ids=None, **attributes):
+    """The lines for a batch of two rows."""
     file = io.StringIO()
-    writer = PredictionWriter(file, inputs or Inputs(ROWS), attributes, is_csv=is_csv)
-    writer.write([0, 1], ids or {}, values)
+    writer = RowWriter(file, is_csv=is_csv)
+    for row in to_rows(ids or {"row": [0, 1]}, to_columns(values, attributes, top, every=every)):
+        writer.write(row)
     lines = file.getvalue().splitlines()
     return lines if is_csv else [json.loads(line) for line in lines]
 
 
-def test_numbers_have_their_names_beside_them():
-    values = {"class": torch.tensor([1, 0]), "probability": torch.tensor([0.75, 0.1])}
-    lines = write(values, class_names=["cat", "dog, small"])
-    assert lines == ["row,class,class_name,probability", '0,1,"dog, small",0.75', "1,0,cat,0.100000001"]
-    assert write(values) == ["row,class,probability", "0,1,0.75", "1,0,0.100000001"]
-    assert write({"items": torch.tensor([[2, -1], [0, 1]])}, is_csv=False, item_ids=[7, 8, 9]) == [
-        {"row": 0, "items": [2, -1], "item_ids": [9, None]},
-        {"row": 1, "items": [0, 1], "item_ids": [7, 8]},
+PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
+SCORES = {"scores": torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 3.0, 2.0]])}
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        (PROBABILITY, {}, ["row,class,probability", "0,1,0.75", "1,0,0.899999976"]),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "dog, small"]},
+            ["row,class,class_name,probability", '0,1,"dog, small",0.75', "1,0,cat,0.899999976"],
+        ),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "dog"], "every": True},
+            [
+                "row,class,class_name,probability,probability_cat,probability_dog",
+                "0,1,dog,0.75,0.25,0.75",
+                "1,0,cat,0.899999976,0.899999976,0.100000001",
+            ],
+        ),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "cat"], "every": True},  # which name no column
+            [
+                "row,class,probability,probability_0,probability_1",
+                "0,1,0.75,0.25,0.75",
+                "1,0,0.899999976,0.899999976,0.100000001",
+            ],
+        ),
+        (
+            SCORES,
+            {"top": 2},
+            ["row,items_0,items_1,scores_0,scores_1", "0,2,0,2.0,0.5", "1,1,2,3.0,2.0"],
+        ),
+        ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, ["row,class", "0,0.5", "1,"]),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "=HYPERLINK(1)"], "ids": {"file": ["+1.png", "a.png"]}},  # text is no formula
+            ["file,class,class_name,probability", "'+1.png,1,'=HYPERLINK(1),0.75", "a.png,0,cat,0.899999976"],
+        ),
+    ],
+)
+def test_lines_of_a_csv(values, options, expected):
+    assert write(values, **options) == expected
+
+
+def test_json_has_lists_and_null():
+    assert write(SCORES, is_csv=False, item_ids=[7, 8, 9]) == [
+        {"row": 0, "items": [2, 0, -1], "item_ids": [9, 7, None], "scores": [2.0, 0.5, None]},
+        {"row": 1, "items": [1, 2, 0], "item_ids": [8, 9, 7], "scores": [3.0, 2.0, 1.0]},
     ]
-
-
-def test_several_values_are_a_list_in_json_and_columns_in_csv():
-    values = {"scores": torch.tensor([[0.5, float("inf")], [float("nan"), -2.0]])}
-    assert write(values) == ["row,scores_0,scores_1", "0,0.5,", "1,,-2.0"]
-    assert [line["scores"] for line in write(values, is_csv=False)] == [[0.5, None], [None, -2.0]]
-
-
-def test_rows_for_which_the_model_gives_nan_are_counted():
-    nan = float("nan")
-    writer = PredictionWriter(io.StringIO(), Inputs(ROWS), {}, is_csv=False)
-    writer.write([0, 1], {}, {"class": torch.tensor([0, 1]), "scores": torch.tensor([[0.5, nan], [1.0, float("inf")]])})
-    writer.write(
-        [2, 3], {"id": torch.tensor([nan, 1])}, {"class": torch.tensor([0, 1]), "mean": torch.tensor([nan, nan])}
-    )
-    assert writer.n_nan == 3
-
-
-def test_a_mask_is_a_list_of_lists_in_json():
-    values = {"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}
-    assert write(values, is_csv=False)[0] == {"row": 0, "mask": [[0, 0], [0, 0]]}
+    mask = {"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}
+    assert write(mask, is_csv=False)[0] == {"row": 0, "mask": [[0, 0], [0, 0]]}
+    with pytest.raises(UserError, match="mask is a list of lists .*; use -o FILE.jsonl"):
+        write(mask)
+    assert write(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
 
 
 def test_every_float32_is_written_exactly():
@@ -59,37 +87,25 @@ def test_every_float32_is_written_exactly():
     assert torch.equal(torch.tensor(written), values)
 
 
-def test_rows_that_could_not_be_read_say_why():
-    files = [f"{number}.png" for number in range(9)]
-    values = {"y": torch.tensor([1.0, 2.0])}
-    assert write(values, inputs=Inputs(ROWS, files, {1: "is broken"})) == [
-        "file,y,error",
-        "0.png,1.0,",
-        "1.png,,is broken",
-    ]
-    assert write(values, inputs=Inputs(ROWS, files, {0: "is broken"}), is_csv=False) == [
-        {"file": "0.png", "error": "is broken"},
-        {"file": "1.png", "y": 2.0},
-    ]
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        (PROBABILITY, {"top": 3}, "--top is 3, but this model has 2 to rank; allowed is 1 to 2"),
+        ({"y": torch.zeros(2)}, {"top": 1}, "ranks nothing"),
+        ({"y": torch.zeros(2)}, {"every": True}, "ranks nothing"),
+        ({"row": torch.zeros(2)}, {}, "two columns of the output would be called row; rename it"),
+        ({"user": torch.zeros(2)}, {"ids": {"row": [0, 1], "user": [8, 9]}}, "would be called user; rename it"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line(values, options, message):
+    with pytest.raises(UserError, match=message):
+        write(values, **options)
 
 
-def test_two_columns_of_one_name_are_refused():
-    half = torch.tensor([0.5, 0.25])
-    files = [f"{number}.png" for number in range(9)]
-    for values, ids, inputs, name in (
-        ({"row": half}, None, None, "row"),
-        ({"file": half}, None, Inputs(ROWS, files), "file"),
-        ({"error": half}, None, Inputs(ROWS, files, {1: "is broken"}), "error"),
-        ({"user": half}, {"user": half}, None, "user"),
-    ):
-        with pytest.raises(UserError, match=f"two columns of the output would be called {name}; rename it"):
-            write(values, inputs=inputs, ids=ids)
-
-
-def test_only_whole_numbers_have_names(capsys):
-    """An attribute may be called class: its probability is no number of a class."""
-    assert write({"class": torch.tensor([0.5, 0.25])}, class_names=["class"]) == ["row,class", "0,0.5", "1,0.25"]
-    assert not capsys.readouterr().out
+def test_rows_with_nan_are_counted():
+    scores = torch.tensor([[0.5, torch.nan], [1.0, torch.inf], [1.0, 2.0]])
+    assert count_nan({"class": torch.tensor([0, 1, 2]), "scores": scores}) == 1
+    assert count_nan({"mean": torch.tensor([1.0, torch.nan, 0.0]), "scores": scores}) == 2
 
 
 def test_the_output_is_complete_or_absent(tmp_path):
@@ -97,7 +113,6 @@ def test_the_output_is_complete_or_absent(tmp_path):
     with open_output(str(target), io.StringIO()) as file:
         file.write("new")
         assert not target.exists()
-    assert target.read_text() == "new"
     with (
         pytest.raises(UserError, match=r"x.csv was not written: .*No space left"),
         open_output(str(target), io.StringIO(), replace=True),
@@ -107,44 +122,18 @@ def test_the_output_is_complete_or_absent(tmp_path):
     assert target.read_text() == "new"
 
 
-def test_nothing_is_replaced_without_being_asked(tmp_path):
+def test_nothing_of_others_is_replaced(tmp_path):
+    """Temporary names are new: a link that somebody planted is not followed."""
     target = tmp_path / "x.csv"
     target.write_text("old")
+    for name in (".partial-x.csv", ".x.csv.part0"):
+        (tmp_path / name).symlink_to(target)
     with pytest.raises(UserError, match=r"x.csv exists; --force"), open_output(str(target), io.StringIO()):
         pass
-    folder = tmp_path / "y.csv"
-    (folder / "inside").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"y.csv is a folder"), open_output(str(folder), io.StringIO(), replace=True):
-        pass
-    assert (folder / "inside").is_dir()
-    assert target.read_text() == "old"
-
-
-def test_links_of_temporary_names_are_not_followed(tmp_path):
-    other = tmp_path / "other"
-    other.write_text("old")
-    for name in (".partial-x.csv", ".x.csv.part0"):
-        (tmp_path / name).symlink_to(other)
-    with open_output(str(tmp_path / "x.csv"), io.StringIO()) as file:
+    with open_output(str(tmp_path / "y.csv"), io.StringIO()) as file:
         file.write("new")
-    assert other.read_text() == "old"
-    assert not (tmp_path / "x.csv").is_symlink()
-
-
-def test_text_is_no_formula_in_a_csv():
-    values = {"class": torch.tensor([0, 1])}
-    lines = write(values, class_names=["=HYPERLINK(1)", "cat"])
-    assert lines[1:] == ["0,0,'=HYPERLINK(1)", "1,1,cat"]
-    assert write(values, is_csv=False, class_names=["=1", "cat"])[0]["class_name"] == "=1"
-
-
-def test_the_probabilities_of_all_classes_have_their_names():
-    values = {"probability": torch.tensor([[0.25, 0.75], [1.0, 0.0]])}
-    columns = all_of(values, {"class_names": ["cat", "dog"]})
-    assert {name: column.tolist() for name, column in columns.items()} == {
-        "probability_cat": [0.25, 1.0],
-        "probability_dog": [0.75, 0.0],
-    }
-    assert list(all_of(values, {})) == ["probability_0", "probability_1"]
-    with pytest.raises(UserError, match="ranks nothing"):
-        all_of({"prediction": torch.zeros(2)}, {})
+    (tmp_path / "z.csv").mkdir()
+    with pytest.raises(UserError, match=r"z.csv is a folder"):
+        open_output(str(tmp_path / "z.csv"), io.StringIO(), replace=True).__enter__()
+    assert target.read_text() == "old"
+    assert not (tmp_path / "y.csv").is_symlink()

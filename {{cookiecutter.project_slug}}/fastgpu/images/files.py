@@ -103,9 +103,11 @@ def list_images(root: Path) -> list[str]:
 class ImageFiles:
     """Image files in their order, each of which becomes a row when it is read. Thread-safe."""
 
-    def __init__(self, paths: Sequence[Path], prepared: Preprocessing):
+    def __init__(self, paths: Sequence[Path], prepared: Preprocessing, shape: tuple[int, ...] | None = None):
+        """shape: of all rows, (3, H, W), or of grey ones, (1, H, W) or (H, W). None: RGB, each of its own size."""
         self.paths = paths
         self.prepared = prepared
+        self.shape = shape
         self.changes: dict[int, list[str]] = {}
         """{row: what RGB of 8 bits does not keep of the file}, of the rows that were read."""
 
@@ -113,9 +115,17 @@ class ImageFiles:
         return len(self.paths)
 
     def read(self, row: int) -> np.ndarray:
-        """The pixels, uint8 (3, H, W). Raises an exception of any kind if the file is damaged."""
+        """The pixels, uint8. Raises an exception of any kind if the file is damaged, ValueError for another size."""
         with self.open(row) as file:
-            return decode(file, self.prepared)
+            image_CHW = decode(file, self.prepared)
+        if self.shape is None:
+            return image_CHW
+        size = image_CHW.shape[1:]
+        if size != self.shape[-2:]:
+            raise ValueError(f"it has {format_size(size)} pixels, the others {format_size(self.shape[-2:])}; resize it")
+        if self.shape[:-2] == (3,):
+            return image_CHW
+        return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(self.shape)
 
     @contextmanager
     def open(self, row: int) -> Iterator[IO[bytes]]:

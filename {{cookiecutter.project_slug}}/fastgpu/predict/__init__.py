@@ -15,8 +15,4 @@ or, without the project, with your own code of the network:
 
     card = json.load(open("model.json"))
     safetensors.torch.load_model(my_network(**card["options"]), "model.safetensors")
-
-    model.py    finds a checkpoint, builds, fills and exports its model
-    inputs.py   HDF5 files, arrays or image files as rows, and the pools that the model takes them from
-    output.py   predictions as CSV or JSON lines
 """

@@ -4,142 +4,126 @@ import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpu.predict.inputs import Inputs
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, stop_at_closed_pipe
 
-NAMES = {"class": ("class_name", "class_names"), "items": ("item_ids", "item_ids")}
-"""{column of numbers: (column of their names, attribute of model.json that has the names)}"""
+Columns = dict[str, list[Any]]
+"""{column: a number, a text, None or a list of such values for each row}"""
+RANKED = {"probability": ("class", "class_name", "class_names", 1), "scores": ("items", "item_ids", "item_ids", 10)}
+"""{what `predict` of a workload gives, (B, n): (column of the numbers of the best ones, column of their names,
+attribute of model.json that has all names, how many are written)}"""
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""A spreadsheet takes text that begins like this for a formula."""
 
 
-RANKED = {"probability": ("class", 1), "scores": ("items", 10)}
-"""{column of `predict`, (B, n): (column of the numbers of the best ones, how many of them)}"""
+def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top: int | None, *, every: bool) -> Columns:
+    """What `predict` gives for a batch, as columns. Of what is ranked, the best `top` are written, best first.
 
-
-def best_of(values: Mapping[str, Tensor], top: int | None) -> dict[str, Tensor]:
-    """Predictions with the best `top` classes or items, best first, in place of the values of all: (B,) or (B, top).
-
-    top: None stands for one class, or ten items. An item of score -inf becomes -1. Raises UserError if nothing is
-    ranked, or if there are fewer than `top`.
+    top: None stands for one class, or ten items. An item of score -inf is none: its number is -1. every: the values of
+    all, too, in a column each, such as `probability_cat`. attributes: of model.json. Raises UserError if `top` or
+    `every` is given and nothing is ranked, or if there are fewer than `top`.
     """
-    ranked = [name for name in RANKED if name in values and values[name].ndim == 2]
-    if top and not ranked:
-        raise UserError(f"--top is {top}, but `predict` of the workload ranks nothing")
-    chosen = dict(values)
+    ranked = [name for name, value in values.items() if name in RANKED and value.ndim == 2]
+    if (top or every) and not ranked:
+        raise UserError("--top and --all are for classes or items, but `predict` of this workload ranks nothing")
+    columns = {name: to_list(value) for name, value in values.items() if name not in ranked}
     for name in ranked:
-        index_name, default = RANKED[name]
+        number_column, name_column, attribute, default = RANKED[name]
         n_all = values[name].shape[1]
         if top and top > n_all:
             raise UserError(f"--top is {top}, but this model has {n_all:,} to rank; allowed is 1 to {n_all}")
-        best = chosen.pop(name).topk(top or min(default, n_all))
-        indices = best.indices.masked_fill(best.values == -torch.inf, -1)
-        is_one = indices.shape[1] == 1
-        chosen |= {index_name: indices.squeeze(1) if is_one else indices}
-        chosen |= {name: best.values.squeeze(1) if is_one else best.values}
-    return chosen
-
-
-def all_of(values: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The ranked values of all classes or items, each in a column of its own, such as `probability_cat`.
-
-    attributes: of model.json, which may have their names. Raises UserError if nothing is ranked.
-    """
-    columns: dict[str, Tensor] = {}
-    for name, value in values.items():
-        if name not in RANKED or value.ndim != 2:
-            continue
-        _, attribute = NAMES[RANKED[name][0]]
-        labels = attributes.get(attribute, ())
-        if len(set(labels)) != value.shape[1]:
-            labels = range(value.shape[1])
-        columns |= {f"{name}_{label}": column for label, column in zip(labels, value.unbind(1), strict=True)}
-    if not columns:
-        raise UserError("--all is given, but `predict` of the workload ranks nothing")
+        names = attributes.get(attribute, ())
+        has_names = len(set(names)) == n_all
+        best, numbers = values[name].topk(top or min(default, n_all))
+        numbers = numbers.masked_fill(best == -torch.inf, -1)
+        if best.shape[1] == 1:
+            best, numbers = best.squeeze(1), numbers.squeeze(1)
+        columns[number_column] = numbers.tolist()
+        if has_names:
+            columns[name_column] = _names_of(numbers.tolist(), names)
+        columns[name] = to_list(best)
+        if every:
+            for label, column in zip(names if has_names else range(n_all), values[name].unbind(1), strict=True):
+                columns[f"{name}_{label}"] = to_list(column)
     return columns
 
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes text for a formula by, if it begins with it."""
+def _names_of(numbers: Any, names: Sequence[Any]) -> Any:
+    """numbers: one, of which -1 has no name, or a list."""
+    if isinstance(numbers, list):
+        return [_names_of(number, names) for number in numbers]
+    return names[numbers] if numbers >= 0 else None
 
 
-def _as_text(value: Any) -> Any:
-    """A cell of a CSV. Text that a spreadsheet would take for a formula gets a `'` before it."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+def to_list(values: Tensor) -> list[Any]:
+    """Numbers as Python has them. Floats have nine digits, which a float32 needs, and are None if not finite."""
+    numbers: list[Any] = values.tolist()
+    return _shorten(numbers) if values.is_floating_point() else numbers
 
 
-class PredictionWriter:
-    """Writes lines to an open file.
+def _shorten(numbers: Any) -> Any:
+    if isinstance(numbers, list):
+        return [_shorten(number) for number in numbers]
+    return float(f"{numbers:.9g}") if isfinite(numbers) else None
 
-    A value that is not finite is null in JSON and empty in CSV. Several values a row are a list in JSON; in CSV they
-    are columns such as `scores_0` and `scores_1`.
-    """
 
-    def __init__(self, file: IO[str], inputs: Inputs, attributes: Mapping[str, Any], *, is_csv: bool):
-        """attributes: of model.json."""
-        self.n_failed = 0
-        self.n_nan = 0
-        """Rows for which the model gave NaN."""
+def count_nan(values: Mapping[str, Tensor]) -> int:
+    """Number of rows for which `predict` gives NaN."""
+    is_nan = [value.reshape(len(value), -1).isnan().any(1) for value in values.values()]
+    return int(torch.stack(is_nan).any(0).sum())
+
+
+def to_rows(ids: Columns, predicted: Columns) -> list[dict[str, Any]]:
+    """Columns of a batch as rows. Raises UserError if two columns have one name."""
+    if taken := ids.keys() & predicted.keys():
+        raise UserError(f"two columns of the output would be called {taken.pop()}; rename it in `predict`")
+    columns = ids | predicted
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+class RowWriter:
+    """Writes rows to an open file, as CSV or JSON lines. In CSV, a list becomes columns such as `scores_0`."""
+
+    def __init__(self, file: IO[str], *, is_csv: bool):
+        self.n_rows = 0
+        """Rows that were written."""
         self._file = file
-        self._inputs = inputs
-        self._attributes = attributes
         self._is_csv = is_csv
-        self._csv: csv.DictWriter | None = None
 
-    def write(self, row_ids: Sequence[int], ids: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Write a batch. ids: {column: (B,)} of the input. values: {column: (B,), (B, k) or, for JSON, any shape}."""
-        _, files, failed, _ = self._inputs
-        is_nan = torch.zeros(len(row_ids), dtype=torch.bool)
-        values = {name: value.cpu() for name, value in values.items()}  # once: each copy waits for the device
-        for value in values.values():
-            is_nan |= value.isnan().reshape(len(value), -1).any(1)
-        self.n_nan += int(is_nan.sum())
-        columns: dict[str, list[Any]] = {"file": [files[row] for row in row_ids]} if files else {"row": list(row_ids)}
-        errors = ["error"] * (failed is not None)
-        for name, value in [*ids.items(), *values.items()]:
-            made = self._columns_of(name, value)
-            taken = sorted(made.keys() & {*columns, *errors})
-            if taken:
-                raise UserError(f"two columns of the output would be called {taken[0]}; rename it in `predict`")
-            columns |= made
-        lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
-        for place, row in enumerate(row_ids):
-            if failed and row in failed:
-                lines[place] = {"file": files[row], "error": failed.pop(row)}
-                self.n_failed += 1
-        if not self._is_csv:
-            self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            return
-        if self._csv is None:
-            self._csv = csv.DictWriter(self._file, [*columns, *errors], lineterminator="\n")
-            self._csv.writeheader()
-        self._csv.writerows({name: _as_text(value) for name, value in line.items()} for line in lines)
-
-    def _columns_of(self, name: str, value: Tensor) -> dict[str, list[Any]]:
-        numbers = np.array(value.tolist())  # NumPy knows no bfloat16
-        columns = {name: _shorten(numbers) if value.is_floating_point() else numbers}
-        title, attribute = NAMES.get(name, ("", ""))
-        labels = self._attributes.get(attribute)
-        if labels and not value.is_floating_point():
-            is_known = (numbers >= 0) & (numbers < len(labels))
-            columns[title] = np.array([*labels, None], object)[np.where(is_known, numbers, -1)]
-        if not self._is_csv or value.ndim < 2:
-            return {key: rows.tolist() for key, rows in columns.items()}
-        return {f"{key}_{place}": each.tolist() for key, rows in columns.items() for place, each in enumerate(rows.T)}
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write a line. Raises UserError if it does not fit CSV."""
+        if self._is_csv:
+            cells = _flatten(row)
+            writer = csv.DictWriter(self._file, cells, lineterminator="\n")
+            if not self.n_rows:
+                writer.writeheader()
+            writer.writerow(cells)
+        else:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.n_rows += 1
 
 
-@partial(np.vectorize, otypes=[object])
-def _shorten(value: float) -> float | None:
-    """A float with nine significant figures, which are all that a float32 has; None if it is not finite."""
-    return float(f"{value:.9g}") if isfinite(value) else None
+def _flatten(row: Mapping[str, Any]) -> dict[str, Any]:
+    cells: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, list):
+            if value and isinstance(value[0], list):
+                raise UserError(f"{name} is a list of lists in each row, which does not fit CSV; use -o FILE.jsonl")
+            cells |= {f"{name}_{place}": each for place, each in enumerate(value)}
+        else:
+            cells[name] = value
+    return {_no_formula(name): _no_formula(value) for name, value in cells.items()}
+
+
+def _no_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
 
 @contextmanager
