@@ -205,15 +205,17 @@ def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, worklo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("deleted", "workload"), [(("convert", "report"), "images"), (("diagnose", "predict"), "recsys")]
-)
-def test_rooms_of_tools_can_be_deleted(own_copy, deleted, workload):
-    """The project trains, and its tests pass."""
-    project = own_copy(workload)
-    for room in deleted:
-        shutil.rmtree(project / "fastgpu" / room)
-        (project / f"{room}.py").unlink()
-    assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "run.name=first"]).stdout
+def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
+    """One by one and together, as docs/code.md says: the tests are collected, and at last the project trains."""
+    whole = own_copy("both")
+    tools = ["convert", "diagnose", "predict", "report"]
+    for deleted in (*([tool] for tool in tools), tools):
+        project = shutil.copytree(whole, whole.with_name("-".join(deleted)))
+        for tool in deleted:
+            shutil.rmtree(project / "fastgpu" / tool)
+            (project / f"{tool}.py").unlink()
+        assert missing_modules(project) == set()
+        run_pytest(project, "--collect-only", "-q")
+    assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "model.width=4", "run.name=first"]).stdout
     assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)
