@@ -47,7 +47,7 @@ from pathlib import Path
 import train
 from fastgpu.diagnose import result
 from fastgpu.diagnose.bench import Bench
-from fastgpu.diagnose.verdict import judge
+from fastgpu.diagnose.verdict import Options, judge
 from fastgpu.process.config import Config
 from fastgpu.process.world import World, init_distributed
 
@@ -59,7 +59,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     world.print_once("\n".join(preflight))
     bench = Bench(train, cfg, world, args.seconds)
     measured = bench.measure()
-    options = bench.options()
+    options = Options(cfg.data.echo, n_rows=len(bench.parts.train_rows))
     verdict = world.broadcast(judge(measured, options))
     if verdict.cause in ("READ", "DECODE"):
         verdict = world.broadcast(judge(measured, options._replace(readers=bench.try_readers())))
@@ -68,7 +68,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
         path = Path(cfg.run.folder) / "trace.json"
         bench.trace(args.trace, path)
         world.print_once(f"profile of {args.trace} steps: {path}, for https://ui.perfetto.dev")
-    return result.as_json(bench.subject, measured, verdict, preflight)
+    return {"config": bench.parts.config.flat(), **result.as_json(bench.title, measured, verdict, preflight)}
 
 
 if __name__ == "__main__":

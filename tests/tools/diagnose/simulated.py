@@ -4,13 +4,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from queue import Queue
 from typing import Any, NamedTuple
 
 import numpy as np
 from harness import ALONE, CPU
 
-from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, Supply, measure, open_supplies, read_pool
+from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, measure, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Cause, Measured, Options
 from fastgpu.feed.tiers import Feed, Placement
 from fastgpu.process.config import Loader
@@ -122,20 +123,6 @@ class SlowCopies:
         self._feed.close()
 
 
-class ReadyFeed:
-    """A feed of one pool that is there already."""
-
-    def __init__(self, pool: Pool, order: BlockSampler):
-        self.order = order
-        self._pool = pool
-
-    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        yield self._pool
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
 class Times(NamedTuple):
     """How long each part of the loop takes. A batch of twice the rows takes the device twice as long."""
 
@@ -153,6 +140,7 @@ class Times(NamedTuple):
     """Speed of the copies to the device. 0: they take no time."""
     n_readers: int = 1
     batch_size: int = BATCH_SIZE
+    echo: float = 1.0
 
 
 def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: int = 3) -> Measured:
@@ -185,14 +173,15 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
             world.all_reduce_max(0.0)
 
     batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    loop = Loop(transform, train_step, local_step, batch, times.batch_size)
+    loop = Loop(transform, train_step, local_step, batch, times.batch_size, times.echo)
     plan = FeedPlan(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
     supplies = open_supplies(plan, loop)
+    copy = None
     if times.bus_bytes_per_s:
         supplies["real"].feed = SlowCopies(supplies["real"].feed, times.bus_bytes_per_s)
-        ready = ReadyFeed(Pool(next(order.pools(0)), batch), order)
-        supplies["copy"] = Supply(SlowCopies(ready, times.bus_bytes_per_s), loop, n_ready=3)
-    measured = measure(Meter(world, device, 0.15), loop, supplies, stop=lambda m: len(m.loop.values) == n_rounds)
+        copy = partial(repeat, lambda: time.sleep(batch.nbytes / times.bus_bytes_per_s))
+    meter = Meter(world, device, 0.15)
+    measured = measure(meter, loop, supplies, copy, stop=lambda m: len(m.loop.values) == n_rounds)
     for supply in supplies.values():
         supply.feed.close()
     return measured
@@ -216,6 +205,7 @@ class Planted(NamedTuple):
     options: Options = Options()
 
 
+BUS_BYTES_PER_S = BATCH_SIZE * 16 / 0.024  # a row has 16 bytes
 PLANTED = [
     Planted(
         "a slow disk",
@@ -225,15 +215,21 @@ PLANTED = [
         Times(disk_s=0.012, n_readers=2),
         Options(readers=("loader.num_readers=2", 0.006)),
     ),
-    Planted("slow decoding", Times(decode_s=0.012), "DECODE", "data.tier=host", Times(), Options(tier="host")),
+    Planted(
+        "slow decoding",
+        Times(decode_s=0.012),
+        "DECODE",
+        "loader.num_readers=2",
+        Times(decode_s=0.012, n_readers=2),
+        Options(readers=("loader.num_readers=2", 0.006)),
+    ),
     Planted("a slow transform", Times(transform_s=0.006), "AUGMENT", "make `transform`", Times()),
     Planted(
         "a slow bus",
-        Times(bus_bytes_per_s=BATCH_SIZE * 16 / 0.024),  # a row has 16 bytes
+        Times(bus_bytes_per_s=BUS_BYTES_PER_S),
         "COPY",
-        "data.tier=device",
-        Times(),
-        Options(tier="device"),
+        "data.echo=4",
+        Times(bus_bytes_per_s=BUS_BYTES_PER_S, echo=4.0),
     ),
     Planted(
         "a value read in each step",

@@ -7,7 +7,6 @@ from harness import ALONE, in_world
 
 from fastgpu.diagnose.bench import Bench
 from fastgpu.process.config import Config, Data
-from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 
 SECONDS = 0.01
@@ -39,15 +38,6 @@ def test_measuring_does_not_change_the_weights(bench):
     assert measured.cached
 
 
-def test_the_nearer_tier_is_the_one_that_auto_would_choose(bench):
-    assert bench.options() == (1.0, "device", None, 512)  # rows of 36 bytes fit
-    sizes = bench.sizes
-    bench.sizes = sizes._replace(free={**sizes.free, "device": 2 * sizes.need - 1})
-    assert bench.options().tier == "host"
-    bench.sizes = bench.sizes._replace(tier="host")
-    assert bench.options().tier is None
-
-
 def test_twice_as_many_readers_are_tried(bench):
     setting, step_s = bench.try_readers()
     assert setting == f"loader.num_readers={2 * bench.sizes.n_readers}"
@@ -58,15 +48,6 @@ def test_each_order_is_another_one(bench):
     first, second = bench._next_order(), bench._next_order()
     assert list(first) != list(second)
     assert sorted(first) == sorted(second)
-
-
-def test_a_batch_that_does_not_fit_the_device_is_an_error_with_its_cure(config, monkeypatch):
-    def train_step(*_: object) -> None:
-        raise torch.cuda.OutOfMemoryError
-
-    monkeypatch.setattr(train, "train_step", train_step)
-    with pytest.raises(UserError, match="data.batch_size is 64: out of memory; use a smaller one"):
-        Bench(train, config, ALONE, SECONDS)
 
 
 def test_a_profile_of_some_steps(bench, tmp_path):

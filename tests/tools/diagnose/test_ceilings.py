@@ -21,7 +21,17 @@ from simulated import (
     speed,
 )
 
-from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, first_blocks, measure, open_supplies, read_pool
+from fastgpu.diagnose.ceilings import (
+    Device,
+    FeedPlan,
+    Loop,
+    Meter,
+    copies,
+    first_blocks,
+    measure,
+    open_supplies,
+    read_pool,
+)
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Measured, Options, judge
 from fastgpu.feed.tiers import Placement
@@ -188,3 +198,14 @@ def test_a_gpus_syncs_and_work_are_seen():
     work()
     device.synchronize()
     assert 0 < (device.busy_s(work) or 0) < 1.2 * (time.perf_counter() - t0) + 0.01
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pools_are_copied_to_a_gpu(write_ragged):
+    source = open_store("data.train", write_ragged(100, chunks=(16,)), {"items": "items", "number": "number"})
+    pool = read_pool(source, BlockSampler(source.block_rows, 8, pool_batches=4), 1)
+    work = copies(pool, source.fields, torch.device("cuda", 0), n_steps=4)
+    before = torch.cuda.memory_allocated()
+    assert work(3) == 12
+    assert torch.cuda.memory_allocated() == before

@@ -30,18 +30,16 @@ def measured(compute_s: float, loop_s: float, **others: object) -> Measured:
 SLOW_DISK = measured(1.0, 4.0, supply=4.0, cached=0.5)
 FAST = {"supply": 0.9, "cached": 0.9}
 SYNC = {"syncs": ("mine.py:3",)}
-HOST_TIER, DEVICE_TIER = Options(tier="host"), Options(tier="device")
 CASES = [  # (measurements, what could be changed, cause, a part of the change, its gain)
-    (measured(1.0, 1.01, supply=0.2, cached=0.2), HOST_TIER, "COMPUTE", "", 1.0),
-    (SLOW_DISK, HOST_TIER, "READ", "data.tier=host", 4.0),
+    (measured(1.0, 1.01, supply=0.2, cached=0.2), Options(), "COMPUTE", "", 1.0),
     (SLOW_DISK, Options(readers=("loader.num_readers=4", 2.0)), "READ", "loader.num_readers=4", 2.0),
     (SLOW_DISK, Options(readers=("loader.num_readers=4", 3.95)), "READ", "data.echo=4", 4.0),
-    (measured(1.0, 4.0, supply=4.0, cached=3.9), HOST_TIER, "DECODE", "data.tier=host", 4.0),
+    (measured(1.0, 4.0, supply=4.0, cached=3.9), Options(), "DECODE", "data.echo=4", 4.0),
     (measured(1.0, 3.0, supply=3.0, cached=0.5), Options(), "READ", "data.echo=3", 3.0),
     (measured(1.0, 3.0, supply=3.0, cached=0.5), Options(echo=2.0), "READ", "data.echo=4", 2.0),
     (measured(1.0, 9.0, supply=9.0, cached=0.5), Options(), "READ", "data.echo=4", 4.0),
-    (measured(1.0, 3.0, copy=3.0, supply=3.0), DEVICE_TIER, "COPY", "data.tier=device", 3.0),
-    (measured(1.0, 3.0, copy=3.0, supply=2.9), HOST_TIER, "COPY", "data.echo=3", 3.0),
+    (measured(1.0, 3.0, copy=3.0, supply=3.0), Options(), "COPY", "data.echo=3", 3.0),
+    (measured(1.0, 1.0, copy=0.9, supply=0.95), Options(), "COMPUTE", "", 1.0),
     (measured(1.0, 1.0, busy_s=0.1), Options(), "HOST", "data.batch_size=512", 8.0),
     (measured(1.0, 1.0, busy_s=0.1), Options(n_rows=200), "HOST", "data.batch_size=128", 2.0),
     (measured(1.0, 1.0, busy_s=0.1), Options(n_rows=64), "HOST", "", 1.0),
@@ -53,8 +51,8 @@ CASES = [  # (measurements, what could be changed, cause, a part of the change, 
     (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 0.5)), Options(), "RANKS", "rank 0", 4.0),
     (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), Options(), "RANKS", "data.batch_size=128", 1.25),
     (measured(1.0, 1.8, **FAST, cpu_share=0.95), Options(), "DECODE", "data.echo=1.8", 1.8 / (1 + 0.8 / 1.8)),
-    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), HOST_TIER, "INCONCLUSIVE", "", 1.0),
-    (measured(1.0, 1.8, **FAST, cpu_share=0.5), HOST_TIER, "INCONCLUSIVE", "", 1.0),
+    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), Options(), "INCONCLUSIVE", "", 1.0),
+    (measured(1.0, 1.8, **FAST, cpu_share=0.5), Options(), "INCONCLUSIVE", "", 1.0),
     (measured(1.0, 1.8, **FAST, busy_s=0.1), Options(), "HOST", "data.batch_size=512", 1.8 / 0.925),
 ]
 
@@ -68,8 +66,9 @@ def test_one_cause_and_one_change(m, options, cause, change, gain):
 
 
 def test_the_echo_that_costs_nothing_is_named_beside_a_better_change():
-    assert judge(SLOW_DISK, HOST_TIER).free_echo == 4.0
-    assert judge(measured(1.0, 2.5, supply=2.5, cached=0.5), HOST_TIER).free_echo == 2.5
+    more_readers = Options(readers=("loader.num_readers=4", 1.0))
+    assert judge(SLOW_DISK, more_readers)[2:] == ("loader.num_readers=4", 4.0, 4.0)
+    assert judge(measured(1.0, 2.5, supply=2.5, cached=0.5), more_readers).free_echo == 2.5
     assert judge(measured(1.0, 1.0, untransformed=0.6), Options()).free_echo is None
 
 
@@ -137,7 +136,7 @@ LOADED_LOOP = Rounds((1.0, 0.4, 0.5, 0.5, 1.2, 0.45, 0.4, 0.6))
 def test_a_ratio_whose_interval_says_nothing_gives_no_verdict_about_a_feed():
     """Rounds of a loaded machine: the median says that the loop is fed, and the loop may have half of its speed."""
     fast = Rounds((0.001,) * 8)
-    verdict = judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP, supply=fast, cached=fast), HOST_TIER)
+    verdict = judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP, supply=fast, cached=fast), Options())
     assert (verdict.cause, verdict.change, verdict.gain) == ("INCONCLUSIVE", "", 1.0)
     assert "the loop loses 0 to 4" in verdict.why
     assert verdict.why.endswith("COMPUTE, parts that slow each other down")
@@ -153,7 +152,7 @@ def test_a_run_on_the_device_tier_has_no_feed_to_wait_for():
 def test_the_likeliest_candidate_comes_first():
     slow = Rounds((3.5, 4.5, 2.9, 5.5))
     storage = Rounds((1.0, 3.0, 1.2, 3.5))
-    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage), HOST_TIER)
+    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage), Options())
     assert verdict.cause == "INCONCLUSIVE"
     assert "READ, DECODE" in verdict.why
 

@@ -3,17 +3,17 @@
 import sys
 from functools import partial
 from itertools import count, islice
+from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, Supply, measure, open_supplies, read_pool, repeat
-from fastgpu.diagnose.verdict import Measured, Options
-from fastgpu.feed.sizes import choose_tier, may_stay
+from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, copies, measure, open_supplies, read_pool, repeat
+from fastgpu.diagnose.verdict import Measured
 from fastgpu.feed.tiers import Placement
-from fastgpu.process.config import Config, Tier
+from fastgpu.process.config import Config
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
@@ -22,7 +22,6 @@ from fastgpu.training.parallel import reseed
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
-TIERS: tuple[Tier, ...] = ("disk", "host", "device")  # from the farthest to the nearest
 
 
 class Bench:
@@ -44,17 +43,9 @@ class Bench:
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
-        with world.together():
-            batch = read_pool(parts.train_rows, self._next_order(), self.sizes.n_readers)
+        batch = self._read_pool()
         self.loop = _make_loop(train, self.parts, batch.to(world.device), world)
-        can_step = True
-        try:  # DDP needs a step before the bare model runs, so this is the first
-            self.loop.step()
-        except torch.cuda.OutOfMemoryError:
-            can_step = False
-        with world.together():
-            if not can_step:
-                raise UserError(f"data.batch_size is {config.data.batch_size}: out of memory; use a smaller one")
+        self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step), 3)[1])
         if self.sizes.tier == "disk":
             slowest_s = max(slowest_s, self._first_supply_s())
@@ -62,9 +53,13 @@ class Bench:
 
     def measure(self) -> Measured:
         """Every part of the training loop."""
-        with self.world.together():
-            supplies = open_supplies(self._plan(self.sizes.n_readers), self.loop)
-        measured = measure(self.meter, self.loop, supplies, report=self.show)
+        sizes, device = self.sizes, self.world.device
+        copy = None
+        if device.type == "cuda" and sizes.tier != "device":
+            pool = self._read_pool()
+            copy = copies(pool, self.parts.train_rows.fields, device, ceil(len(pool) / sizes.batch_size))
+        supplies = open_supplies(self._plan(sizes.n_readers), self.loop)
+        measured = measure(self.meter, self.loop, supplies, copy, report=self.show)
         for supply in supplies.values():
             supply.feed.close()
         return measured
@@ -74,34 +69,12 @@ class Bench:
         n_readers = max(1, 2 * self.sizes.n_readers)
         setting = f"loader.{'num_workers' if self.sizes.uses_workers else 'num_readers'}={n_readers}"
         self.show(f"trying {setting}")
-        supply = self._open_supply(n_readers)
+        supply = self._plan(n_readers).open(self.loop)
         supply.drain(supply.n_ready)
         n_pools = self.meter.choose_units(supply.drain, 2 * supply.n_joint)
         _, ranks_s = self.meter.run(supply.drain, n_pools)
         supply.feed.close()
         return setting, max(ranks_s)
-
-    def options(self) -> Options:
-        """What could be changed about this training."""
-        sizes, source = self.sizes, self.parts.train_rows
-        can_stay = may_stay(source) and may_stay(self.parts.val_rows)
-        tier = choose_tier("auto", sizes.need, sizes.free, source.name, can_stay=can_stay)
-        is_nearer = TIERS.index(tier) > TIERS.index(sizes.tier)
-        return Options(self.loop.echo, tier if is_nearer else None, n_rows=len(source))
-
-    @property
-    def subject(self) -> dict[str, Any]:
-        """What was measured. config: {dotted key: value}, without `auto`."""
-        return {
-            "world": str(self.world),
-            "machine": {
-                "device": self.world.device_name,
-                "world_size": self.world.world_size,
-                "local_world_size": self.world.local_world_size,
-                "row_bytes": self.parts.train_rows.row_bytes,
-            },
-            "config": self.parts.config.flat(),
-        }
 
     @property
     def title(self) -> str:
@@ -111,7 +84,7 @@ class Bench:
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""
-        supply = self._open_supply(self.sizes.n_readers)
+        supply = self._plan(self.sizes.n_readers).open(self.loop)
         steps = (step for _ in count() for step in supply.steps())
         next(steps)
         with torch.profiler.profile() as profile:
@@ -133,14 +106,13 @@ class Bench:
 
     def _first_supply_s(self) -> float:
         """Seconds per step of the supply, as far as the first pools show them."""
-        supply = self._open_supply(self.sizes.n_readers)
+        supply = self._plan(self.sizes.n_readers).open(self.loop)
         _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
         supply.feed.close()
         return max(ranks_s)
 
-    def _open_supply(self, n_readers: int) -> Supply:
-        with self.world.together():
-            return self._plan(n_readers).open(self.loop)
+    def _read_pool(self) -> Rows:
+        return read_pool(self.parts.train_rows, self._next_order(), self.sizes.n_readers)
 
     def _plan(self, n_readers: int) -> FeedPlan:
         """The feed of the training, with pools as small as `POOL_S` says."""

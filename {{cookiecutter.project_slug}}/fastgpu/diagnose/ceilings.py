@@ -25,10 +25,9 @@ from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, echo_passes
-from fastgpu.rows.rows import Rows
-from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.rows.rows import Field, Ragged, Rows
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 LOOP_WARM_UP_POOLS = 3
@@ -95,11 +94,6 @@ class Supply:
         """Take the pools that lie ready, so that the next ones come at the speed of the feed."""
         self.drain(self.n_ready if self._number else self.n_joint)  # before the first pool, nothing is read ahead
 
-    def warm_up(self) -> None:
-        """Train on some pools that did not lie ready: a slow feed is slow at once, not only after those."""
-        self.empty()
-        self.train(self.n_ready)
-
 
 class FeedPlan(NamedTuple):
     """What a feed is made of."""
@@ -124,19 +118,10 @@ class FeedPlan(NamedTuple):
 
 
 def open_supplies(plan: FeedPlan, loop: Loop) -> dict[str, Supply]:
-    """real: the feed of a run; and, if its rows are streamed, feeds that leave a part of its work out.
-
-    cached: reads the same few blocks again and again. copy: copies pools to a GPU from staging memory that is filled
-    already.
-    """
-    source, order, placement, loader = plan
+    """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
     supplies = {"real": plan.open(loop)}
-    if placement.tier == "disk" and not isinstance(source, ItemDataset):  # which reads as it decodes
-        supplies["cached"] = plan._replace(order=first_blocks(source, order)).open(loop)
-    if placement.device.type == "cuda" and placement.tier != "device":
-        staged = FilledOnce(read_pool(source, order, placement.n_readers), source, n_slots=loader.prefetch_pools + 1)
-        staged_order = BlockSampler(staged.block_rows, order.batch_size, pool_batches=order.pool_batches, seed=None)
-        supplies["copy"] = FeedPlan(staged, staged_order, Placement("disk", placement.device, 1), loader).open(loop)
+    if plan.placement.tier == "disk" and not isinstance(plan.source, ItemDataset):  # which reads as it decodes
+        supplies["cached"] = plan._replace(order=first_blocks(plan.source, plan.order)).open(loop)
     return supplies
 
 
@@ -159,19 +144,12 @@ def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
     return pool
 
 
-class FilledOnce(ArrayDataset):
-    """The rows of one pool. Each slot of a feed gets them once; afterwards they lie in its staging memory already."""
-
-    def __init__(self, pool: Rows, source: Dataset, n_slots: int):
-        columns = {name: column.numpy() for name, column in pool.columns.items()}
-        super().__init__("staged", columns, block_rows=np.array([len(pool)], np.int32), fields=source.fields)
-        self._n_rows_left = n_slots * len(pool)
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        if self._n_rows_left <= 0:
-            return
-        self._n_rows_left -= len(reads.places)
-        super().read(plan, reads, out)
+def copies(pool: Rows, fields: Mapping[str, Field], device: torch.device, n_steps: int) -> Work:
+    """Copies of a pool from staging memory to a GPU, whatever lies there. n_steps: steps that it is good for."""
+    n_values = {name: len(column.values) for name, column in pool.columns.items() if isinstance(column, Ragged)}
+    host = Rows.empty(fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
+    on_device = host.empty_like(device)
+    return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)
 
 
 # ---------------------------------------------------------------------------------------------- the device
@@ -190,18 +168,15 @@ class Device:
             torch.cuda.synchronize(self._device)
 
     def busy_s(self, work: Callable[[], object]) -> float:
-        """Seconds in which the device was busy while `work` ran. 0: they cannot be seen."""
+        """Seconds in which the device was busy while `work` ran. 0: they cannot be seen, as in some containers."""
         if not self._is_gpu:
             return 0.0
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             self.synchronize()
-        kernels_us = 0.0
-        for event in profile.events():
-            is_on_device = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-            if is_on_device and not event.name.startswith("Mem"):
-                kernels_us += event.time_range.elapsed_us()
-        return kernels_us / 1e6  # a container that forbids profiling shows no kernel at all
+        on_device = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
+        kernels = (each for each in on_device if not each.is_user_annotation and not each.name.startswith("Mem"))
+        return sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e6
 
     def syncs(self, work: Callable[[], object]) -> list[str]:
         """The lines of code at which `work` made the host wait for the device, as `file.py:12`."""
@@ -261,16 +236,17 @@ def measure(
     meter: Meter,
     loop: Loop,
     supplies: Mapping[str, Supply],
+    copy: Work | None = None,
     *,
     stop: Callable[[Measured], bool] = is_enough,
     report: Callable[[str], None] = lambda _: None,
 ) -> Measured:
-    """Measure everything, round after round, until `stop` says that it is enough.
+    """Measure everything, round after round, until `stop` says that it is enough. copy: copies that many pools.
 
     The steps change the model (running statistics, and the weights unless the learning rate is 0): do not keep it.
     """
     world = meter.world
-    tasks = _tasks(loop, supplies, world)
+    tasks = _tasks(loop, supplies, copy, world)
     n_units: dict[str, int] = {}
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
@@ -313,7 +289,7 @@ def measure(
     return measured
 
 
-def _tasks(loop: Loop, supplies: Mapping[str, Supply], world: World) -> dict[str, _Task]:
+def _tasks(loop: Loop, supplies: Mapping[str, Supply], copy: Work | None, world: World) -> dict[str, _Task]:
     """{field of `Measured`: what is timed for it}, in the order of a round. local: see `Measured.ranks_compute`."""
     transformed = loop.transform(loop.batch)
     steps: dict[str, Callable[[], object]] = {
@@ -323,15 +299,14 @@ def _tasks(loop: Loop, supplies: Mapping[str, Supply], world: World) -> dict[str
     if world.world_size > 1:
         steps["local"] = lambda: loop.local_step(loop.transform(loop.batch))
     tasks = {name: _Task(partial(repeat, step), step) for name, step in steps.items()}
-
+    if copy:
+        tasks["copy"] = _Task(copy, partial(copy, 1))
     real = supplies["real"]
     multiple = 2 * real.n_joint
     if real.n_ready:  # the loop follows at once: no pools lie ready for it
         tasks["supply"] = _Task(real.drain, real.empty, multiple)
     n_warm_up = min(real.n_ready, LOOP_WARM_UP_POOLS)
     tasks["loop"] = _Task(real.train, partial(real.train, n_warm_up), multiple, rests=True)
-    if staged := supplies.get("copy"):
-        tasks["copy"] = _Task(staged.train, staged.warm_up, 2, rests=True)
     if cached := supplies.get("cached"):
         n_first = cached.n_ready + cached.feed.order.pools_per_epoch  # until each of its blocks has been read once
         tasks["cached"] = _Task(cached.drain, partial(cached.drain, n_first), 2, rests=True)

@@ -20,8 +20,6 @@ from math import log2
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
-from fastgpu.process.config import Tier
-
 Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "INCONCLUSIVE"]
 MEANING: dict[Cause, str] = {
     "READ": "the loop waits for bytes from storage",
@@ -34,9 +32,9 @@ MEANING: dict[Cause, str] = {
     "INCONCLUSIVE": "the measurements do not tell",
 }
 ADVICE: dict[Cause, str] = {
-    "READ": "a faster disk, or blocks of 2 MiB (python convert.py info rates the file)",
+    "READ": "data.tier=auto; a faster disk, or blocks of 2 MiB (python convert.py info rates the file)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
-    "COPY": "store floats as uint8, and let the transform make floats of them on the device",
+    "COPY": "data.tier=auto; store floats as uint8, and let the transform make floats of them on the device",
     "AUGMENT": "train.compile=true",
     "HOST": "train.compile=true; bf16 instead of fp16, whose loss scaler reads a value in each step",
     "RANKS": "fewer ranks; of a slow rank, the other processes, clocks and disk of its machine",
@@ -44,7 +42,6 @@ ADVICE: dict[Cause, str] = {
     "INCONCLUSIVE": "run it again on a quieter machine, with larger --seconds, or look at --trace",
 }
 MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
-MAX_BATCH_FACTOR = 64
 DEAD_BAND = 0.05  # smaller differences in speed do not count
 NEAR = 0.1  # a part whose time is this close to that of the loop explains it
 READ_SHARE = 0.5  # storage is the cause if it takes a larger part of the supply's time
@@ -119,7 +116,7 @@ class Measured(NamedTuple):
     untransformed: Rounds | None = None
     """The step on a batch that was transformed before."""
     copy: Rounds | None = None
-    """Transform and step on pools that are copied from staging memory which is filled already."""
+    """Pools copied to the device from staging memory, one after the other."""
     supply: Rounds | None = None
     """The feed, without a step behind it."""
     cached: Rounds | None = None
@@ -146,8 +143,8 @@ class Measured(NamedTuple):
 
     @property
     def copied(self) -> Rounds:
-        """Copies, transform and step. Without copies: compute."""
-        return self.copy or self.compute
+        """The longer one of compute and copies, which overlap."""
+        return each_round(max, self.compute, self.copy) if self.copy else self.compute
 
     @property
     def local(self) -> Rounds:
@@ -165,11 +162,10 @@ class Options(NamedTuple):
 
     echo: float = 1.0
     """data.echo now."""
-    tier: Tier | None = None
-    """The tier that data.tier=auto would choose now, if it is nearer to the device than the current one."""
     readers: tuple[str, float] | None = None
     """(setting, seconds per step of the supply with it) for twice as many readers. None: not tried."""
     n_rows: int = 1 << 40
+    """Rows of training, which limit the size of a batch."""
 
 
 class Verdict(NamedTuple):
@@ -250,7 +246,7 @@ def _find_in_feed(m: Measured, options: Options) -> list[Suspect]:
     if supply_is_slower is not False and _may_explain(supply, m):
         suspects += _find_in_supply(m)
     if supply_is_slower is not True and copies_are_slower is not False and _may_explain(m.copied, m):
-        suspects.append(Suspect("COPY", "steps with copies alone take as long as the loop"))
+        suspects.append(Suspect("COPY", "copies alone take as long as the loop"))
     if suspects and (supply_is_slower or copies_are_slower):
         return suspects
     return suspects + _find_in_between(m, options)
@@ -358,34 +354,26 @@ def _host(m: Measured, busy_s: float, options: Options) -> Suspect:
 
 def _batch_factor(wanted: float, m: Measured, options: Options) -> int:
     """A power of two by which to enlarge the batch: at least 2, if there are rows for it."""
-    return 1 << int(log2(min(max(2.0, wanted), MAX_BATCH_FACTOR, options.n_rows / m.batch_size)))
+    return 1 << int(log2(min(max(2.0, wanted), options.n_rows / m.batch_size)))
 
 
 # ---------------------------------------------------------------------------------------------- the change
-
-Change = tuple[str, float]
-"""(setting or place to look at, seconds that the loop should take afterwards)"""
 
 
 def _gains(loop_s: float, m: Measured) -> bool:
     return loop_s < (1 - DEAD_BAND) * m.loop.median
 
 
-def _find_feed_change(m: Measured, options: Options) -> Change:
-    """The change of the way to the device: more readers or a nearer tier; otherwise the echo that costs no time."""
+def _find_feed_change(m: Measured, options: Options) -> tuple[str, float]:
+    """More readers, otherwise the echo that costs no time; and the seconds of the loop afterwards."""
     loop_s, compute_s = m.loop.median, m.compute.median
-    copied_s = max(compute_s, m.copied.median)
-    feed_s = max(copied_s, m.supply.median if m.supply else 0.0)
+    feed_s = max(part.median for part in (m.copied, m.supply) if part)
     shares_cpus = feed_s < (1 - NEAR) * loop_s  # the feed is fast enough alone, but takes CPUs from the step
-    changes: list[Change] = []
     if options.readers and not shares_cpus:
         setting, supply_s = options.readers
-        changes.append((setting, max(copied_s, supply_s)))
-    if options.tier:
-        changes.append((f"data.tier={options.tier}", compute_s if options.tier == "device" else copied_s))
-    best = min(changes, key=lambda change: change[1], default=("", loop_s))
-    if _gains(best[1], m):
-        return best
+        left_s = max(m.copied.median, supply_s)
+        if _gains(left_s, m):
+            return setting, left_s
     free_echo = _free_echo(m, options)
     fresh_share = options.echo / free_echo
     echoed_s = compute_s + fresh_share * (loop_s - compute_s) if shares_cpus else max(compute_s, fresh_share * loop_s)
