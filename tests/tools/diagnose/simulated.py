@@ -1,22 +1,19 @@
 """A simulated device behind a real feed, for planting causes. Its times are sleeps, so they are known."""
 
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
-from queue import Queue
 from typing import Any, NamedTuple
 
-import numpy as np
 from harness import ALONE, CPU
 
 from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, measure, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Cause, Measured, Options
-from fastgpu.feed.tiers import Feed, Placement
+from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Dataset, Pool, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
@@ -65,62 +62,21 @@ class SimulatedDevice(Device):
         return list(dict.fromkeys(self._waited_at))
 
 
-class SlowSource(Dataset):
-    """A source on a slow disk with a page cache, or one that is slow to decode."""
+def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
+    """Let the rows lie on a slow disk with a page cache, and be slow to decode. disk_s, decode_s: for each block."""
+    read_at_once = source.read
+    cache: deque[int] = deque(maxlen=24)  # first rows of blocks
 
-    def __init__(self, source: Dataset, *, disk_s: float = 0.0, decode_s: float = 0.0, cache_blocks: int = 24):
-        """disk_s, decode_s: for each block."""
-        self._source = source
-        self._disk_s = disk_s
-        self._decode_s = decode_s
-        self._cache_blocks = cache_blocks
-        self._cache: OrderedDict[int, None] = OrderedDict()
-        self.name = source.name
-        self.fields = source.fields
-        self.attributes = source.attributes
-        self.block_rows = source.block_rows
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def column(self, name: str) -> np.ndarray:
-        return self._source.column(name)
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+    def read(plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
         for read in reads.portions(1):
             start = int(read.starts[0])
-            if start not in self._cache:
-                time.sleep(self._disk_s)
-            self._cache[start] = None
-            while len(self._cache) > self._cache_blocks:
-                self._cache.popitem(last=False)
-            time.sleep(self._decode_s)
-            self._source.read(plan, read, out)
+            if start not in cache:
+                time.sleep(disk_s)
+                cache.append(start)
+            time.sleep(decode_s)
+            read_at_once(plan, read, out)
 
-
-class SlowCopies:
-    """A feed behind a slow bus: each pool takes its time there, while the pool before is trained on."""
-
-    def __init__(self, feed: Feed, bytes_per_s: float):
-        self.order = feed.order
-        self._feed = feed
-        self._bytes_per_s = bytes_per_s
-
-    def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        ready: Queue[Pool | None] = Queue(1)
-
-        def copy() -> None:
-            for pool in self._feed.pools(epoch, first_pool):
-                time.sleep(pool.rows.nbytes / self._bytes_per_s)
-                ready.put(pool)
-            ready.put(None)
-
-        threading.Thread(target=copy, daemon=True).start()
-        while pool := ready.get():
-            yield pool
-
-    def close(self) -> None:
-        self._feed.close()
+    source.read = read
 
 
 class Times(NamedTuple):
@@ -136,8 +92,8 @@ class Times(NamedTuple):
     """To read a block that is not in the page cache."""
     decode_s: float = 0.0
     """To decode a block."""
-    bus_bytes_per_s: float = 0.0
-    """Speed of the copies to the device. 0: they take no time."""
+    copy_s: float = 0.0
+    """To copy a batch to the device."""
     n_readers: int = 1
     batch_size: int = BATCH_SIZE
     echo: float = 1.0
@@ -147,7 +103,8 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
     """Every part of a loop that takes these times."""
     device = SimulatedDevice()
     factor = times.batch_size / BATCH_SIZE
-    source = SlowSource(open_store("data.train", path, FIELDS), disk_s=times.disk_s, decode_s=times.decode_s)
+    source = open_store("data.train", path, FIELDS)
+    slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
     order = BlockSampler(
         source.block_rows,
         times.batch_size,
@@ -176,10 +133,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
     loop = Loop(transform, train_step, local_step, batch, times.batch_size, times.echo)
     plan = FeedPlan(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
     supplies = open_supplies(plan, loop)
-    copy = None
-    if times.bus_bytes_per_s:
-        supplies["real"].feed = SlowCopies(supplies["real"].feed, times.bus_bytes_per_s)
-        copy = partial(repeat, lambda: time.sleep(batch.nbytes / times.bus_bytes_per_s))
+    copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
     meter = Meter(world, device, 0.15)
     measured = measure(meter, loop, supplies, copy, stop=lambda m: len(m.loop.values) == n_rounds)
     for supply in supplies.values():
@@ -205,7 +159,6 @@ class Planted(NamedTuple):
     options: Options = Options()
 
 
-BUS_BYTES_PER_S = BATCH_SIZE * 16 / 0.024  # a row has 16 bytes
 PLANTED = [
     Planted(
         "a slow disk",
@@ -226,10 +179,10 @@ PLANTED = [
     Planted("a slow transform", Times(transform_s=0.006), "AUGMENT", "make `transform`", Times()),
     Planted(
         "a slow bus",
-        Times(bus_bytes_per_s=BUS_BYTES_PER_S),
+        Times(copy_s=0.024),
         "COPY",
         "data.echo=4",
-        Times(bus_bytes_per_s=BUS_BYTES_PER_S, echo=4.0),
+        Times(copy_s=0.024, echo=4.0),
     ),
     Planted(
         "a value read in each step",
