@@ -25,7 +25,7 @@ def paths_in_tree(tree: str) -> set[str]:
         depth = (len(line) - len(line.lstrip())) // 2
         names = re.findall(r"(?:^ *|, )([\w.]+/?)", line)
         folders = [*folders[:depth], names[0]]
-        paths |= {"".join([*folders[:depth], name]) for name in names if "/" in name or name == names[0]}
+        paths |= {"".join([*folders[:depth], name]) for name in names if name.endswith(("/", ".py", ".yaml"))}
     return paths
 
 
