@@ -63,7 +63,7 @@ def _names_of(numbers: Any, names: Sequence[Any]) -> Any:
 
 
 def to_list(values: Tensor) -> list[Any]:
-    """Numbers as Python has them. Floats have nine digits, which a float32 needs, and are None if not finite."""
+    """Numbers as Python has them. Floats have nine significant figures, as a float32, and are None if not finite."""
     numbers: list[Any] = values.tolist()
     return _shorten(numbers) if values.is_floating_point() else numbers
 
