@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -285,6 +286,25 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait for something that a process brings about."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert process.poll() is None, process.communicate()[0] or "it ended too early"
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.01)
+
+
+def wait_for_port(port: int, process: subprocess.Popen) -> None:
+    """Wait until a process listens on a port, such as that of the rendezvous."""
+
+    def is_open() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(is_open, process)
 
 
 def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import train as script
 from harness import (
-    ALONE,
     ROOT,
     TIMEOUT_S,
     copy_project,
@@ -23,12 +20,14 @@ from harness import (
     metrics_of,
     run_train,
     same_weights,
+    train,
     train_command,
+    wait_for_port,
+    wait_until,
     weights_of,
     write_minimal,
 )
 
-from fastgpu.process.config_loader import load_config
 from workloads import minimal
 
 WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=40")
@@ -93,7 +92,7 @@ class Job:
     def start(self) -> None:
         """Start both agents. The first one hosts the store."""
         self.start_agent()
-        time.sleep(2)
+        wait_for_port(self.port, self.agents[0])
         self.start_agent()
 
 
@@ -159,13 +158,12 @@ def last_time(run: Path, pattern: str) -> float:
 
 def wait_for_progress(run: Path, agent: subprocess.Popen, n_starts: int) -> None:
     """Wait until a run has been started so many times, and has saved a checkpoint since the last start."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while len([*run.glob("run*.json")]) < n_starts or last_time(run, "checkpoints/last-*") < last_time(
-        run, "run*.json"
-    ):
-        assert agent.poll() is None, agent.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.01)
+
+    def holds() -> bool:
+        is_saved = last_time(run, "checkpoints/last-*") >= last_time(run, "run*.json")
+        return len([*run.glob("run*.json")]) >= n_starts and is_saved
+
+    wait_until(holds, agent)
 
 
 @pytest.mark.nightly
@@ -175,8 +173,7 @@ def test_one_machine_without_the_data_is_one_line(folder, jobs):
     elsewhere.mkdir()
     (elsewhere / "config.yaml").write_text((folder / "config.yaml").read_text())
     job = jobs(restarts=0)
-    job.start_agent()
-    time.sleep(2)
+    wait_for_port(job.port, job.start_agent())
     job.start_agent(cwd=elsewhere)
     outputs = [agent.communicate(timeout=TIMEOUT_S)[0] for agent in job.agents]
     for output in outputs:
@@ -230,7 +227,7 @@ def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jo
     monkeypatch.setattr(
         minimal.Workload, "transform", lambda _, batch, rng: alone.append(batch["x"][:, 0].tolist()) or batch
     )
-    script.train(script.build(load_config([*words[1:], "run.name=alone"]), ALONE), ALONE)
+    train(*words[1:], "run.name=alone")
     assert [row_ids for _, row_ids in batches] == alone  # none is lost, none is made twice
     ours, theirs = weights_of(folder / "runs/a"), weights_of(folder / "runs/alone")
     for name, values in ours.items():  # two ranks add the gradients in another order
@@ -239,8 +236,4 @@ def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jo
 
 def wait_for_steps(rows: Path, agent: subprocess.Popen, world_size: int) -> None:
     """Wait until the last five steps were made by so many ranks."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while [size for size, _ in global_batches(rows)[-5:]] != [world_size] * 5:
-        assert agent.poll() is None, agent.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.05)
+    wait_until(lambda: [size for size, _ in global_batches(rows)[-5:]] == [world_size] * 5, agent)

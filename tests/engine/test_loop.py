@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from harness import (
     train,
     train_command,
     train_rank,
+    wait_until,
     weights_of,
     write_state,
 )
@@ -85,11 +85,7 @@ def saved_steps(run: Path) -> list[int]:
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     """Wait until a run has saved this step or a later one."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any(number >= step for number in saved_steps(run)):
-        assert process.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.01)
+    wait_until(lambda: any(number >= step for number in saved_steps(run)), process)
 
 
 def assert_same_end(run: Path, other: Path, *more: str) -> None:
@@ -300,8 +296,7 @@ def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(fol
     assert [point["step"] for point in val_points(folder / "runs/new")] == [21, 42]
     capsys.readouterr()
     train("run.name=auto", "train.epochs=2", "run.resume=auto")
-    printed = capsys.readouterr().out
-    assert "done: epoch 2, step 42" in printed
+    assert "done: epoch 2, step 42" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"runs/new holds a run; use run.resume=auto to continue it"):
         train("run.name=new")
 
@@ -316,10 +311,9 @@ def test_a_run_goes_on_with_its_own_settings_but_for_the_words(folder):
 
 def test_a_run_is_not_resumed_with_another_model(folder):
     train("train.epochs=1", "model.hidden_dim=8")
-    difference = r"model.hidden_dim=64 \(was 8\)"
-    with pytest.raises(UserError, match=f"run.name=auto takes the newest run, runs/a, but this is {difference}: name"):
+    with pytest.raises(UserError, match="runs/a.* model.hidden_dim=64"):
         train("train.epochs=2", "run.name=auto", "run.resume=auto")
-    with pytest.raises(UserError, match=rf"last-00000\d/model.pt does not fit: size mismatch .* {difference}$"):
+    with pytest.raises(UserError, match=r"last-00000\d/model.pt does not fit: size mismatch .* model.hidden_dim=64"):
         train("train.epochs=2", "run.resume=auto")
     assert len(val_points(folder / "runs/a")) == 1
 
@@ -328,7 +322,7 @@ def test_a_run_that_is_resumed_with_other_settings_says_so(folder, capsys):
     train("train.epochs=1")
     train("train.epochs=2", "optim.lr=0.01", "data.batch_size=64", "run.resume=auto")
     printed = capsys.readouterr().out
-    assert "resumed with train.epochs=2 (was 1)\n" in printed
+    assert "resumed with train.epochs=2 (was 1)" in printed
     assert "resumed with optim.lr=0.01 (was 0.003)\n" in printed
     assert "resumed with data.batch_size=64 (was 32)\n" in printed
 

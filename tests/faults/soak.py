@@ -135,9 +135,8 @@ class Run:
 
     def result(self) -> str:
         """SHA-256 over the weights and the optimizer of the last checkpoint."""
-        return hashlib.sha256(
-            b"".join((self.checkpoints[-1] / name).read_bytes() for name in ("model.pt", "optimizer.pt"))
-        ).hexdigest()
+        files = sorted(self.checkpoints[-1].glob("*.pt"))
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- faults

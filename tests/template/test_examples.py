@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +14,7 @@ import psutil
 import pytest
 import torch
 from contract import check_workload
-from harness import TIMEOUT_S, run_train, same_weights, train_command
+from harness import run_to_end, run_train, same_weights, train_command, wait_until
 from PIL import Image
 from template import PROJECT, ROOT
 from test_recipes import commands_in
@@ -39,9 +38,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *words: str) -> str:
     """Run a script of the project. Returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=project, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = run_to_end([sys.executable, *words], project)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -277,11 +274,7 @@ def test_an_example_is_killed_on_two_ranks_and_resumed_to_the_same_weights(proje
     with subprocess.Popen(
         train_command(*words, "run.name=killed", ranks=2, root=project), cwd=project, stdout=subprocess.DEVNULL
     ) as process:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list((project / "runs/killed").glob("checkpoints/last-00000[5-9]")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[5-9]")), process)
         for each in (*psutil.Process(process.pid).children(recursive=True), process):
             each.kill()
     resumed = run_train("run.resume=runs/killed", ranks=2, cwd=project, root=project)

@@ -4,11 +4,9 @@ import copy
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from harness import TIMEOUT_S, copy_project, free_port, metrics_of, write_minimal
+from harness import TIMEOUT_S, copy_project, free_port, metrics_of, wait_for_port, wait_until, write_minimal
 from template import PROJECT
 
 LAUNCH = PROJECT / "launch"
@@ -129,19 +127,6 @@ def outputs(processes: list) -> list[str]:
     return [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
 
 
-def wait_until(holds: Callable[[], bool], node: subprocess.Popen) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert node.poll() is None, outputs([node])
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(project):
@@ -149,7 +134,7 @@ def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(pr
     port = free_port()
     with ExitStack() as stack:
         (stays,) = stack.enter_context(started(project, kubernetes_node(), port=port))
-        wait_until(lambda: is_open(port), stays)  # it hosts the rendezvous
+        wait_for_port(port, stays)  # it hosts the rendezvous
         (evicted,) = stack.enter_context(started(project, kubernetes_node(), port=port))
         wait_until(lambda: bool(list(run.glob("checkpoints/last-*"))), stays)
         evicted.send_signal(signal.SIGTERM)

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,7 +93,14 @@ class Job:
     def wait_for_start(self, number: int) -> None:
         """Wait until the run has begun for that time, and has taken some steps."""
         self.cluster.wait_until(lambda: len(self.starts) >= number, lambda: self.log)
-        time.sleep(1)
+        done = self.n_reports
+        self.cluster.wait_until(lambda: self.n_reports > done, lambda: self.log)
+
+    @property
+    def n_reports(self) -> int:
+        """Lines of metrics.jsonl, of which the run writes one for every five steps."""
+        path = self.run / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
 
     def wait_for_end(self) -> str:
         return self.cluster.wait_for_state(self.id, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -138,19 +144,14 @@ def test_four_processes_end_as_four_without_slurm(submit, nodes, procs):
     assert job.restarts == 0
 
 
-def test_a_job_preempted_twice_goes_on_where_it_stopped(submit, cluster, project, record_property):
+def test_a_job_preempted_twice_goes_on_where_it_stopped(submit, cluster, project):
     job = submit()
     for number in (1, 2):
         job.wait_for_start(number)
-        preempted = time.monotonic()
         other = cluster.submit(project, "--partition=high", "--nodes=2", "--exclusive", "other.sh")
         cluster.wait_for_state(other, "RUNNING", "COMPLETED")
-        record_property("seconds from preemption to the other job", round(time.monotonic() - preempted, 1))
         cluster.wait_until(lambda number=number: job.restarts == number, lambda: job.log)
         cluster.wait_for_state(job.id, "RUNNING")
-        allocated = time.monotonic()
-        job.wait_for_start(number + 1)
-        record_property("seconds from allocation to training", round(time.monotonic() - allocated, 1))
     assert_equal_end(job)
     assert len(job.stops) == 2
 
@@ -162,34 +163,24 @@ def test_a_job_whose_time_is_over_goes_on(submit, monkeypatch):
     assert job.restarts == len(job.stops) > 0
 
 
-def test_a_mistake_ends_the_job_before_anything_starts(submit, record_property):
-    began = time.monotonic()
+def test_a_mistake_ends_the_job_before_anything_starts(submit):
     job = submit("data.batch_siz=3")
     assert job.wait_for_end() == "FAILED"
-    record_property("seconds from submission to the end", round(time.monotonic() - began, 1))
     assert job.cluster.job(job.id)["ExitCode"] == "2:0"
     assert job.restarts == 0
     assert "unknown key data.batch_siz (did you mean data.batch_size?)" in job.log
     assert not job.run.exists()
 
 
-def test_a_killed_rank_is_restarted_by_torchrun(submit):
+@pytest.mark.parametrize(("killed", "restarts"), [("train.py", 0), ("torchrun", 1)])
+def test_a_killed_rank_is_restarted_by_torchrun_and_a_killed_torchrun_by_slurm(submit, killed, restarts):
     job = submit("run.checkpoint_every_steps=20")
     job.wait_for_start(1)
-    job.processes("train.py")[-1].kill()
+    job.processes(killed)[-1].kill()
     assert job.wait_for_end() == "COMPLETED", job.log
     assert same_weights(job.run, job.project / "runs/untouched")
-    assert job.restarts == 0
+    assert job.restarts == restarts
     assert len(job.starts) == 2
-
-
-def test_a_job_whose_torchrun_is_killed_is_queued_again(submit):
-    job = submit("run.checkpoint_every_steps=20")
-    job.wait_for_start(1)
-    job.processes("torchrun")[-1].kill()
-    assert job.wait_for_end() == "COMPLETED", job.log
-    assert same_weights(job.run, job.project / "runs/untouched")
-    assert job.restarts == 1
 
 
 def test_a_job_that_loses_a_node_is_queued_again(submit, cluster, monkeypatch):

@@ -18,22 +18,14 @@ from fastgpu.process.config_loader import keys
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""
+each_source = pytest.mark.parametrize("name", SOURCES)
 SCRIPTS = {name.removesuffix(".py") for name in SOURCES if "/" not in name}
 MAX_TYPE_IGNORES = 11
 """Comments of the kind `type: ignore` in the project. Lower this number when one goes."""
-SEE_CONFIG = (
-    "fastgpu/feed/sizes.py",
-    "fastgpu/process/config.py",
-    "fastgpu/process/config_loader.py",
-    "fastgpu/diagnose/",
-)
-"""Modules that see the whole config: the ones that define it, and the diagnosis, which builds
-other runs to try."""
+SEE_CONFIG = ("fastgpu/feed/sizes.py", "fastgpu/process/config", "fastgpu/diagnose/")
+"""Modules that see the whole config: the ones that define it, and the diagnosis, which builds other runs to try."""
 READS_ENVIRONMENT = {"fastgpu/process/launch.py"}
-USES_PICKLE = {
-    "fastgpu/convert/cifar_celeba.py",  # its unpickler knows arrays only
-    "fastgpu/dataset/source.py",  # names an error that worker processes cause
-}
+USES_PICKLE = {"fastgpu/dataset/source.py"}  # names an error that worker processes cause
 WITHOUT_DOCSTRING = {"train.build", "train.train"}  # the story of the program: comments tell it, section by section
 
 
@@ -74,16 +66,11 @@ def rooms() -> dict[str, set[str]]:
     return graph
 
 
-def test_rooms_import_from_lower_rooms_only():
-    order = list(graphlib.TopologicalSorter(rooms()).static_order())  # raises CycleError, which names the circle
-    assert set(LEAF_ROOMS) < set(order)
-
-
-@pytest.mark.parametrize("leaf", LEAF_ROOMS)
-def test_a_leaf_room_is_imported_by_its_script_only(leaf):
-    importers = {name for name in SOURCES for module in imported_modules(parse(name)) if room_of(module) == leaf}
-    assert importers <= {f"{leaf}.py", *(name for name in SOURCES if name.startswith(f"fastgpu/{leaf}/"))}
-    assert f"{leaf}.py" in importers
+def test_rooms_import_from_lower_rooms_only_and_leaves_are_imported_by_their_scripts():
+    graph = rooms()
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    for leaf in LEAF_ROOMS:
+        assert not [room for room, imported in graph.items() if leaf in imported]
 
 
 def test_the_config_is_read_without_torch():
@@ -110,29 +97,19 @@ def uses(tree: ast.Module, names: set[str]) -> set[str]:
     return used & names
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_only_scripts_see_the_whole_config(name):
-    """A function of a room takes the sections that it needs."""
-    if "/" in name and not name.startswith(SEE_CONFIG):
-        assert not uses(parse(name), {"Config", "load_config"})
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_environment_is_read_in_one_place(name):
-    if name not in READS_ENVIRONMENT:
-        assert not uses(parse(name), {"environ", "environb", "getenv"})
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_nothing_is_unpickled(name):
+@each_source
+def test_a_module_does_what_it_may(name):
+    """The whole config is seen and the environment is read in few places, and nothing is unpickled."""
     tree = parse(name)
+    if "/" in name and not name.startswith(SEE_CONFIG):
+        assert not uses(tree, {"Config", "load_config"})
+    if name not in READS_ENVIRONMENT:
+        assert not uses(tree, {"environ", "environb", "getenv"})
     if name not in USES_PICKLE:
         assert not uses(tree, {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"})
     for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "weights_only":
-            assert ast.unparse(node.value) == "True"
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            assert ast.unparse(node.value) == "False"
+        if isinstance(node, ast.keyword) and node.arg in ("weights_only", "allow_pickle"):
+            assert ast.unparse(node.value) == str(node.arg == "weights_only")
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "yaml.load":
             assert "_YamlLoader" in [ast.unparse(argument) for argument in node.args]
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
@@ -142,7 +119,7 @@ def test_nothing_is_unpickled(name):
 # ---------------------------------------------------------------------------------------------- how it reads
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@each_source
 def test_public_names_have_docstrings(name):
     tree = parse(name)
     module = Path(name).stem
@@ -173,36 +150,11 @@ def comments_of(name: str) -> list[str]:
 KNOWN_KEYS = {"workload", *keys()}
 OPTIONS = [workloads.find_options(path.stem) for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
 KNOWN_KEYS |= {key for options in OPTIONS for key in keys(options, "model.")}
-FILE_SUFFIXES = {
-    "py",
-    "h5",
-    "hdf5",
-    "yaml",
-    "yml",
-    "json",
-    "jsonl",
-    "html",
-    "npy",
-    "npz",
-    "txt",
-    "md",
-    "pt",
-    "pt2",
-    "onnx",
-    "safetensors",
-    "png",
-    "csv",
-}
-HISTORY = (
-    "docs/given-up.md",
-    "CHANGELOG.md",
-    "bench/results/",
-    "tests/goldens/",
-)  # these name keys of before, and wrong ones
-OF_THE_TUTORIAL = {"model.freeze", "model.freez"}
-"""Keys of the workloads that docs/tutorial.md writes, and a misspelt one."""
-NOT_KEYS = {*OF_THE_TUTORIAL, "train.build"}
-"""Words that look like a key and are none: functions and attributes that a sentence names."""
+FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
+HISTORY = ("docs/given-up.md", "CHANGELOG.md", "bench/results/", "tests/goldens/")
+"""These name keys of before, and wrong ones."""
+NOT_KEYS = {"model.freeze", "model.freez", "train.build"}
+"""Keys of the workloads that docs/tutorial.md writes, a misspelt one, and a function."""
 
 
 def texts_of(name: str) -> list[str]:
@@ -223,7 +175,7 @@ def texts_of(name: str) -> list[str]:
 def keys_named_in(text: str) -> set[str]:
     """Words like `data.tier`. Tags (`data/tier`), file names, attributes (`cfg.data.tier`) and calls are none."""
     words = re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][a-z0-9_]*)(?![\w(/-]|\.\w)", text)
-    return {word for word in words if word.partition(".")[2] not in FILE_SUFFIXES}
+    return {word for word in words if not FILE_SUFFIX.fullmatch(word.partition(".")[2])}
 
 
 def test_keys_named_in_text_exist():
