@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
-TESTS = ROOT / "tests"
-sys.path[:0] = [str(path) for path in (PROJECT, TESTS / "engine", TESTS / "tools/convert")]
+sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests/engine")]
 
 import convert
 import h5py
@@ -46,15 +45,12 @@ from harness import ALONE, ITEMS, numbered, ragged
 from mutations import flip, mutate
 from PIL import Image
 from short_run import CONFIG
-from test_array_files import save_npz
-from test_events import write as write_ratings
-from test_pixel_csv import write_fer
 from torch import nn
 
 import workloads
 from fastgpu.convert.writer import Writer
 from fastgpu.predict.export import make_rows
-from fastgpu.predict.inputs import open_inputs, open_pools
+from fastgpu.predict.inputs import open_pools
 from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import exit_with_message
@@ -71,7 +67,6 @@ MEMORY_BYTES = 2 << 30
 MAX_MESSAGE_BYTES = 20_000
 FAULTS = ("wrong rows", "exception", "endless message", "crash", "hang", "memory", "leftovers")
 N_ROWS = 600
-IMAGES = numbered(40, (64,))
 SAVED = Path("run/checkpoints/last-000001")
 
 
@@ -134,12 +129,6 @@ def make_images(suffix: str = "png") -> None:
 def make_arrays() -> None:
     np.save("x.npy", numbered(40))
     np.savez("y.npz", x=np.zeros((40, 6), np.float32), labels=np.arange(40))
-    save_npz(Path("m.npz"), np.eye(30, 20), "csr")
-
-
-def make_ratings() -> None:
-    write_ratings(Path("ratings.csv"))
-    shutil.make_archive("ratings", "zip", ".", "ratings.csv")
 
 
 def make_checkpoint(*, has_state: bool = True) -> None:
@@ -190,11 +179,6 @@ def read_config(words: str = "") -> None:
     read_options(config, workloads.find_options(config.workload))
 
 
-def read_inputs() -> str:
-    x = {"dtype": "float32", "shape": [6], "is_ragged": False, "n_items": None, "dataset": "x"}
-    return digest(open_inputs(["y.npz"], {"fields": {"x": x}, "attributes": {}}, ["x"]))
-
-
 def read_checkpoint() -> str:
     state = new_state()
     path = checkpoint.find_intact(Path("run"))
@@ -218,10 +202,6 @@ def hdf5(use: Callable[[], object], weight: int, compression: str = "none", *, i
     return Kind(partial(make_hdf5, compression), use, "x.h5", weight, is_covered=is_covered)
 
 
-def csv(make: Callable[[], object], words: str, weight: int = 1) -> Kind:
-    return Kind(make, command(words), words.split()[1], weight, is_text=True)
-
-
 STATES = f"{SAVED}/state.json {SAVED}/model.pt {SAVED}/optimizer.pt"
 WEIGHTS = f"{SAVED}/model.json {SAVED}/model.safetensors"
 MODEL = f"{WEIGHTS} {SAVED}/state.json"
@@ -231,18 +211,11 @@ KINDS = {
     "hdf5-gzip": hdf5(read_images, 4, "gzip"),
     "hdf5-csr": Kind(make_csr, partial(read_hdf5, "items"), "x.h5", 3, is_covered=True),
     "hdf5-foreign": Kind(make_foreign, partial(read_images, verify=False), "x.h5", 4),
-    "hdf5-verify": hdf5(command("check x.h5"), 1, is_covered=False),
-    "hdf5-repack": hdf5(command("repack x.h5 out.h5"), 1, "gzip", is_covered=False),
     "config": Kind(make_config, read_config, "config.yaml", 4, is_text=True),
     "command-line": Kind(make_config, partial(read_config, "words"), "words", 2, is_text=True),
-    "csv-images": csv(make_images, "images images.csv out.h5", 2),
-    "csv-fer": csv(lambda: write_fer(Path("x.csv"), IMAGES), "pixels x.csv out.h5 --split-by Usage"),
-    "csv-ratings": csv(make_ratings, "events ratings.csv out.h5 --held-out 9", 2),
-    "zip": Kind(make_ratings, command("events ratings.zip out.h5 --held-out 9"), "ratings.zip"),
+    "csv-images": Kind(make_images, command("images images.csv out.h5"), "images.csv", 3, is_text=True),
     "npy": Kind(make_arrays, command("arrays images=x.npy out.h5"), "x.npy"),
     "npz": Kind(make_arrays, command("arrays y.npz out.h5"), "y.npz"),
-    "npz-predict": Kind(make_arrays, read_inputs, "y.npz"),
-    "npz-sparse": Kind(make_arrays, command("arrays items=m.npz out.h5"), "m.npz", 2),
     "png": Kind(make_images, command("images photos out.h5 --size 8"), "photos/a/0.png"),
     "jpg": Kind(partial(make_images, "jpg"), command("images photos out.h5 --size 8"), "photos/a/0.jpg"),
     "checkpoint": Kind(make_checkpoint, read_checkpoint, STATES, 2, is_covered=True),

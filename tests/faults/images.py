@@ -12,7 +12,6 @@ the source that training reads; each of the two is a process of its own. A file 
 """
 
 import argparse
-import csv
 import io
 import json
 import random
@@ -25,8 +24,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
@@ -61,14 +61,6 @@ BOMB_SIDE = 30_000
 MARKS = (0.1, 0.5, 1.0)
 MAX_GROWTH = 1.25
 """Of the memory, from the first of these marks to the last."""
-
-
-class Verdict(NamedTuple):
-    """What became of the damaged files."""
-
-    named: dict[int, str]
-    """{number of the file: why it was left out}"""
-    exit_code: int
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -174,7 +166,7 @@ def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
 # ---------------------------------------------------------------------------------------------- their own processes
 
 
-def epochs(path: str) -> tuple[Dataset, Any]:
+def opened(path: str) -> tuple[Dataset, Any]:
     """The rows of a file and their feed."""
     store = open_store("FILE", path, {"images": "images", "labels": "labels"})
     source = ImageDecoder(SIZE, 0.08).decoded(store)
@@ -182,92 +174,63 @@ def epochs(path: str) -> tuple[Dataset, Any]:
     return source, make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
 
 
-def decode_many(path: str, n_images: int) -> dict[str, float]:
-    """{share of the images: MiB of memory}"""
-    _, feed = epochs(path)
+def decode_many(path: str, n_images: str) -> list[float]:
+    """MiB of memory at each of the marks."""
+    _, feed = opened(path)
     process = psutil.Process()
-    memory = {}
-    n_done = epoch = 0
-    waiting = [*MARKS]
+    memory: list[float] = []
+    n_done = 0
     with closing(feed):
-        while waiting:
+        for epoch in count():
             for pool in feed.pools(epoch):
                 n_done += len(pool.rows)
-                while waiting and n_done >= waiting[0] * n_images:
-                    memory[f"{waiting.pop(0):.0%}"] = process.memory_info().rss / 2**20
-            epoch += 1
+                while n_done >= MARKS[len(memory)] * int(n_images):
+                    memory.append(process.memory_info().rss / 2**20)
+                    if len(memory) == len(MARKS):
+                        return memory
     return memory
 
 
-def decode_damaged(path: str) -> dict[str, str]:
-    """{label of the row: why it cannot be decoded}: each row is read alone, as a reader thread reads it."""
-    source, feed = epochs(path)
+def decode_damaged(path: str) -> list[int]:
+    """Labels of the rows that cannot be decoded: each row is read alone, as a reader thread reads it."""
+    source, feed = opened(path)
     feed.close()
-    labels = source.column("labels")
     out = {name: np.empty((1, *field.shape), field.dtype) for name, field in source.fields.items()}
-    named = {}
-    for row, label in enumerate(labels):
+    named = []
+    for row, label in enumerate(source.column("labels")):
         try:
             source.read(PLAN, Reads(np.array([row]), np.array([1]), np.array([0])), out)
-        except RankError as error:
-            named[str(label)] = str(error)
+        except RankError:
+            named.append(int(label))
     return named
 
 
-def run(function: str, *arguments: object) -> tuple[int, str]:
-    """Call a function of this file in another process. Returns the exit code, and what it returned as JSON."""
-    done = subprocess.run(
-        [sys.executable, __file__, function, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-    return done.returncode, done.stdout
+def call(function: str, *arguments: object) -> Any:
+    """Call a function of this file in another process. None: it crashed."""
+    command = [sys.executable, __file__, function, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return None if done.returncode else json.loads(done.stdout)
 
 
 # ---------------------------------------------------------------------------------------------- damaged files
 
 
-def convert_all(folder: Path, whole: Sequence[bytes], damaged: Sequence[bytes], row_of: np.ndarray) -> Verdict:
-    """Convert all files, named by a CSV. Its line n + 2 names row n."""
+def named_by_convert(folder: Path, whole: Sequence[bytes], damaged: Sequence[bytes], row_of: np.ndarray) -> set[int]:
+    """Convert all files, named by a CSV. Returns the numbers of the damaged files that were left out."""
     for name, files in (("whole", whole), ("damaged", damaged)):
         (folder / name).mkdir()
         for number, data in enumerate(files):
             (folder / name / f"{number}.jpg").write_bytes(data)
-    with Path(folder / "list.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "label"])
-        for row in row_of.tolist():
-            number = row - len(damaged)
-            writer.writerow([f"whole/{number}.jpg" if number >= 0 else f"damaged/{row}.jpg", row % 2])
+    lines = ["path,label"]
+    for row in row_of.tolist():
+        number = row - len(damaged)
+        lines.append(f"whole/{number}.jpg,{row % 2}" if number >= 0 else f"damaged/{row}.jpg,{row % 2}")
+    (folder / "list.csv").write_text("\n".join(lines))
     words = ["images", "list.csv", "out.h5", "--keep-encoded", "--on-error", "skip"]
-    command = [sys.executable, str(PROJECT / "convert.py"), *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-    listed = folder / "out.h5.skipped.txt"
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    found = [(re.search(r"damaged/(\d+)\.jpg", line), line) for line in lines]
-    assert all(match for match, _ in found), "a whole image was left out"
-    named = {int(match[1]): line for match, line in found if match}
-    return Verdict(named, done.returncode)
-
-
-def train_on_all(folder: Path, files: Sequence[bytes], n_damaged: int, row_of: np.ndarray) -> Verdict:
-    write_rows(folder / "rows.h5", files, row_of)
-    code, output = run("decode_damaged", folder / "rows.h5")
-    named = {int(label): reason for label, reason in json.loads(output or "{}").items()}
-    assert max(named, default=0) < n_damaged, "a whole image was named"
-    return Verdict(named, code)
-
-
-def describe_damaged(n_damaged: int, verdicts: dict[str, Verdict]) -> str:
-    """How many files of each damage were named. Others were decoded: an image file has no checksum."""
-    lines = []
-    for damage in DAMAGES:
-        numbers = {number for number in range(n_damaged) if damage_of(number) == damage}
-        named = [f"{len(numbers & verdict.named.keys())} by {name}" for name, verdict in verdicts.items()]
-        lines.append(f"{damage}: {len(numbers)} files, named {', '.join(named)}")
-    return "\n".join(lines)
+    subprocess.run([sys.executable, str(PROJECT / "convert.py"), *words], cwd=folder, check=True)
+    listed = (folder / "out.h5.skipped.txt").read_text()
+    assert "whole/" not in listed, "a whole image was left out"
+    return {int(number) for number in re.findall(r"damaged/(\d+)\.jpg", listed)}
 
 
 def main() -> int:
@@ -278,35 +241,39 @@ def main() -> int:
     args = parser.parse_args()
     whole = [make_image(number) for number in range(min(N_DISTINCT, args.images))]
     damaged = [make_damaged(number, args.seed) for number in range(args.damaged)]
-    files = [*damaged, *whole]
     row_of = np.arange(args.damaged * (1 + WHOLE_PER_DAMAGED))
     row_of[args.damaged :] = args.damaged + row_of[args.damaged :] % len(whole)
     np.random.default_rng(args.seed).shuffle(row_of)
     with tempfile.TemporaryDirectory(prefix="images-") as name:
         folder = Path(name)
-        verdicts = {"convert": convert_all(folder, whole, damaged, row_of)}
-        verdicts["training"] = train_on_all(folder, files, args.damaged, row_of)
+        write_rows(folder / "rows.h5", [*damaged, *whole], row_of)
         write_rows(folder / "whole.h5", whole, np.arange(len(whole)))
-        code, output = run("decode_many", folder / "whole.h5", args.images)
-    memory = json.loads(output or "{}")
-    print(f"memory in MiB after a share of the images: {memory}\n{describe_damaged(args.damaged, verdicts)}")
-    shares = [memory[f"{share:.0%}"] for share in MARKS if memory]
-    has_grown = bool(shares) and shares[-1] > MAX_GROWTH * shares[0]
-    missed = [
-        f"{number} ({damage_of(number)}) by {name}"
-        for name, verdict in verdicts.items()
-        for number in range(args.damaged)
-        if damage_of(number) in ALWAYS_NAMED and number not in verdict.named
-    ]
-    crashes = [name for name, verdict in verdicts.items() if verdict.exit_code]
-    print(f"not named, and should be: {missed}; crashed: {crashes}; memory has grown: {has_grown}")
-    return int(bool(missed or code or crashes or has_grown))
+        named = {
+            "convert": named_by_convert(folder, whole, damaged, row_of),
+            "training": call("decode_damaged", folder / "rows.h5"),
+        }
+        memory = call("decode_many", folder / "whole.h5", args.images)
+    problems = [f"{name} crashed" for name, numbers in named.items() if numbers is None]
+    for damage in DAMAGES:
+        files = {number for number in range(args.damaged) if damage_of(number) == damage}
+        for name, numbers in named.items():
+            missed = files - set(numbers or ())
+            print(f"{damage}: {len(files) - len(missed)} of {len(files)} files are named by {name}")
+            if missed and damage in ALWAYS_NAMED:
+                problems.append(f"not named by {name}: {sorted(missed)[:5]} ({damage})")
+    if any(number >= args.damaged for number in named["training"] or ()):
+        problems.append("a whole image was named")
+    print(f"memory in MiB after {MARKS} of the images: {memory}")
+    if memory is None or memory[-1] > MAX_GROWTH * memory[0]:
+        problems.append("memory has grown, or decoding crashed")
+    print("\n".join(problems))
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     functions = {"decode_many": decode_many, "decode_damaged": decode_damaged}
     if sys.argv[1:] and sys.argv[1] in functions:
-        print(json.dumps(functions[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))))
+        print(json.dumps(functions[sys.argv[1]](*sys.argv[2:])))
     else:
         sys.exit(main())

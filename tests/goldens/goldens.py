@@ -3,7 +3,6 @@
 python tests/goldens/goldens.py                      all: g1, g2, g4 against goldens.json, g3 against the base commit
 python tests/goldens/goldens.py --only g1:ragged g4  some: the beginnings of their names (--list prints the names)
 python tests/goldens/goldens.py --write              g1 and g2: write goldens.json
-python tests/goldens/goldens.py g5                   speed of this tree / the base commit, by hand, on an idle machine
 
     g1  which row comes when: SHA-256 of the row numbers of epochs 0 and 1, for nine kinds of rows, on 1, 2, 4 and 8
         ranks, fresh and resumed inside epoch 0; and of the validation rows
@@ -12,7 +11,6 @@ python tests/goldens/goldens.py g5                   speed of this tree / the ba
         and 4 ranks. Kernels of floats differ among CPUs, so nothing is stored: the base commit trains on this machine,
         and this tree has to reach the same weights, uninterrupted and after SIGKILL inside an epoch
     g4  mistakes in the config: exit code 2, and one line that names the key or the file
-    g5  rows/s, warm and cold: both trees take turns in each round, and the median of the ratios is printed
 
 Rows carry their numbers, so g1 reads them from the batches: it holds for whatever plans and reads them. Pixels of JPEG
 files depend on the versions of the decoders: they are compared only where the versions are those of goldens.json.
@@ -28,7 +26,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -99,16 +96,10 @@ def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterat
         yield feeds[0], feeds[1], chosen.batch_size
 
 
-def pools(feed: Any, epoch: int, first: int = 0) -> Iterator[Any]:
-    """The rows of the pools of an epoch, beginning with pool number `first`."""
-    for pool in feed.pools(epoch, first):
-        yield pool.rows
-
-
 def batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> Iterator[dict[str, Any]]:
-    """{field: tensor, or (values, offsets) of ragged rows} of each batch."""
-    for rows in pools(feed, epoch, first):
-        for batch in rows.batches(batch_size):
+    """{field: array, or (values, offsets) of ragged rows} of each batch, beginning with pool number `first`."""
+    for pool in feed.pools(epoch, first):
+        for batch in pool.rows.batches(batch_size):
             yield {name: columns_of(batch[name]) for name in batch.columns}
 
 
@@ -564,46 +555,6 @@ def g4(name: str) -> dict[str, str]:
     return {}
 
 
-# ------------------------------------------------------------------------------------------ g5: speed
-
-
-def g5(n_rounds: int, *, quick: bool) -> None:
-    """Print rows/s of this tree / those of the base commit: our disk tier on the data sets of bench/run.py.
-
-    bench/worker.py of each tree is the contender, driven by bench/processes.py of this one: both read the same files.
-    """
-    sys.path.insert(0, str(ROOT / "bench"))
-    import data
-    import processes
-    from contenders import OURS
-
-    trees = {"base": base_project().parent / "bench", "this": ROOT / "bench"}
-
-    def rows_per_s(tree: str, spec: Any, *, cold: bool) -> float:
-        processes.HERE = trees[tree]
-        with processes.Process(OURS, spec, n_workers=2, is_peer=False) as process:
-            files = process.ask("files", 900)["files"]
-            if cold:  # the first epoch, with its start
-                processes.make_cold(files)
-                result = process.ask("run", 120, lead_s=None, span_s=(0, 20), step_s=0.0)
-            else:
-                with processes.kept_warm(files):
-                    result = process.ask("run", 120, lead_s=(0.5, 0.5), span_s=(2, 2), step_s=0.0)
-        return result["rows"] / result["seconds"]
-
-    for spec in data.QUICK if quick else data.FULL:
-        data.make(spec)
-        for cold in (False, True):
-            ratios = []
-            for number in range(n_rounds):
-                turns = list(trees) if number % 2 else list(reversed(trees))
-                speeds = {tree: rows_per_s(tree, spec, cold=cold) for tree in turns}
-                ratios.append(speeds["this"] / speeds["base"])
-            spread = f"[{min(ratios):.3f}-{max(ratios):.3f}]"
-            what = "cold" if cold else "warm"
-            print(f"{spec.name}, {what}: this / {base_commit()}: {statistics.median(ratios):.3f} {spread}", flush=True)
-
-
 # ------------------------------------------------------------------------------------------ all of them
 
 GROUPS: dict[str, tuple[Callable[[str], dict[str, str]], list[str]]] = {
@@ -653,12 +604,9 @@ def compare(name: str, stored: dict[str, Any], *, write: bool) -> str:
 def main() -> int:
     """Returns the exit code: 1 if a golden is not what it was."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("speed", nargs="?", choices=["g5"], help="measure the speed instead")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--write", action="store_true", help="write goldens.json (g1 and g2)")
     parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--rounds", type=int, default=5, help="of g5")
-    parser.add_argument("--quick", action="store_true", help="of g5: small files, a test of the measurement itself")
     args = parser.parse_args()
     names = selected(args.only or (["g1", "g2"] if args.write else []))
     if args.list:
@@ -666,9 +614,6 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so nothing is left behind
-    if args.speed:
-        g5(args.rounds, quick=args.quick)
-        return 0
     stored = json.loads(STORED.read_text()) if STORED.exists() else {"goldens": {}}
     if args.write:
         stored["decoders"] = decoders()
