@@ -260,7 +260,7 @@ def wrong_answer(run: Run, fault: str, met_at: str) -> str:
 
 
 def soak(run: Run, usual: Untouched, names: list[str]) -> None:
-    """A run with one or two of these faults, drawn by its name. Fills `run.problems`."""
+    """A run with one or two of these faults, drawn by its name. Notes what is wrong with it."""
     names = [name for name in names if can_meet(run, name)]
     has_disk = mount(run.folder / "runs")
     if not has_disk and "disk full" in names:

@@ -6,8 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +72,6 @@ def test_the_image_is_pinned_and_runs_without_root():
 # ---------------------------------------------------------------------------------------------- command lines
 
 
-def kubernetes_node() -> tuple[list[str], dict[str, str]]:
-    return CONTAINER["command"] + CONTAINER["args"], {each["name"]: each["value"] for each in CONTAINER["env"]}
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project with the workload `minimal`."""
@@ -90,70 +85,74 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@contextmanager
-def started(project: Path, *nodes: tuple[list[str], dict[str, str]], port: int, words: str = "") -> Iterator[list]:
-    """The nodes as processes of this machine: one rank each, another port, other folders."""
-    here = {
-        "train-0.train": "127.0.0.1",
-        "29500": str(port),
-        "/data/train-*.h5": "rows.h5::/train",
-        "/data/val-*.h5": f"rows.h5::/val {words}".strip(),
-        "/runs": str(project / "runs"),
-    }
+@pytest.fixture
+def start_node(project: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """start_node(port, *words) is a node of the job as a process of this machine: one rank, another port and folder."""
     processes = []
-    for command, env in nodes:
-        argv, values = list(command), dict(env)
-        for old, new in here.items():
-            argv = [word.replace(old, new) for word in argv]
-            values = {name: value.replace(old, new) for name, value in values.items()}
-        if words and argv[-1].endswith(words):
-            argv[-1:] = argv[-1].split()
-        values["PET_NPROC_PER_NODE"] = "1"
+
+    def start(port: int, *words: str) -> subprocess.Popen:
+        here = {
+            "train-0.train": "127.0.0.1",
+            "29500": str(port),
+            "/data/train-*.h5": "rows.h5::/train",
+            "/data/val-*.h5": "rows.h5::/val",
+            "/runs": str(project / "runs"),
+        }
+
+        def moved(text: str) -> str:
+            for old, new in here.items():
+                text = text.replace(old, new)
+            return text
+
+        variables = {each["name"]: moved(each["value"]) for each in CONTAINER["env"]}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = os.environ | values | {"PATH": path, "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                argv, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+        own = {"PET_NPROC_PER_NODE": "1", "PATH": path, "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [*map(moved, CONTAINER["command"] + CONTAINER["args"]), *words],
+            cwd=project,
+            env=os.environ | variables | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
 
 
-def outputs(processes: list) -> list[str]:
-    return [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+def output_of(process: subprocess.Popen) -> str:
+    return process.communicate(timeout=TIMEOUT_S)[0]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(project):
+def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(project, start_node):
     run = project / "runs/train"
     port = free_port()
-    with ExitStack() as stack:
-        (stays,) = stack.enter_context(started(project, kubernetes_node(), port=port))
-        wait_for_port(port, stays)  # it hosts the rendezvous
-        (evicted,) = stack.enter_context(started(project, kubernetes_node(), port=port))
-        wait_until(lambda: bool(list(run.glob("checkpoints/last-*"))), stays)
-        evicted.send_signal(signal.SIGTERM)
-        printed = outputs([evicted])
-        assert evicted.returncode == 143, printed
-        assert (run / "stopped.json").exists()
-        (joins,) = stack.enter_context(started(project, kubernetes_node(), port=port))
-        printed = outputs([stays, joins])
-        assert [stays.returncode, joins.returncode] == [0, 0], printed
+    stays = start_node(port)
+    wait_for_port(port, stays)  # it hosts the rendezvous
+    evicted = start_node(port)
+    wait_until(lambda: any(run.glob("checkpoints/last-*")), stays)
+    evicted.send_signal(signal.SIGTERM)
+    printed = output_of(evicted)
+    assert evicted.returncode == 143, printed
+    assert (run / "stopped.json").exists()
+    joins = start_node(port)
+    printed = output_of(stays) + output_of(joins)
+    assert [stays.returncode, joins.returncode] == [0, 0], printed
     assert metrics_of(run)[-1]["step"] == 30 * 21
     assert not (run / "stopped.json").exists()
-    assert "2 CPU processes over gloo" in "".join(printed)
+    assert "2 CPU processes over gloo" in printed
 
 
 @pytest.mark.slow
-def test_a_mistake_ends_the_node_before_torchrun_starts(project):
-    with started(project, kubernetes_node(), port=free_port(), words="data.dataset=missing:Rows") as nodes:
-        (printed,) = outputs(nodes)
-    assert nodes[0].returncode == 2
-    assert printed.splitlines()[-1].startswith("error: ")
-    assert "missing" in printed.splitlines()[-1]
+def test_a_mistake_ends_the_node_before_torchrun_starts(project, start_node):
+    node = start_node(free_port(), "data.dataset=missing:Rows")
+    last_line = output_of(node).splitlines()[-1]
+    assert node.returncode == 2
+    assert last_line.startswith("error: ")
+    assert "missing" in last_line
     assert not (project / "runs/train").exists()
