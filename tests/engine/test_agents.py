@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,52 +55,34 @@ class Workload(minimal.Workload):
 """A workload that writes down the first number of each row of each batch, slowly if there is a file `slow`."""
 
 
-class Job:
-    """Agents, each of which starts one rank."""
+@pytest.fixture
+def start_agent() -> Iterator[Callable[..., subprocess.Popen]]:
+    """start_agent(port, *words, ...) starts the agent of the next node, as the launch files do. It ends with the test.
 
-    def __init__(self, *words: str, restarts: int = 3, nodes: str = "2", root: Path = ROOT):
-        self.words = words
-        self.restarts = restarts
-        self.nodes = nodes
-        self.root = root
-        self.environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        self.port = free_port()
-        self.agents: list[subprocess.Popen] = []
+    The first agent of a port hosts the store.
+    """
+    before = psutil.Process().children()
 
-    def start_agent(self, cwd: Path | None = None) -> subprocess.Popen:
-        """Start an agent of the next node, as the launch files do."""
+    def start(
+        port: int, *words: str, nodes: str = "2", restarts: int = 3, root: Path = ROOT, cwd: Path | None = None
+    ) -> subprocess.Popen:
         launcher = [
-            f"--nnodes={self.nodes}",
-            "--nproc-per-node=1",
-            f"--max-restarts={self.restarts}",
-            "--local-addr=127.0.0.1",
+            *(f"--nnodes={nodes}", "--nproc-per-node=1", f"--max-restarts={restarts}", "--local-addr=127.0.0.1"),
+            *("--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-endpoint=127.0.0.1:{port}"),
+            "--rdzv-conf=last_call_timeout=2",
         ]
-        rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
-        rendezvous.append("--rdzv-conf=last_call_timeout=2")
-        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *rendezvous]
         agent = subprocess.Popen(
-            [*command, *train_command(*self.words, root=self.root)[1:]],
+            [sys.executable, "-m", "torch.distributed.run", *launcher, *train_command(*words, root=root)[1:]],
             cwd=cwd,
-            env=self.environment,
+            env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.agents.append(agent)
+        wait_for_port(port, agent)  # the next agent must not be the first one
         return agent
 
-    def start(self) -> None:
-        """Start both agents. The first one hosts the store."""
-        self.start_agent()
-        wait_for_port(self.port, self.agents[0])
-        self.start_agent()
-
-
-@pytest.fixture
-def jobs() -> Iterator[type[Job]]:
-    """The class Job; whatever it starts ends with the test."""
-    before = psutil.Process().children()
-    yield Job
+    yield start
     for process in psutil.Process().children(recursive=True):
         if process not in before:
             process.kill()
@@ -122,26 +104,23 @@ def kill_node(agent: subprocess.Popen) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, jobs):
+def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, start_agent):
     run = folder / "runs/a"
-    job = jobs(*WORDS)
-    job.start()
-    first, second = job.agents
+    port = free_port()
+    first, second = start_agent(port, *WORDS), start_agent(port, *WORDS)
     wait_for_progress(run, first, n_starts=1)
     rank_of(second).kill()
     wait_for_progress(run, first, n_starts=2)
     kill_node(second)
-    second = job.start_agent()  # another machine takes its place
+    second = start_agent(port, *WORDS)  # another machine takes its place
     wait_for_progress(run, first, n_starts=3)
     kill_node(first)  # with it goes the store: the other agent gives up
     assert second.wait(TIMEOUT_S) != 0
-    job = jobs(*WORDS)
-    job.start()
-    for agent in job.agents:
+    port = free_port()
+    for agent in (start_agent(port, *WORDS), start_agent(port, *WORDS)):
         output, _ = agent.communicate(timeout=TIMEOUT_S)
         assert agent.returncode == 0, output
-    points = metrics_of(run)
-    assert points[-1]["step"] == 40 * 21
+    assert metrics_of(run)[-1]["step"] == 40 * 21
     alone = run_train(*WORDS, "run.name=alone", ranks=2, cwd=folder)
     assert alone.returncode == 0, alone.stderr
     assert same_weights(run, folder / "runs/alone")
@@ -168,18 +147,15 @@ def wait_for_progress(run: Path, agent: subprocess.Popen, n_starts: int) -> None
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_one_machine_without_the_data_is_one_line(folder, jobs):
+def test_one_machine_without_the_data_is_one_line(folder, start_agent):
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "config.yaml").write_text((folder / "config.yaml").read_text())
-    job = jobs(restarts=0)
-    wait_for_port(job.port, job.start_agent())
-    job.start_agent(cwd=elsewhere)
-    outputs = [agent.communicate(timeout=TIMEOUT_S)[0] for agent in job.agents]
-    for output in outputs:
-        lines = {line for line in output.splitlines() if line.startswith("error:")}
-        assert len(lines) == 1, output
-        assert "rows.h5 does not exist (looked in" in lines.pop()
+    port = free_port()
+    for agent in [start_agent(port, restarts=0), start_agent(port, restarts=0, cwd=elsewhere)]:
+        output, _ = agent.communicate(timeout=TIMEOUT_S)
+        (line,) = {line for line in output.splitlines() if line.startswith("error:")}
+        assert "rows.h5 does not exist (looked in" in line
         assert "UserError" not in output  # what follows is the report of torchrun
 
 
@@ -198,7 +174,7 @@ def global_batches(path: Path) -> list[tuple[int, list[float]]]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jobs, monkeypatch):
+def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, start_agent, monkeypatch):
     root = copy_project(folder)
     (root / "workloads/noting.py").write_text(NOTING)
     write_minimal(folder, n_rows=5000)
@@ -207,10 +183,10 @@ def test_machines_join_and_leave_inside_an_epoch_and_no_batch_changes(folder, jo
     monkeypatch.setenv("ROWS", str(rows))
     slow = folder / "slow"
     slow.touch()
-    job = jobs(*words, nodes="1:2", root=root)
-    stays = job.start_agent()
+    port = free_port()
+    stays = start_agent(port, *words, nodes="1:2", root=root)
     wait_for_steps(rows, stays, world_size=1)
-    leaves = job.start_agent()
+    leaves = start_agent(port, *words, nodes="1:2", root=root)
     wait_for_steps(rows, stays, world_size=2)
     leaves.send_signal(signal.SIGTERM)
     leaves.communicate(timeout=TIMEOUT_S)
