@@ -26,6 +26,7 @@ from fastgpu.diagnose.ceilings import (
     FeedPlan,
     Loop,
     Meter,
+    Supply,
     copies,
     first_blocks,
     measure,
@@ -148,7 +149,7 @@ def test_pools_are_those_of_the_feed(rows):
 def test_draining_counts_the_steps_of_echoed_pools(rows):
     source, order = rows
     loop = loop_of(lambda _: None, read_pool(source, order, 1), 2.5)
-    supply = FeedPlan(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2)).open(loop)
+    supply = Supply(FeedPlan(source, order, Placement("disk", CPU, 2), Loader(prefetch_pools=2)), loop)
     assert supply.drain(8) == 8 * 2.5 * POOL_BATCHES
     supply.feed.close()
 

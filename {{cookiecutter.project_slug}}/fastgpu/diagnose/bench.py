@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, copies, measure, open_supplies, read_pool, repeat
+from fastgpu.diagnose import ceilings
+from fastgpu.diagnose.ceilings import FeedPlan, Loop, Meter, Supply, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Config
@@ -34,7 +35,7 @@ class Bench:
         """
         self.config = config
         self.world = world
-        self.meter = Meter(world, Device(world.device), seconds)
+        self.meter = Meter(world, ceilings.Device(world.device), seconds)
         parts = train.build(config, world)
         parts.loader.close()
         parts.val_loader.close()
@@ -57,9 +58,10 @@ class Bench:
         copy = None
         if device.type == "cuda" and sizes.tier != "device":
             pool = self._read_pool()
-            copy = copies(pool, self.parts.train_rows.fields, device, ceil(len(pool) / sizes.batch_size))
-        supplies = open_supplies(self._plan(sizes.n_readers), self.loop)
-        measured = measure(self.meter, self.loop, supplies, copy, report=self.show)
+            n_steps = self.loop.echo * ceil(len(pool) / sizes.batch_size)
+            copy = ceilings.copies(pool, self.parts.train_rows.fields, device, n_steps)
+        supplies = ceilings.open_supplies(self._plan(sizes.n_readers), self.loop)
+        measured = ceilings.measure(self.meter, self.loop, supplies, copy, report=self.show)
         for supply in supplies.values():
             supply.feed.close()
         return measured
@@ -69,7 +71,7 @@ class Bench:
         n_readers = max(1, 2 * self.sizes.n_readers)
         setting = f"loader.{'num_workers' if self.sizes.uses_workers else 'num_readers'}={n_readers}"
         self.show(f"trying {setting}")
-        supply = self._plan(n_readers).open(self.loop)
+        supply = Supply(self._plan(n_readers), self.loop)
         supply.drain(supply.n_ready)
         n_pools = self.meter.choose_units(supply.drain, 2 * supply.n_joint)
         _, ranks_s = self.meter.run(supply.drain, n_pools)
@@ -84,7 +86,7 @@ class Bench:
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""
-        supply = self._plan(self.sizes.n_readers).open(self.loop)
+        supply = Supply(self._plan(self.sizes.n_readers), self.loop)
         steps = (step for _ in count() for step in supply.steps())
         next(steps)
         with torch.profiler.profile() as profile:
@@ -106,7 +108,7 @@ class Bench:
 
     def _first_supply_s(self) -> float:
         """Seconds per step of the supply, as far as the first pools show them."""
-        supply = self._plan(self.sizes.n_readers).open(self.loop)
+        supply = Supply(self._plan(self.sizes.n_readers), self.loop)
         _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
         supply.feed.close()
         return max(ranks_s)

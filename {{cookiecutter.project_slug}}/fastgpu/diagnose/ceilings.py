@@ -21,7 +21,7 @@ import torch
 from fastgpu.dataset.source import ASKS_AHEAD, ItemDataset, rows_per_ask
 from fastgpu.diagnose.verdict import MAX_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
-from fastgpu.feed.tiers import Feed, Placement, make_feed
+from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
@@ -33,7 +33,7 @@ MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahea
 LOOP_WARM_UP_POOLS = 3
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
-Work = Callable[[int], int]
+Work = Callable[[int], float]
 """work(n_units) does that many steps, or takes that many pools, and returns the number of steps that this makes."""
 
 
@@ -57,18 +57,35 @@ class Loop(NamedTuple):
         self.train_step(self.transform(self.batch))
 
 
+class FeedPlan(NamedTuple):
+    """What a feed is made of."""
+
+    source: Dataset
+    order: BlockSampler
+    placement: Placement
+    loader: Loader
+
+
 class Supply:
     """The pools of a feed, epoch after epoch: trained on, or only taken."""
 
-    def __init__(self, feed: Feed, loop: Loop, n_ready: int = 0, n_joint: int = 1):
-        """n_ready: pools that lie ready when the feed has rested. n_joint: pools that may arrive at the same time,
-        because as many worker processes started at the same time."""
-        self.feed = feed
-        self.n_ready = n_ready
-        self.n_joint = n_joint
+    n_ready = 0
+    """Pools that lie ready when the feed has rested."""
+    n_joint = 1
+    """Pools that may arrive at the same time, because as many worker processes started at the same time."""
+
+    def __init__(self, plan: FeedPlan, loop: Loop):
+        self.feed = make_feed(*plan)
         self._loop = loop
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
         self._number = 0
+        source, order, placement, loader = plan
+        if placement.tier != "device":
+            self.n_ready = loader.prefetch_pools + 1
+        if placement.tier == "disk" and isinstance(source, ItemDataset):  # its workers hold rows ready, too
+            n_asks_per_pool = ceil(order.max_pool_rows / rows_per_ask(source, order))
+            self.n_ready += ceil(placement.n_readers * ASKS_AHEAD / n_asks_per_pool)
+            self.n_joint = max(1, ceil(placement.n_readers / n_asks_per_pool))
 
     def _next(self) -> tuple[Rows, int]:
         """(rows, number of times to train on them)"""
@@ -95,33 +112,11 @@ class Supply:
         self.drain(self.n_ready if self._number else self.n_joint)  # before the first pool, nothing is read ahead
 
 
-class FeedPlan(NamedTuple):
-    """What a feed is made of."""
-
-    source: Dataset
-    order: BlockSampler
-    placement: Placement
-    loader: Loader
-
-    def open(self, loop: Loop) -> Supply:
-        """The feed of a run."""
-        feed = make_feed(*self)
-        if self.placement.tier == "device":
-            return Supply(feed, loop)
-        n_ready, n_joint = self.loader.prefetch_pools + 1, 1
-        if isinstance(self.source, ItemDataset):  # its workers hold rows ready, too
-            n_readers = self.placement.n_readers
-            n_asks_per_pool = ceil(self.order.max_pool_rows / rows_per_ask(self.source, self.order))
-            n_ready += ceil(n_readers * ASKS_AHEAD / n_asks_per_pool)
-            n_joint = max(1, ceil(n_readers / n_asks_per_pool))
-        return Supply(feed, loop, n_ready, n_joint)
-
-
 def open_supplies(plan: FeedPlan, loop: Loop) -> dict[str, Supply]:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
-    supplies = {"real": plan.open(loop)}
+    supplies = {"real": Supply(plan, loop)}
     if plan.placement.tier == "disk" and not isinstance(plan.source, ItemDataset):  # which reads as it decodes
-        supplies["cached"] = plan._replace(order=first_blocks(plan.source, plan.order)).open(loop)
+        supplies["cached"] = Supply(plan._replace(order=first_blocks(plan.source, plan.order)), loop)
     return supplies
 
 
@@ -144,7 +139,7 @@ def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
     return pool
 
 
-def copies(pool: Rows, fields: Mapping[str, Field], device: torch.device, n_steps: int) -> Work:
+def copies(pool: Rows, fields: Mapping[str, Field], device: torch.device, n_steps: float) -> Work:
     """Copies of a pool from staging memory to a GPU, whatever lies there. n_steps: steps that it is good for."""
     n_values = {name: len(column.values) for name, column in pool.columns.items() if isinstance(column, Ragged)}
     host = Rows.empty(fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
