@@ -1,7 +1,7 @@
 """The contenders of bench/run.py layouts: this project reads the same rows in other blocks, compressed, or checked.
 
-`convert.py info` bases its advice on these numbers. The rows are smooth pictures with a little noise, so that filters
-can compress them.
+`convert.py` writes the fastest of these layouts. The rows are smooth pictures with a little noise, so that filters
+can compress them. How much they save depends on the pictures; it is shown in the table.
 """
 
 from functools import partial

@@ -1,7 +1,6 @@
 import h5py
 import make_interactions
 import numpy as np
-from harness import read_rows
 from make_interactions import make_interactions as make
 from template import PROJECT
 
@@ -11,16 +10,16 @@ from fastgpu.rows.rows import RaggedArray
 def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
     parts, again, other = (make(600, 200, 20, train_share=0.8, seed=seed) for seed in (3, 3, 4))
     assert [len(part) for part in parts.values()] == [480, 120]
-    rows = {name: read_rows(part) for name, part in parts.items()}
+    rows = {name: part.columns for name, part in parts.items()}
     for name, part in rows.items():
         for field, found in part.items():
-            assert np.array_equal(found.values, read_rows(again[name])[field].values)
-            assert not np.array_equal(found.values, read_rows(other[name])[field].values)
+            assert np.array_equal(found.values, again[name].columns[field].values)
+            assert not np.array_equal(found.values, other[name].columns[field].values)
             assert parts[name].fields[field].n_items == 200
-            for items in items_of(found):
-                assert len(set(items)) == len(items)
-                assert set(items) <= set(range(200))
-    lengths = np.concatenate([parts["train"].lengths["items"], sum(parts["val"].lengths.values())])
+            each = [found.values[a:b].tolist() for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
+            assert all(len(set(row)) == len(row) and set(row) <= set(range(200)) for row in each)
+    train, *val = (np.diff(column.offsets) for part in rows.values() for column in part.values())
+    lengths = np.concatenate([train, sum(val)])
     assert 18 < lengths.mean() < 22
     assert (lengths.min(), lengths.max()) == (5, 50)
     for seen, held_out in zip(items_of(rows["val"]["items"]), items_of(rows["val"]["held_out"]), strict=True):

@@ -1,31 +1,27 @@
-"""The commands that convert.py has are those of its room and of each folder in it."""
+"""The command line of convert.py: what it lists, what it takes, and how fast it answers."""
 
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from typing import get_args
 
+import pytest
+from convert import parse_lengths, parse_split
 from harness import ROOT
 
-from fastgpu.convert.reader import OnError
 from fastgpu.convert.writer import Compression
+from fastgpu.images.files import Resize
 
-SHARED = {"arrays", "repack", "dataset", "info", "check"}
-
-
-def listed(help_text: str) -> set[str]:
-    """The commands in the output of --help."""
-    lines = help_text.partition("COMMAND\n")[2].partition("\n\n")[0].splitlines()
-    return {line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "}
+COMMANDS = {"arrays", "dataset", "repack", "info", "check", "images", "pixels", "events"}
 
 
-def test_help_lists_every_command_with_an_example(convert):
-    result = convert("--help")
-    assert result.returncode == 0
-    commands = listed(result.stdout)
-    assert commands >= SHARED
-    for command in commands:
-        assert f"python convert.py {command} " in result.stdout
+def test_help_lists_every_command_and_its_flags(convert):
+    shown = convert("--help").stdout
+    for command in COMMANDS:
+        assert f"\n    {command} " in shown
         assert convert(command, "--help").returncode == 0
+    assert f"--compression {{{','.join(get_args(Compression))}}}" in convert("arrays", "--help").stdout
+    assert f"--resize {{{','.join(get_args(Resize))}}}" in convert("images", "--help").stdout
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
@@ -35,15 +31,42 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_flags_allow_what_the_code_knows(convert):
-    for command in listed(convert("--help").stdout):
-        text = convert(command, "--help").stdout
-        for flag, kind in (("--compression", Compression), ("--on-error", OnError)):
-            assert f"{flag} {{" not in text or f"{flag} {{{','.join(get_args(kind))}}}" in text
-    assert "--compression {" in convert("arrays", "--help").stdout
-
-
-def test_where_flags_belong_is_told(convert):
-    result = convert("arrays", "x=x.npy", "y=y.npy", "--split", "0.9", "out.h5")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5; put flags before SOURCE"),
+        ("images photos x.h5 --size 0", "0 should be lengths such as 64"),
+        ("images photos x.h5 --split 1.2", "1.2 should be the share to train on"),
+        ("images photos x.h5 --keep-encoded --masks m", "--masks has no meaning with --keep-encoded; drop it"),
+        ("images photos x.h5 --keep-encoded --resize exact", "--resize has no meaning with --keep-encoded; drop it"),
+        ("images photos x.h5 --keep-encoded --size 8x9", "with --keep-encoded, one number"),
+        ("images photos x.h5 --size 3x8x9", "--size should be HxW or one number"),
+        ("images photos x.h5 --binary-masks", "--binary-masks has no meaning without --masks; drop it"),
+        ("images photos x.h5 --split-by Usage", "--split-by has no meaning for photos; drop it"),
+        ("images x.csv x.h5 --masks m", "--masks has no meaning for x.csv; drop it"),
+        ("repack x.h5 y.h5 --fields images", "--fields is images; it should be NAME=DATASET"),
+        ("events x.csv x.h5 --columns who,what --above 3", "--columns, who,what, names no ratings; drop it"),
+        ("events x.npz x.h5 --above 3", "--columns and --above are for a CSV"),
+    ],
+)
+def test_mistakes_are_told_with_exit_code_2(tmp_path, convert, command, message):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "x.h5").touch()
+    result = convert(*command.split())
     assert result.returncode == 2
-    assert "unrecognized arguments: out.h5; put flags before SOURCE or behind TARGET" in result.stderr
+    assert message in result.stderr
+
+
+def test_shares_are_of_train_val_and_perhaps_test():
+    assert parse_split("0.75") == (0.75, 0.25)
+    assert parse_split("0.8,0.1,0.1") == (0.8, 0.1, 0.1)
+    for text in ("0", "1", "-0.5", "half", "0.5,0.6", "0.5,0.5,0", "0.4,0.2,0.2,0.2", "nan", ""):
+        with pytest.raises(ArgumentTypeError):
+            parse_split(text)
+
+
+def test_lengths_are_one_to_three_numbers():
+    assert [parse_lengths(text) for text in ("64", "218x178", "3x32x32")] == [(64,), (218, 178), (3, 32, 32)]
+    for text in ("", "x", "0x3", "-1", "1.5", "70000", "1x2x3x4"):
+        with pytest.raises(ArgumentTypeError):
+            parse_lengths(text)

@@ -1,12 +1,12 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from harness import read_rows
+from scipy import sparse
 
+from fastgpu.convert.array_files import Arrays
 from fastgpu.convert.recsys.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
 from fastgpu.process.launch import UserError
-from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import open_store
 
 HELD = 15
@@ -19,8 +19,8 @@ def events(seed: int = 0, users: int = 80, items: int = 60) -> tuple[np.ndarray,
     return tuple(np.array(column, np.int32) for column in zip(*found, strict=True))
 
 
-def rows_of(part: ArrayDataset, field: str) -> list[set[int]]:
-    found = read_rows(part)[field]
+def rows_of(part: Arrays, field: str) -> list[set[int]]:
+    found = part.columns[field]
     return [set(found.values[a:b].tolist()) for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
 
 
@@ -58,7 +58,7 @@ def as_published(
 def test_the_split_is_that_of_the_published_protocol(seed):
     users, items = events(seed)
     found, (train, parts, names) = hold_out_users("x", users, items, HELD), as_published(users, items)
-    assert found.parts["train"].column("user").tolist() == train
+    assert found.parts["train"].columns["user"].tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
     assert found.parts["train"].fields["items"].n_items == len(names)
     number = {item: place for place, item in enumerate(names)}
@@ -66,7 +66,7 @@ def test_the_split_is_that_of_the_published_protocol(seed):
     assert rows_of(found.parts["train"], "items") == of_user
     for part in ("val", "test"):
         seen, held = (rows_of(found.parts[part], field) for field in ("items", "held_out"))
-        for user, *mine in zip(found.parts[part].column("user").tolist(), seen, held, strict=True):
+        for user, *mine in zip(found.parts[part].columns["user"].tolist(), seen, held, strict=True):
             assert tuple(mine) == parts[part][user]
     counts = np.unique(users, return_counts=True)[1]
     assert (found.n_events, found.n_users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
@@ -77,17 +77,16 @@ def test_a_pair_that_comes_again_does_not_count():
     twice = hold_out_users("x", np.concatenate([users, users[:300]]), np.concatenate([items, items[:300]]), HELD)
     once = hold_out_users("x", users, items, HELD)
     assert twice.n_events == once.n_events
-    for part in once.parts:
-        for field in once.parts[part].lengths:
+    for part, reader in once.parts.items():
+        for field in [name for name, column in reader.columns.items() if isinstance(column, RaggedArray)]:
             assert rows_of(twice.parts[part], field) == rows_of(once.parts[part], field)
 
 
 def test_too_few_users_are_one_line():
     users, items = events(users=20)
-    with pytest.raises(UserError, match="users have 5 items or more, and 2 x 15 are to be held out; use --held-out 1"):
-        hold_out_users("x", users, items, HELD)
-    users, items = events(users=2)
-    with pytest.raises(UserError, match="users have 5 items or more.*; three of them are needed"):
+    with pytest.raises(
+        UserError, match="have 5 items or more, and 2 x 15 are to be held out; use a smaller --held-out"
+    ):
         hold_out_users("x", users, items, HELD)
 
 
@@ -108,34 +107,21 @@ def test_pairs_become_rows():
 # ---------------------------------------------------------------------------------------------- the command
 
 
-def save_csr(path: Path, dense: np.ndarray) -> None:
-    """The members that scipy.sparse.save_npz writes."""
-    rows, columns = np.nonzero(dense)
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(dense)))])
-    np.savez(
-        path, format=np.array(b"csr"), shape=dense.shape, data=dense[rows, columns], indices=columns, indptr=indptr
-    )
-
-
 def test_rows_of_a_sparse_matrix_are_held_out(tmp_path, convert):
     dense = (np.random.default_rng(0).random((40, 30)) < 0.4).astype(np.float32)
-    save_csr(tmp_path / "x.npz", dense)
-    save_csr(tmp_path / "counts.npz", 2 * dense)
-    result = convert("arrays", f"items={tmp_path}/x.npz", tmp_path / "y.h5", "--held-out", "8")
+    sparse.save_npz(tmp_path / "x.npz", sparse.csr_array(dense))
+    sparse.save_npz(tmp_path / "counts.npz", sparse.csr_array(2 * dense))
+    result = convert("events", "x.npz", "y.h5", "--held-out", "8")
     assert result.returncode == 0, result.stderr
     assert f"{int(dense.sum())} events of 40 users" in result.stdout
     fields = {"items": "items", "held_out": "held_out", "user": "user"}
-    val = open_store("data.val", str(tmp_path / "y-val.h5"), fields)
+    val = open_store("data.val", "y-val.h5", fields)
     rows, numbers = read_rows(val), np.array(val.attributes["item_ids"])
     assert len(val) == 8
     for row, user in enumerate(rows["user"]):
         mine = [numbers[field.values[field.offsets[row] : field.offsets[row + 1]]] for field in list(rows.values())[:2]]
         assert sorted(np.concatenate(mine)) == np.flatnonzero(dense[user]).tolist()
         assert len(mine[1]) == int(0.2 * dense[user].sum())
-    result = convert("arrays", f"items={tmp_path}/counts.npz", tmp_path / "z.h5", "--held-out", "8")
-    assert "--held-out is for one sparse matrix of ones" in result.stderr
-    assert "such as matrix = matrix > 3\n" in result.stderr
-    np.save(tmp_path / "ids.npy", np.arange(40))
-    sources = [f"items={tmp_path}/x.npz", f"id={tmp_path}/ids.npy"]
-    result = convert("arrays", *sources, tmp_path / "z.h5", "--held-out", "8")
-    assert "--held-out is for a matrix alone, without id" in result.stderr
+    result = convert("events", "counts.npz", "z.h5", "--held-out", "8")
+    assert result.returncode == 2
+    assert "counts.npz is no sparse matrix of ones" in result.stderr

@@ -24,33 +24,23 @@ def read(table: Table, *names: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_the_header_tells_the_separator(table, separator):
-    text = f'\ufeffpath{separator}a b\r\n"1{separator}2"{separator}3\r\n'
+    text = f'\ufeffpath{separator} a b \r\n"1{separator}2"{separator}3 \r\n'
     assert read(table(text), "a b", "path") == {"a b": ["3"], "path": [f"1{separator}2"]}
-
-
-def test_spaces_around_names_and_words_mean_nothing(table):
-    assert read(table("path , label, a b\na.png , 1,2\n"), "path", "label") == {"path": ["a.png"], "label": ["1"]}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("path,label\na,1\nb,Quercus, robur\n", r"x.csv:3: 3 columns; its header has 2; put quotes"),
-        ("path,label\na,1,75\n", r"x.csv:2: 3 columns; its header has 2"),
+        ("path,label\na,1\nb,Quercus, robur\n", r"x.csv:3: 3 columns; its header has 2; .* quotes"),
         ("path,label,note\na,1,x\n\nb,2\n", r"x.csv:4: 2 columns; its header has 3; complete the row"),
-        ("path,lab\rel\na,1\n", r"x.csv is not a CSV file of UTF-8 text: new-line character"),
-        ('path,label,note\na,1,x\nb,2,"24 inch\nc,3,y\n', r"x.csv.*: .*close the quotes, or double a stray one"),
-        ('path,label,note\na,1,x\n\nb,2,"24" wide\n', r"x.csv.*: .*(stray one|put quotes)"),
-        ('path,label\na,1\nb,"2\nc,3\nd,4"\ne,5\n', r"x.csv:5: label has a line break in quotes; remove it"),
-        ("path,label\na,1\n\nb,\n", r"x.csv:4: label is missing"),
-        ("path,label\na,1\nb, \n", r"x.csv:3: label is missing"),
+        ('path,label,note\na,1,x\nb,2,"24 inch\nc,3,y\n', r"x.csv.*double stray ones"),
+        ('path,label\na,1\nb,"2\nc,3\nd,4"\ne,5\n', r"x.csv:5: label is .*; remove the line break or stray quote"),
+        ("path,label\na,1\n\nb, \n", r"x.csv:4: label is ''; it is missing"),
         ("path,label\n", r"x.csv has no rows below its header"),
-        ('path,label,note\na,1,"' + "x,y,z\n" * 30_000, r"x.csv.*: .*close the quotes, or double a stray one"),
         ("", r"x.csv has the columns none, and not one path"),
         ("path,kind\na,1\n", r"x.csv has the columns path, kind, and not one label"),
         ("path,label,label\na,1,2\n", r"and not one label"),
         ("path,label\n사진.png,고양이\n".encode("cp949"), r"x.csv is not a CSV file of UTF-8.*; save it as UTF-8"),
-        ("path,label\n".encode("utf-16"), r"x.csv is not a CSV file of UTF-8 text"),
     ],
 )
 def test_text_that_is_lost_is_told_with_its_line(table, text, message):
@@ -62,22 +52,14 @@ def test_line_breaks_in_other_columns_are_warned_of(table, capsys):
     text = 'path,label,note\na,1,x\n\nb,2,"24 inch\nc,3,y\nd,4,12 inch"\ne,5,"say ""hi"""\nf,6,"1\n2"\n'
     made = table(text)
     assert read(made, "path")["path"] == ["a", "b", "e", "f"]
-    assert "2 of 4 rows have line breaks in quotes" in capsys.readouterr().out
-    assert "x.csv:9: odd" in str(made.error(3, "odd"))
+    assert "2 rows have line breaks in quotes" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"x.csv:9: x is '3'; odd"):
+        made.check(pl.Series("x", [0, 1, 2, 3]), np.array([True, True, True, False]), "odd")
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("12.0", r"x.csv:3: n is '12.0'; it should be a whole number from 0 to 255"),
-        ("256", r"x.csv:3: n is '256'"),
-        ("-1", r"x.csv:3: n is '-1'"),
-        ("", r"x.csv:3: n is missing"),
-        ("cat", r"x.csv:3: n is 'cat'"),
-    ],
-)
-def test_a_number_of_another_type_is_told_with_its_line(table, value, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("value", ["12.0", "256", "-1", "", "cat"])
+def test_a_number_of_another_type_is_told_with_its_line(table, value):
+    with pytest.raises(UserError, match=rf"x.csv:3: n is '{value}'; it (should be a whole number|is missing)"):
         table(f"n,note\n7,a\n{value},b\n").read({"n": pl.UInt8})
     assert table("n,note\n 7 ,a\n8,b\n").read({"n": pl.UInt8})["n"].to_list() == [7, 8]
 
@@ -87,12 +69,12 @@ def test_a_number_of_another_type_is_told_with_its_line(table, value, message):
 
 @pytest.fixture
 def parse(table):
-    """parse(a="0 1", b="-1 1", n_classes=3) -> labels, attributes"""
+    """parse(a="0 1", b="-1 1") -> labels, attributes"""
 
-    def make(n_classes: int | None = None, **columns: str):
+    def make(**columns: str):
         rows = zip(*(text.split() for text in columns.values()), strict=True)
         text = "\n".join([",".join(columns) + ",end", *(",".join(row) + ",x" for row in rows)])
-        return parse_labels(table(text), list(columns), n_classes)
+        return parse_labels(table(text), list(columns))
 
     return make
 
@@ -114,22 +96,15 @@ def test_labels_are_classes_attributes_or_targets(parse):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"a": "0 1", "b": "1 2"}, r"x.csv:3: b is 2; several columns of labels are attributes: 0 or 1"),
-        ({"a": "0 1", "b": "0 -1"}, r"x.csv:2: b is 0; several columns of labels are attributes: -1 or 1"),
-        ({"a": "0 1", "b": "yes no"}, r"x.csv:2: b is 'yes'; several columns of labels should be numbers"),
-        ({"a": "0.5 n/a 0.25"}, r"x.csv:3: a is 'n/a', but another row has 0.5; give numbers only, or names only"),
-        ({"a": "cat 3"}, r"x.csv:2: a is 'cat', but another row has 3"),
-        ({"a": "cat nan dog"}, r"x.csv:3: a is nan, a missing value; drop the row, or name the class"),
-        ({"a": f"1 {10**30}"}, r"x.csv:3: a is 10{30}, which is too large"),
-        ({"a": "9" * 10_000, "b": "1"}, r"x.csv:2: a is .9{40}.;"),
-        ({"a": "1 --1"}, r"x.csv:3: a is '--1', but another row has 1"),
-        ({"a": "1 2", "n_classes": 10**9}, r"x.csv has 1,000,000,000 classes; allowed are 1,048,576"),
-        ({"a": "1.5 1e300"}, r"x.csv:3: a is 1e300, which is too large"),
-        ({"a": "nan 0.5"}, r"x.csv:2: a is 'nan', but another row has 0.5"),
-        ({"a": "1 20260101"}, r"x.csv:3: label 20260101 makes 20,260,102 classes of 2 rows"),
-        ({"a": "1 -2"}, r"x.csv:3: label -2 is out of range; allowed are 0 to 1"),
-        ({"a": "0 3", "n_classes": 3}, r"x.csv:3: label 3 is out of range; allowed are 0 to 2"),
-        ({"a": "0.5 0.7", "n_classes": 3}, r"--classes is 3, but the labels of .*x.csv are decimals"),
+        ({"a": "0 1", "b": "1 2"}, r"x.csv:3: b is '2'; several columns of labels are attributes, 0 or 1"),
+        ({"a": "0 1", "b": "0 -1"}, r"x.csv:2: b is '0'; several columns of labels are attributes, -1 or 1"),
+        ({"a": "0 1", "b": "yes no"}, r"x.csv:2: b is 'yes'; several columns of labels are numbers"),
+        ({"a": "0.5 n/a 0.25"}, r"x.csv:3: a is 'n/a'; others are numbers; give numbers only .*, or names only"),
+        ({"a": "cat 3"}, r"x.csv:2: a is 'cat'; others are numbers"),
+        ({"a": "1.5 1e300"}, r"x.csv:3: a is '1e300'; .*not too large"),
+        ({"a": "nan 0.5"}, r"x.csv:2: a is 'nan'; others are numbers"),
+        ({"a": "1 20260101"}, r"x.csv:3: a is '20260101'; classes are numbered from 0 on; for targets"),
+        ({"a": "1 -2"}, r"x.csv:3: a is '-2'; classes are numbered from 0 on"),
     ],
 )
 def test_labels_that_could_mean_two_things_are_refused_with_their_line(parse, columns, message):

@@ -1,19 +1,14 @@
 import hashlib
-import subprocess
-import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, ROOT, is_ragged, numbered, numbers_of, ragged, read_rows
+from harness import ITEMS, is_ragged, numbered, numbers_of, ragged, read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-from fastgpu.convert.writer import WriteOptions, Writer, check_target, choose_block_rows
-from fastgpu.convert.writing import complete_or_absent
-from fastgpu.process.launch import UserError
+from fastgpu.convert.writer import Writer, choose_block_rows
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
@@ -61,17 +56,6 @@ def test_fewer_rows_than_announced_make_the_file_shorter(tmp_path, monkeypatch, 
     with h5py.File(writer.path) as file:
         assert len(file["images"]) == came
         assert len(file[f"{DIGESTS}/images"]) == -(-came // file["images"].chunks[0])
-
-
-def test_a_file_without_rows_is_refused(tmp_path):
-    refused = pytest.raises(UserError, match="all rows are broken")
-    with (
-        refused,
-        complete_or_absent(tmp_path / "rows.h5") as folder,
-        Writer(folder / "rows.h5", 100, IMAGES) as writer,
-    ):
-        fill(writer, 0)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
@@ -148,60 +132,6 @@ def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
             writer.append({"images": images[start : start + 7]})
     with h5py.File(tmp_path / "a.h5") as file:
         assert file.attrs["mean"] == 45  # of 0, 10, ... 90
-
-
-def write(target: Path, rows: int, error: type[BaseException] | None = None) -> None:
-    with complete_or_absent(target) as folder, Writer(folder / target.name, 40, IMAGES) as writer:
-        fill(writer, rows)
-        if error:
-            raise error
-
-
-def test_a_failure_leaves_nothing_and_what_was_there_before(tmp_path):
-    target = tmp_path / "rows.h5"
-    with Writer(target, 20, IMAGES) as writer:
-        fill(writer, 20)
-    before = target.read_bytes()
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error):
-            write(target, 20, error)
-    assert list(tmp_path.iterdir()) == [target]
-    assert target.read_bytes() == before
-
-
-def test_a_target_in_the_way_is_refused(tmp_path):
-    (tmp_path / "train.h5").touch()
-    with pytest.raises(UserError, match="train.h5 exists; choose another name, or --force"):
-        check_target(tmp_path / "train.h5", WriteOptions(), 10, 160)
-    with pytest.raises(UserError, match="x.h5 would have no rows"):
-        check_target(tmp_path / "x.h5", WriteOptions(), 0, 0)
-    with pytest.raises(UserError, match="train.h5 is not a folder; write to another"):
-        check_target(tmp_path / "train.h5" / "x.h5", WriteOptions(), 10, 160)
-    with pytest.raises(UserError, match="needs 16000000000000.00 GB, .* make room, or write it elsewhere"):
-        check_target(tmp_path / "x.h5", WriteOptions(), 10**21, 16 * 10**21)
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
-    code = """
-import resource, signal, sys
-from pathlib import Path
-import numpy as np
-from fastgpu.rows.rows import Field
-from fastgpu.convert.writing import complete_or_absent
-from fastgpu.convert.writer import Writer
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-fields = {"x": Field(np.dtype("u1"), (1 << 16,))}
-with complete_or_absent(Path(sys.argv[1])) as folder, Writer(folder / "rows.h5", 100, fields) as writer:
-    for _ in range(100):
-        writer.append({"x": np.ones((1, 1 << 16), np.uint8)})
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "rows.h5")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "File too large" in result.stderr
-    assert result.returncode == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------- ragged rows

@@ -1,23 +1,76 @@
-"""NumPy files, sparse matrices and HDF5 datasets as a source of rows."""
+"""NumPy files, sparse matrices and HDF5 datasets as a reader. Their rows are taken a block at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
 from fastgpu.convert.messages import explain_errors
+from fastgpu.convert.reader import Broken, Columns, Reader
 from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.arrays import ArrayDataset, load_numpy
-from fastgpu.storage.hdf5 import attributes_of
-
-KEEP_LIKES = "of ratings, keep those that count before they are converted, such as matrix = matrix > 3"
-Columns = dict[str, Any]
-"""{field: an array, an HDF5 dataset or a RaggedArray}"""
 
 
-def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
+class Arrays(Reader):
+    """Columns of equal length: arrays (rows, *shape), HDF5 datasets or ragged rows."""
+
+    def __init__(
+        self,
+        name: str,
+        columns: Mapping[str, Any],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        n_items: Mapping[str, int | None] | None = None,
+    ):
+        """n_items: {ragged field: number of items}"""
+        rows = ArrayDataset(name, columns, attributes, n_items=n_items)
+        self.name = name
+        self.columns = columns
+        self.attributes = rows.attributes
+        self.fields = rows.fields
+        self.block_rows = rows.block_rows
+        labels = columns.get("labels")
+        self.labels = None if isinstance(labels, RaggedArray) or labels is None else labels[:]
+
+    def __len__(self) -> int:
+        return int(self.block_rows.sum())
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {
+            name: column.values[column.offsets[row] : column.offsets[row + 1]]
+            if isinstance(column, RaggedArray)
+            else column[row]
+            for name, column in self.columns.items()
+        }
+
+    def batches(self, order: BlockSampler, broken: Broken) -> Iterator[Columns]:
+        """All rows of an order, a pool at a time."""
+        starts = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
+        for plan in order.pools(0):
+            rows = plan.row_ids
+            yield {name: _take(column, rows, starts) for name, column in self.columns.items()}
+
+
+def _take(column: Any, rows: np.ndarray, block_starts: np.ndarray) -> np.ndarray | RaggedArray:
+    """Rows of a column in any order. Files are read from their beginning to their end, a block at a time."""
+    if isinstance(column, RaggedArray):
+        offsets = np.concatenate([[0], np.cumsum(np.diff(column.offsets)[rows], dtype=np.int64)])
+        return RaggedArray(column.values[column.places(rows)], offsets)
+    out = np.empty((len(rows), *column.shape[1:]), column.dtype.newbyteorder("="))
+    places = np.argsort(rows)
+    ascending = rows[places]
+    borders = np.flatnonzero(np.diff(np.searchsorted(block_starts, ascending, "right"))) + 1
+    for of_block in np.split(np.arange(len(rows)), borders):
+        wanted = ascending[of_block]
+        window = column[wanted[0] : wanted[-1] + 1]
+        out[places[of_block]] = window[wanted - wanted[0]]
+    return out
+
+
+def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Arrays:
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
@@ -29,93 +82,75 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W), for which HDF5 datasets are read.
     Raises UserError for what cannot be rows.
     """
-    source_name = ", ".join(sources)
-    columns: Columns = {}
+    columns: dict[str, Any] = {}
     n_items: dict[str, int | None] = {}
     for source in sources:
         name, _, path = source.rpartition("=")
-        content = _load(path)
-        is_matrix = hasattr(content, "indptr")
-        has_own_names = isinstance(content, dict)
-        if has_own_names == bool(name):
+        content = load(path)
+        if isinstance(content, dict) == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
-        if is_matrix:
-            with explain_errors(path, "a whole sparse matrix"):
-                columns |= _ragged_columns(name, path, content)
-                n_items[name] = content.shape[1]
-        elif has_own_names:
+        if isinstance(content, dict):
             columns |= content
+        elif hasattr(content, "indptr"):
+            columns |= _ragged_columns(name, path, content)
+            n_items[name] = content.shape[1]
         else:
             columns[name] = content
-    dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
-    for name, column in dense.items():
+    for name, column in columns.items():
+        if isinstance(column, RaggedArray):
+            continue
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
         if channels_last and column.ndim == 4:
             columns[name] = np.moveaxis(column[:], 3, 1)
-    if channels_last and not any(column.ndim == 4 for column in dense.values()):
-        raise UserError(
-            f"--layout nhwc is for fields of four axes (N, H, W, C), but the fields are {', '.join(columns)}"
-        )
-    labels = dense.get("labels")
-    if labels is not None and labels.dtype.kind == "f":
-        wrong = np.argwhere(~np.isfinite(labels[:]))
-        if len(wrong):
-            value = labels[:][tuple(wrong[0])]
-            counts = f"{len(np.unique(wrong[:, 0])):,} of {len(labels):,}"
-            raise UserError(f"{source_name}: row {wrong[0, 0]} of labels is {value}; leave out such rows, {counts}")
     lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"the arrays are of unequal length {lengths}; give each as many rows")
-    if not any(lengths.values()):
-        raise UserError(f"{source_name}: no rows")
-    return ArrayDataset(source_name, columns, n_items=n_items)
+    if len({*lengths.values()}) > 1 or 0 in lengths.values():
+        raise UserError(f"the arrays have lengths {lengths}; give all as many rows, and at least one")
+    return Arrays(", ".join(sources), columns, n_items=n_items)
 
 
-def _load(path: str) -> Any:
-    """An array, a mapping of arrays, or a sparse matrix of scipy in CSR format."""
+def load(path: str) -> Any:
+    """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
     file, is_h5, name = path.partition("::")
-    with explain_errors(path, "a file of NumPy arrays of numbers"):
-        if not is_h5:
+    with explain_errors(path, "a file of NumPy arrays of numbers, or a whole sparse matrix"):
+        if is_h5:
+            content = h5py.File(file)[name]
+            if isinstance(content, h5py.Dataset):
+                return content
+        else:
             content = load_numpy(path)
-            if isinstance(content, dict) and {"shape", "data", "format"} <= set(content):
-                from scipy import sparse  # of the extra `convert`
-
-                return sparse.load_npz(path).tocsr()
-            return content
-        item = h5py.File(file)[name]
-        if isinstance(item, h5py.Dataset):
-            return item
-        from scipy import sparse
-
-        kind = attributes_of(item, path)["encoding-type"]
-        make = {"csr_matrix": sparse.csr_matrix, "csc_matrix": sparse.csc_matrix}[kind]
-        members = tuple(item[member][:] for member in ("data", "indices", "indptr"))
-        matrix = make(members, shape=attributes_of(item, path)["shape"])
-        return matrix.tocsr()
+            if not isinstance(content, dict) or not {"shape", "data", "format"} <= {*content}:
+                return content
+        matrix = _open_matrix(path, content)
+        matrix.check_format(full_check=True)
+        matrix.sum_duplicates()
+        matrix.eliminate_zeros()
+    if matrix.shape[1] > np.iinfo(np.int32).max or matrix.dtype.kind not in "buif" or not matrix.nnz:
+        found = f"{path} is {matrix.dtype} {matrix.shape} with {matrix.nnz:,} values"
+        raise UserError(f"{found}; allowed are real numbers, fewer than 2^31 columns and at least one value")
+    return matrix
 
 
-def _ragged_columns(name: str, path: str, matrix: Any) -> dict[str, RaggedArray]:
-    """The rows of a CSR matrix: for each row the columns whose value is not 0, ascending; and the values.
+def _open_matrix(path: str, content: Any) -> Any:
+    """The matrix of a file of scipy, or of a group as anndata writes it."""
+    from scipy import sparse  # of the extra `convert`
 
-    Entries at the same place are summed.
-    """
-    if matrix.shape[1] > np.iinfo(np.int32).max or matrix.dtype.kind not in "buif":
-        raise UserError(
-            f"{path} is {matrix.dtype} {matrix.shape}; allowed are real numbers and fewer than 2^31 columns"
-        )
-    matrix.check_format(full_check=True)
-    matrix.sum_duplicates()
-    matrix.eliminate_zeros()
-    if not matrix.nnz:
-        raise UserError(f"{path} is a matrix without values")
+    if isinstance(content, dict):
+        return sparse.load_npz(path).tocsr()
+    make = {"csr_matrix": sparse.csr_matrix, "csc_matrix": sparse.csc_matrix}[content.attrs["encoding-type"]]
+    members = tuple(content[member][:] for member in ("data", "indices", "indptr"))
+    return make(members, shape=tuple(content.attrs["shape"])).tocsr()
+
+
+def _ragged_columns(name: str, path: str, matrix: Any) -> Columns:
+    """The rows of a CSR matrix: for each row the columns whose value is not 0, ascending; and the values."""
     offsets = matrix.indptr.astype(np.int64)
-    ragged = {name: RaggedArray(matrix.indices.astype(np.int32), offsets)}
+    columns: Columns = {name: RaggedArray(matrix.indices.astype(np.int32), offsets)}
     values = matrix.data
     if not (values == 1).all():
-        ragged[f"{name}_values"] = RaggedArray(values, offsets)
+        columns[f"{name}_values"] = RaggedArray(values, offsets)
         warn(
             f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values; {name} has the "
-            f"places of all, also of low and negative ones, which count alike where only places are read; {KEEP_LIKES}"
+            "places of all of them. Of ratings, keep those that count before: matrix = matrix > 3"
         )
-    return ragged
+    return columns

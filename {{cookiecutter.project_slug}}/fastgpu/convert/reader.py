@@ -1,32 +1,62 @@
-"""From a map-style Dataset to a source of rows: they are read one at a time, and may turn out to be broken."""
+"""What convert.py writes: map-style Datasets, whose items are read by threads and may turn out to be broken."""
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.convert.messages import list_first
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
-from fastgpu.rows.rows import Field
+from fastgpu.process.machine import available_cpus
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Field, RaggedArray
 
-OnError = Literal["stop", "skip"]
-"""What is done with a broken row: stop, or leave it out and list it."""
+Columns = dict[str, np.ndarray | RaggedArray]
+"""{field: rows}"""
+
 MAX_SKIPPED_SHARE = 0.01
 """If a larger share is broken, the data is not what it should be, and conversion stops."""
-MAX_COUNTED = 1000
-"""Broken rows after which a conversion that would fail at its end stops at once."""
 PROBED_ROWS = 100
 """Rows that are tried at most to find a whole one."""
 PROBED_SIZES = 32
-"""Rows that are looked at to estimate the bytes of ragged ones."""
+"""Rows that are looked at to estimate the bytes of encoded images."""
 
 
 class BrokenRowError(UserError):
     """One row cannot be read. The others may be whole."""
+
+
+class Broken:
+    """The rows of a reader that cannot be read. A conversion that skips them ends as soon as there are too many."""
+
+    def __init__(self, n_rows: int, *, skips: bool):
+        self.skips = skips
+        self.reasons: dict[int, str] = {}
+        """{row: why}"""
+        self._n_rows = n_rows
+        self._n_allowed = max(1, int(MAX_SKIPPED_SHARE * n_rows))
+
+    def note(self, row: int, reason: str) -> None:
+        """Remember a broken row. Raises UserError if there are too many."""
+        self.reasons[row] = reason
+        if self.skips and len(self.reasons) > self._n_allowed:
+            raise self._error(", more than 1 %")
+
+    def check(self) -> None:
+        """Raise UserError with the broken rows, if there are any that must not be left out."""
+        if self.reasons and not self.skips:
+            is_few = len(self.reasons) <= self._n_allowed
+            raise self._error(", so nothing was written" + "; --on-error skip leaves them out" * is_few)
+
+    def _error(self, cure: str) -> UserError:
+        reasons = [reason for _, reason in sorted(self.reasons.copy().items())]  # other threads add to it
+        lines = list_first(reasons, "\n  ")
+        return UserError(f"{len(reasons):,} of {self._n_rows:,} rows are broken{cure}:\n  {lines}")
 
 
 class Reader(TorchDataset[dict[str, Any]]):
@@ -48,12 +78,12 @@ class Reader(TorchDataset[dict[str, Any]]):
         """What `data.dataset` takes of the attributes."""
         return self.attributes.get("class_names")
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    @abstractmethod
     def __getitem__(self, row: int) -> dict[str, Any]:
         """{field: value} of one row. Thread-safe. Raises an exception of any kind if it is broken."""
+        raise NotImplementedError
 
     def where(self, row: int) -> str:
         """The place of a row, for messages."""
@@ -63,77 +93,14 @@ class Reader(TorchDataset[dict[str, Any]]):
         """Lines about those of these rows that were read, such as what decoding has changed."""
         return ()
 
+    @cached_property
+    def block_rows(self) -> np.ndarray:
+        """(blocks,) int32: rows that lie together. Blocks are shuffled first, then the rows of many blocks."""
+        return np.ones(len(self), np.int32)
 
-class ReaderRows(Dataset):
-    """All rows of a `Reader`, each a block of its own.
-
-    Broken rows are collected in `failed`. on_error: `stop` means that nothing is written if there is one; `skip`, that
-    they are left out. Reading ends at once if more than 1 % are broken, but for `stop` not before there are 1,000.
-    """
-
-    def __init__(self, reader: Reader, on_error: OnError = "stop"):
-        if not len(reader):
-            raise UserError(f"{reader.name} has no rows")
-        self.name = reader.name
-        self.block_rows = np.ones(len(reader), np.int32)
-        self.failed: dict[int, str] = {}
-        """{row: why it cannot be read}, also of the other parts of a split. `read` leaves the place of such a row
-        undefined; whoever takes rows from this source must leave it out."""
-        self.on_error = on_error
-        self._reader = reader
-        self.attributes = reader.attributes
-        self.fields = self._find_fields()
-
-    @property
-    def reasons(self) -> list[str]:
-        """Why rows of this part are broken, in the order of the rows."""
-        return [self.failed[row] for row in self._row_numbers().tolist() if row in self.failed]
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        """Lines about the rows of this part that were read."""
-        rows = self._row_numbers()
-        return self._reader.remarks(rows[~np.isin(rows, list(self.failed))])
-
-    def column(self, name: str) -> np.ndarray:
-        """The labels of all rows. Raises KeyError for other fields."""
-        if name != "labels" or self._reader.labels is None:
-            raise KeyError(name)
-        return self._reader.labels
-
-    def read_row(self, row: int) -> Mapping[str, Any]:
-        """All fields of one row; none if it is broken. Thread-safe. Raises UserError if too many are broken."""
-        try:
-            return self._get(row)
-        except BrokenRowError as error:
-            self.failed[row] = str(error)
-            n_rows = len(self._reader)
-            if len(self.failed) > max(1 if self.on_error == "skip" else MAX_COUNTED, MAX_SKIPPED_SHARE * n_rows):
-                reasons = [reason for _, reason in sorted(self.failed.copy().items())]  # other threads add to it
-                raise describe_broken(reasons, n_rows, ", more than 1 %") from None
-            return {}
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Write rows to their places (see `read_row`)."""
-        for row, (place,) in reads.ranges():
-            for field, value in self.read_row(row).items():
-                column = out[field]
-                assert isinstance(column, np.ndarray)
-                column[place] = value
-
-    def _row_numbers(self) -> np.ndarray:
-        return self.selection.rows() if self.selection else np.arange(len(self))
-
-    def _get(self, row: int) -> dict[str, Any]:
-        try:
-            return self._reader[row]
-        except FileNotFoundError:
-            raise BrokenRowError(f"{self._reader.where(row)} does not exist") from None
-        except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise BrokenRowError(f"{self._reader.where(row)} cannot be read: {error}") from None
-
-    def _find_fields(self) -> dict[str, Field]:
-        """The fields of the first whole row. Raises UserError if the first rows are all broken."""
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """The types of the fields, as the first whole row has them. Raises UserError if the first rows are broken."""
         reasons = []
         for row in range(min(PROBED_ROWS, len(self))):
             try:
@@ -144,17 +111,65 @@ class ReaderRows(Dataset):
         else:
             raise UserError(f"{self.name}: none of the first rows can be read:\n  " + list_first(reasons, "\n  "))
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
-        if self._reader.encoded:
+        if self.encoded:
             sizes = []
             for row in np.linspace(0, len(self) - 1, min(PROBED_SIZES, len(self))).astype(int).tolist():
                 with suppress(BrokenRowError):
                     sizes.append(len(self._get(row)["images"]))
-            mean = float(np.mean(sizes)) if sizes else len(first["images"])
+            mean = float(np.mean(sizes or [len(first["images"])]))
             fields["images"] = Field(np.dtype(np.uint8), (), mean, codec="encoded")
         return fields
 
+    def batches(self, order: BlockSampler, broken: Broken) -> Iterator[Columns]:
+        """All rows of an order but the broken ones, read by threads a few batches ahead."""
+        n_threads = available_cpus()
+        with ThreadPoolExecutor(n_threads, "reader") as threads:
+            waiting: deque[Future[Columns]] = deque()
+            for plan in order.pools(0):
+                for rows in np.split(plan.row_ids, np.arange(order.batch_size, plan.n_rows, order.batch_size)):
+                    waiting.append(threads.submit(self._read, rows, broken))
+                    if len(waiting) > 2 * n_threads:
+                        yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
-def describe_broken(reasons: Sequence[str], n_rows: int, cure: str) -> UserError:
-    """An error that lists the first broken rows of `n_rows`."""
-    lines = list_first(reasons, "\n  ")
-    return UserError(f"{len(reasons):,} of {n_rows:,} rows are broken{cure}:\n  {lines}")
+    def _read(self, rows: np.ndarray, broken: Broken) -> Columns:
+        items = []
+        for row in rows.tolist():
+            try:
+                items.append(self._get(row))
+            except BrokenRowError as error:
+                broken.note(row, str(error))
+        return {name: _stack(field, [item[name] for item in items]) for name, field in self.fields.items()}
+
+    def _get(self, row: int) -> dict[str, Any]:
+        try:
+            return self[row]
+        except FileNotFoundError:
+            raise BrokenRowError(f"{self.where(row)} does not exist") from None
+        except Exception as error:  # a decoder may raise anything for damaged bytes
+            raise BrokenRowError(f"{self.where(row)} cannot be read: {error}") from None
+
+
+class Part(NamedTuple):
+    """The rows of a reader that go to one file."""
+
+    reader: Reader
+    rows: np.ndarray | None = None
+    """(n,) row numbers, ascending. None: all."""
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.reader) if self.rows is None else len(self.rows)
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """(n,) or (n, K)"""
+        labels = self.reader.labels
+        return labels if labels is None or self.rows is None else labels[self.rows]
+
+
+def _stack(field: Field, rows: Sequence[np.ndarray]) -> np.ndarray | RaggedArray:
+    if not field.is_ragged:
+        return np.array(rows, field.dtype).reshape(-1, *field.shape)
+    return RaggedArray(np.concatenate([*rows, np.empty(0, field.dtype)]), np.cumsum([0, *map(len, rows)]))

@@ -1,15 +1,13 @@
 """Rows for training, validation and test: drawn at random, or as a source says."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from fastgpu.convert.messages import list_first
+from fastgpu.convert.reader import Part, Reader
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Share
 
 WORDS = {
     "train": ("train", "training"),
@@ -18,30 +16,22 @@ WORDS = {
 }
 """{split: what data sets call it, in small letters}. PublicTest and PrivateTest are those of Kaggle."""
 SPLITS = tuple(WORDS)
-MAX_SPLITS = 20
-"""Files that a column of splits may lead to."""
 SPLIT_OF_WORD = {word: split for split, words in WORDS.items() for word in words}
 
 
-def split_rows(
-    source: Dataset, known: Mapping[str, np.ndarray], shares: Sequence[float] | None, seed: int
-) -> dict[str, Dataset]:
+def split_rows(reader: Reader, shares: Sequence[float] | None, seed: int) -> dict[str, Part]:
     """{split: its rows}, or {"": all rows}.
 
-    known: {split: row numbers} if the source says it. shares: of a split that is drawn at random; from each class
-    alike if there are `labels` (rows,) of integers. Raises UserError for both at once.
+    shares: of a split that is drawn at random, from each class alike if there are classes. Raises UserError if the
+    source is already split.
     """
+    known = reader.splits
     if shares and known:
-        raise UserError(f"--split is given, but {source.name} is split into {', '.join(known)}; drop one")
+        raise UserError(f"--split is given, but {reader.name} is split into {', '.join(known)}; drop one")
     if shares:
-        labels = source.in_memory("labels")
-        known = draw_split(np.zeros(len(source)) if labels is None else labels[:], shares, seed)
-    parts: dict[str, Dataset] = {}
-    for name, rows in known.items():
-        is_member = np.zeros(len(source), bool)
-        is_member[rows] = True
-        parts[name] = source.select(Share(source.block_rows, is_member), source.name)
-    return parts or {"": source}
+        labels = reader.labels
+        known = draw_split(np.zeros(len(reader)) if labels is None else labels, shares, seed)
+    return {name: Part(reader, rows) for name, rows in known.items()} or {"": Part(reader)}
 
 
 def draw_split(labels: np.ndarray, shares: Sequence[float], seed: int) -> dict[str, np.ndarray]:
@@ -67,19 +57,13 @@ def draw_split(labels: np.ndarray, shares: Sequence[float], seed: int) -> dict[s
 
 
 def group_splits(path: Path, words: Sequence[str]) -> dict[str, np.ndarray]:
-    """{split: row numbers, ascending}: train, val and test first. Prints which word means which split.
+    """{split: row numbers, ascending} of those of train, val and test that have rows.
 
-    words: what `path` calls the split of each row. Raises UserError for a word that cannot be part of the name of a
-    file.
+    words: what `path` calls the split of each row. Raises UserError for a word that is none of WORDS.
     """
-    names = {word: SPLIT_OF_WORD.get(word.lower(), word) for word in dict.fromkeys(words)}
-    if len(names) > MAX_SPLITS:
-        raise UserError(f"{path}: {len(names):,} splits, such as {list_first(list(names)[:3])}: is it another column?")
-    for word, name in names.items():
-        if not re.fullmatch(r"[\w-]+", name):
-            raise UserError(f"{path}: the split {word!r} cannot be part of the name of a file")
-    print("splits:", ", ".join(word if word == name else f"{word} -> {name}" for word, name in names.items()))
-    name_of_row = np.array([names[word] for word in words])
-    others = sorted(set(names.values()) - set(SPLITS))
-    parts = {name: np.flatnonzero(name_of_row == name) for name in (*SPLITS, *others)}
+    if unknown := sorted({word for word in words if word.lower() not in SPLIT_OF_WORD}):
+        known = ", ".join(SPLIT_OF_WORD)
+        raise UserError(f"{path}: the splits are {list_first(unknown)}; allowed are {known}, in any case")
+    split_of_row = np.array([SPLIT_OF_WORD[word.lower()] for word in words])
+    parts = {name: np.flatnonzero(split_of_row == name) for name in SPLITS}
     return {name: rows for name, rows in parts.items() if len(rows)}

@@ -1,41 +1,39 @@
 """What rows and files hold, as a person reads it: fields, classes, layout; and which blocks of a file are damaged."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
+from fastgpu.convert.reader import Part
 from fastgpu.process.launch import RankError
-from fastgpu.rows.contract import Dataset
+from fastgpu.process.machine import available_cpus
 from fastgpu.storage import codecs
 from fastgpu.storage.file import split_group
 from fastgpu.storage.hdf5 import open_file, open_group
 from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions
 
-SMALL_BYTES = BLOCK_BYTES // 16
-"""Chunks below this size are advised against, ..."""
-LARGE_BYTES = BLOCK_BYTES * 16
-"""... and so are chunks above this size."""
-REPACK = "`python convert.py repack` mends it"
+FAST_BYTES = (BLOCK_BYTES // 16, BLOCK_BYTES * 16)
+"""Minimum and maximum size of chunks that are read fast: each takes a call, and a pool mixes many."""
+MAX_CLASSES = 20
+"""Classes that are listed."""
 
 
-class DatasetInfo(NamedTuple):
-    """How the rows of one HDF5 dataset lie in their file."""
+class Stored(NamedTuple):
+    """One dataset of numbers in a file."""
 
     path: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...] | None
-    """Shape of a chunk. None: the rows lie in one piece."""
-    filters: tuple[str, ...]
-    """Names of the filters, in the order in which they were applied."""
-    stored_bytes: int
+    nbytes: int
+    """Bytes of all rows before compression."""
     has_digests: bool
+    text: str
+    """How the rows lie in the file."""
+    is_fast: bool
+    """Whether the rows lie in blocks of a good size, as they are, with checksums."""
 
     @property
     def group(self) -> str:
@@ -46,107 +44,57 @@ class DatasetInfo(NamedTuple):
         return self.path.rpartition("/")[2]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all rows before compression."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a chunk before compression; of all rows if they lie in one piece."""
-        return prod(self.chunk or self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        blocks = "in one piece"
-        if self.chunk:
-            n_blocks = prod(-(-n // k) for n, k in zip(self.shape, self.chunk, strict=True))
-            blocks = f"{n_blocks:,} blocks {self.chunk} of {self.block_bytes / 2**20:.2f} MiB"
-        filters = " + ".join(self.filters) or "plain"
-        checksums = "SHA-256" if self.has_digests else "no checksums"
-        size = f"{self.stored_bytes / 1e6:,.1f} MB"
-        return f"{self.path}  {self.dtype} {self.shape}  {size}  {blocks}, {filters}, {checksums}"
+    def parent(self) -> str:
+        """The group that holds the group."""
+        return self.group.rpartition("/")[0] or "/"
 
 
-def columns_of(path: str) -> list[DatasetInfo]:
+def inspect(path: str) -> list[Stored]:
     """The datasets of numbers in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if unreadable."""
-    with _open(path) as group:
-        return [_describe(data) for data in _datasets(group)]
+    file_path, group = split_group(path)
+    with open_file(file_path, file_path) as file:
+        return [_describe(data) for data in _datasets(open_group(file, group, file_path))]
 
 
-def fields_of(columns: list[DatasetInfo]) -> dict[str, dict[str, str]]:
+def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
     """{group: {field: dataset}} as `open_store` takes it. A ragged field belongs to the group that holds its group."""
-    ragged_groups = {column.group for column in columns if column.name == "indptr"}
+    ragged_groups = {each.group for each in stored if each.name == "indptr"}
     fields: dict[str, dict[str, str]] = {}
-    for column in columns:
-        parent, _, field = column.group.rpartition("/")
-        if column.group not in ragged_groups:
-            fields.setdefault(column.group, {})[column.name] = column.name
-        elif column.name == "data":
-            fields.setdefault(parent or "/", {})[f"{field}_values"] = f"{field}/data"
-        elif column.name != "indptr":
-            fields.setdefault(parent or "/", {})[field] = field
+    for each in stored:
+        field = each.group.rpartition("/")[2]
+        if each.group not in ragged_groups:
+            fields.setdefault(each.group, {})[each.name] = each.name
+        elif each.name == "data":
+            fields.setdefault(each.parent, {})[f"{field}_values"] = f"{field}/data"
+        elif each.name != "indptr":
+            fields.setdefault(each.parent, {})[field] = field
     return fields
 
 
-def advise(columns: list[DatasetInfo]) -> list[str]:
-    """Lines of advice on the largest dataset of each group.
-
-    The figures are warm rates on 2 cores of an AMD EPYC, compared with blocks of 2 MiB (the template's
-    bench/layouts.py).
-    """
-    largest = {column.group: column for column in sorted(columns, key=lambda column: column.nbytes)}
-    return [f"{column.path}: {line}" for column in largest.values() for line in _advice(column)]
-
-
-def _advice(column: DatasetInfo) -> Iterator[str]:
-    if column.chunk and column.chunk[1:] != column.shape[1:]:
-        yield f"chunks split rows: the HDF5 library must join them, one thread at a time, 8 to 13x slower; {REPACK}"
-    elif column.chunk and column.block_bytes < SMALL_BYTES and column.nbytes > LARGE_BYTES:
-        chunks = f"chunks of {column.chunk[0]} rows, {column.block_bytes / 1024:.1f} KiB"
-        yield f"{chunks}: each takes a call, 5x slower with 114 KiB, 24x with 3 KiB; {REPACK}"
-    elif column.chunk and column.block_bytes > LARGE_BYTES:
-        yield f"blocks of {column.block_bytes / 2**20:.0f} MiB: few fit a pool, so it mixes little; {REPACK}"
-    if column.filters:
-        cost = {"gzip": "21 to 23x slower", "zstd": "3 to 5x slower"}.get(column.filters[-1], "costs CPU time")
-        yield f"{' + '.join(column.filters)}: decoded anew in each epoch, {cost}; {REPACK}, if the disk has room"
-    if column.dtype.kind == "f" and len(column.shape) == 4:
-        yield f"images as {column.dtype}: uint8 is {column.dtype.itemsize}x fewer bytes; the model takes it to float"
-    if not column.has_digests:
-        yield "no checksums: damage would go unnoticed; `python convert.py repack` writes them"
-
-
-def damaged(path: str, threads: int, tick: Callable[[int], object]) -> list[str]:
+def damaged(path: str, tick: Callable[[int], object]) -> list[str]:
     """A line for each block that cannot be read, or that has another SHA-256 than the recorded one.
 
     Blocks without checksums are read and decoded all the same. tick: called with the bytes of each block that is read.
     """
-    with _open(path) as group, ThreadPoolExecutor(threads) as pool:
+
+    def check(layout: Layout, start: int, n_rows: int) -> str:
+        out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
+        tick(out.nbytes)
+        try:
+            layout.read([(start, np.arange(n_rows))], out)
+        except (RankError, OSError) as error:
+            problem = str(error).partition(";")[0]  # without the cure, which is that of a run
+            return f"rows {start:,} to {start + n_rows - 1:,}: {problem}"
+        return ""
+
+    file_path, group = split_group(path)
+    with open_file(file_path, file_path) as file, ThreadPoolExecutor(available_cpus()) as pool:
         checks = []
-        for data in _datasets(group):
-            column = _describe(data)
-            layout = Layout(f"{path}: {column.path}", data, ReadOptions(verify=column.has_digests))
+        for data in _datasets(open_group(file, group, file_path)):
+            layout = Layout(f"{path}: {data.name}", data, ReadOptions(verify=_has_digests(data)))
             for start in range(0, len(data), layout.chunk_rows):
-                n_rows = min(layout.chunk_rows, len(data) - start)
-                checks.append(pool.submit(_check, layout, start, n_rows, tick))
-        return [line for check in checks if (line := check.result())]
-
-
-def _check(layout: Layout, start: int, n_rows: int, tick: Callable[[int], object]) -> str:
-    """Read rows. Returns a line if they are damaged, otherwise an empty string."""
-    out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
-    tick(out.nbytes)
-    try:
-        layout.read([(start, np.arange(n_rows))], out)
-    except (RankError, OSError) as error:
-        problem = str(error).partition(";")[0]  # without the cure, which is that of a run
-        return f"rows {start:,} to {start + n_rows - 1:,}: {problem}"
-    return ""
-
-
-@contextmanager
-def _open(path: str) -> Iterator[h5py.Group]:
-    file_path, name = split_group(path)
-    with open_file(file_path, file_path) as file:
-        yield open_group(file, name, file_path)
+                checks.append(pool.submit(check, layout, start, min(layout.chunk_rows, len(data) - start)))
+        return [line for each in checks if (line := each.result())]
 
 
 def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
@@ -166,35 +114,45 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
     return datasets
 
 
-def _describe(data: h5py.Dataset) -> DatasetInfo:
-    filters = codecs.filters_of(data.id.get_create_plist())
-    names = tuple(codecs.name_of([applied]) for applied in filters)
-    has_digests = f"{DIGESTS}/{data.name.rpartition('/')[2]}" in data.parent
-    return DatasetInfo(data.name, data.dtype, data.shape, data.chunks, names, data.id.get_storage_size(), has_digests)
+def _has_digests(data: h5py.Dataset) -> bool:
+    return f"{DIGESTS}/{data.name.rpartition('/')[2]}" in data.parent
 
 
-MAX_CLASSES = 20
-"""Classes that are listed."""
-MAX_VALUES = 1000
-"""Different labels that are taken for classes if there are no class names."""
+def _describe(data: h5py.Dataset) -> Stored:
+    nbytes = data.size * data.dtype.itemsize
+    chunk = data.chunks or data.shape
+    block_bytes = prod(chunk) * data.dtype.itemsize
+    filters = codecs.name_of(codecs.filters_of(data.id.get_create_plist()))
+    has_digests = _has_digests(data)
+    is_small = block_bytes < FAST_BYTES[0] and nbytes > FAST_BYTES[1]
+    is_fast = chunk[1:] == data.shape[1:] and not is_small and block_bytes <= FAST_BYTES[1]
+    n_blocks = prod(-(-n // k) for n, k in zip(data.shape, chunk, strict=True))
+    blocks = f"{n_blocks:,} blocks {chunk} of {block_bytes / 2**20:.2f} MiB"
+    size = f"{data.id.get_storage_size() / 1e6:,.1f} MB"
+    checksums = "SHA-256" if has_digests else "no checksums"
+    text = f"{data.name}  {data.dtype} {data.shape}  {size}  {blocks}, {filters or 'plain'}, {checksums}"
+    return Stored(data.name, nbytes, has_digests, text, is_fast and has_digests and not filters)
 
 
-def describe_rows(parts: Mapping[str, Dataset], order: str = "") -> Iterator[str]:
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def describe_rows(parts: Mapping[str, Part], order: str = "") -> Iterator[str]:
     """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
 
     order: what is known about the order of the rows.
     """
-    first = next(iter(parts.values()))
+    reader = next(iter(parts.values())).reader
     label_lines = list(_describe_labels(parts))
-    yield "  rows     " + ", ".join(f"{len(source):,} {name}".strip() for name, source in parts.items())
-    for name, field in first.fields.items():
+    yield "  rows     " + ", ".join(f"{part.n_rows:,} {name}".strip() for name, part in parts.items())
+    for name, field in reader.fields.items():
         kind = f": {label_lines.pop(0)}" if name == "labels" and label_lines else ""
         yield f"  {name:<8} {field}{kind}"
-    if preprocessing := first.attributes.get("preprocessing"):
+    if preprocessing := reader.attributes.get("preprocessing"):
         values = json.loads(preprocessing)
         yield f"  decoded  to {'x'.join(map(str, values['size']))} pixels, --resize {values['resize']}"
-    yield from describe_statistics(first.attributes)
-    if order := order or first.attributes.get("row_order", ""):
+    yield from describe_statistics(reader.attributes)
+    if order := order or reader.attributes.get("row_order", ""):
         yield f"  order    {order}"
     yield from label_lines
 
@@ -208,35 +166,29 @@ def describe_statistics(attributes: Mapping[str, Any]) -> Iterator[str]:
         yield f"  classes  {attributes['n_classes']} in masks, besides 255 (ignored)"
 
 
-def _describe_labels(parts: Mapping[str, Dataset]) -> Iterator[str]:
+def _describe_labels(parts: Mapping[str, Part]) -> Iterator[str]:
     """First the kind of the labels, then a table: how many rows of each split have each of them. Nothing if there are
     no labels in memory."""
-    known = [source.in_memory("labels") for source in parts.values()]
-    labels = [values[:] for values in known if values is not None and len(values.shape) <= 2]
+    labels = [part.labels for part in parts.values() if part.labels is not None and part.labels.ndim <= 2]
     if len(labels) < len(parts):
         return
-    names = [str(name) for name in next(iter(parts.values())).attributes.get("class_names", [])]
     values = np.concatenate(labels)
     if values.dtype.kind == "f":
         finite = values[np.isfinite(values)]
-        n_others = values.size - finite.size
-        others = f", and {n_others:,} that are NaN or infinite" if n_others else ""
+        others = f", and {values.size - finite.size:,} that are NaN or infinite" if finite.size < values.size else ""
         yield f"targets, from {finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}{others}"
         return
-    numbers = np.unique(values)
+    names = [str(name) for name in next(iter(parts.values())).reader.attributes.get("class_names", [])]
     if values.ndim > 1:
         yield f"{values.shape[1]} attributes"
         numbers = np.arange(values.shape[1])
         counts = [part.astype(bool).sum(0) for part in labels]
-    elif not names and len(numbers) > MAX_VALUES:
-        yield f"{len(numbers):,} different values, from {numbers[0]} to {numbers[-1]}"
-        return
     else:
+        numbers = np.unique(values)
+        counts = [np.bincount(np.searchsorted(numbers, part), minlength=len(numbers)) for part in labels]
         n_classes = max(len(names), int(numbers[-1]) + 1)
         n_empty = n_classes - len(numbers)
-        kind = f"{n_classes:,} classes" if names or not n_empty else f"used as classes 0 to {n_classes - 1}"
-        yield f"{kind}, {n_empty:,} of them without rows" if n_empty else kind
-        counts = [np.bincount(np.searchsorted(numbers, part), minlength=len(numbers)) for part in labels]
+        yield f"{n_classes:,} classes" + (f", {n_empty:,} of them without rows" if n_empty else "")
     heads = [names[number] if 0 <= number < len(names) else str(number) for number in numbers[:MAX_CLASSES].tolist()]
     width = max(map(len, ("label", *heads)))
     yield "  " + " ".join([f"{'label':<{width}}", *(f"{name or 'rows':>9}" for name in parts)])

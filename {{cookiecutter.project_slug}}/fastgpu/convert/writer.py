@@ -12,13 +12,12 @@ Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of
 """
 
 import hashlib
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -38,16 +37,6 @@ STATISTICS_ROWS = 10_000
 """Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
 STATISTICS_PIXELS = 1024
 """Number of pixels of each of these images. Images differ more than the pixels of one image."""
-
-
-class WriteOptions(NamedTuple):
-    """How files are written."""
-
-    compression: Compression = "none"
-    threads: int = 2
-    """Threads that read and decode rows."""
-    replace: bool = False
-    """Overwrite existing files."""
 
 
 class Writer:
@@ -140,23 +129,6 @@ def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
             text = np.char.encode(array.astype(str), "utf-8", "surrogateescape")
             array = text.astype(h5py.string_dtype("utf-8", max(1, text.itemsize)))
         group.attrs[name] = array
-
-
-def check_target(target: Path, options: WriteOptions, n_rows: int, n_bytes: int) -> None:
-    """Raise UserError if a file is in the way, or the disk is too small."""
-    if not n_rows:
-        raise UserError(f"{target} would have no rows")
-    folder = target.parent
-    while not folder.exists():  # it is made when the first file is
-        folder = folder.parent
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; write to another")
-    if target.exists() and not options.replace:
-        raise UserError(f"{target} exists; choose another name, or --force")
-    free = shutil.disk_usage(folder).free
-    if options.compression == "none" and n_bytes > free:
-        sizes = f"needs {n_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}"
-        raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
 
 
 # ---------------------------------------------------------------------------------------------- datasets

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastgpu.convert.array_files import Arrays
+from fastgpu.convert.reader import Columns
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
-
-Columns = dict[str, np.ndarray | RaggedArray]
-"""{field: rows}"""
 
 PUBLISHED_SEED = 98765
 HIDDEN_SHARE = 0.2
@@ -27,14 +25,12 @@ MIN_ITEMS = 5
 class HeldOutSplit(NamedTuple):
     """Users for training, validation and test."""
 
-    parts: dict[str, ArrayDataset]
+    parts: dict[str, Arrays]
     """train: `items`. val, test: `items`, `held_out`. All: `user`, the number of the user in the source."""
     n_events: int
     """Number of events of all parts, before items without training users were dropped."""
     n_users: int
     """Number of users of all parts."""
-    n_items: int
-    """Number of items of these events."""
     n_repeated: int
     """Number of events of the source that repeat an earlier one of the same user and item, and were dropped."""
 
@@ -46,49 +42,49 @@ def hold_out_users(
 
     n_held_out: users in each of val and test. Raises UserError if too few users are left to train on.
     """
+    # Each pair once, and the users with enough items.
     _, first = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
-    first.sort()
     n_repeated = len(users) - len(first)
-    users = users[first]
-    items = items[first]
+    first.sort()
+    users, items = users[first], items[first]
     user_ids, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
     is_kept = counts >= MIN_ITEMS
-    users = users[is_kept[user_of_event]]
-    items = items[is_kept[user_of_event]]
+    users, items = users[is_kept[user_of_event]], items[is_kept[user_of_event]]
     user_ids = user_ids[is_kept]
+
+    # A random order of the users: those to train on first, then val, then test.
     n_train = len(user_ids) - 2 * n_held_out
     if n_train < 1:
         found = f"{len(user_ids):,} users have {MIN_ITEMS} items or more, and 2 x {n_held_out:,} are to be held out"
-        cure = f"use --held-out {max(1, len(user_ids) // 10)}" if len(user_ids) > 2 else "three of them are needed"
-        raise UserError(f"{name}: {found}; {cure}")
+        raise UserError(f"{name}: {found}; use a smaller --held-out, such as {len(user_ids) // 10}")
     order = np.random.RandomState(seed).permutation(len(user_ids))  # the authors' generator; NumPy keeps its stream
     row_of_user = np.empty(len(user_ids), np.int64)
     row_of_user[order] = np.arange(len(user_ids))
     rows = row_of_user[np.searchsorted(user_ids, users)]
 
+    # The items of the training users, numbered in the order in which they appear.
     is_train = rows < n_train
     known_items, first = np.unique(items[is_train], return_index=True)
-    item_ids = known_items[np.argsort(first)]  # items are numbered in the order in which they appear
+    item_ids = known_items[np.argsort(first)]
     number_of_known = np.argsort(np.argsort(first))
     places = np.minimum(np.searchsorted(known_items, items), len(known_items) - 1)
     is_known = known_items[places] == items
     numbers = number_of_known[places]  # of each event; meaningless where the item is not known
-    n_items = len(item_ids)
-    attributes = {"item_ids": item_ids}
 
-    items_csr = make_csr(rows[is_train], numbers[is_train], n_train)
-    columns: Columns = {"items": items_csr, "user": user_ids[order[:n_train]]}
-    parts = {"train": make_arrays(name, columns, n_items, attributes)}
+    # A fifth of the items of each user of val and test is hidden.
+    attributes = {"item_ids": item_ids}
+    columns: Columns = {"items": make_csr(rows[is_train], numbers[is_train], n_train)}
+    columns["user"] = user_ids[order[:n_train]]
+    parts = {"train": make_arrays(name, columns, len(item_ids), attributes)}
     for part, start in (("val", n_train), ("test", n_train + n_held_out)):
         stop = start + n_held_out
         events = np.flatnonzero(is_known & (rows >= start) & (rows < stop))
         events = events[np.argsort(users[events], kind="stable")]  # the authors draw in the order of the user numbers
         part_rows = rows[events] - start
-        hidden = draw_hidden(part_rows, seed)
-        columns = split_hidden(part_rows, numbers[events], hidden, n_held_out)
+        columns = split_hidden(part_rows, numbers[events], draw_hidden(part_rows, seed), n_held_out)
         columns["user"] = user_ids[order[start:stop]]
-        parts[part] = make_arrays(name, columns, n_items, attributes)
-    return HeldOutSplit(parts, len(users), len(user_ids), len(np.unique(items)), n_repeated)
+        parts[part] = make_arrays(name, columns, len(item_ids), attributes)
+    return HeldOutSplit(parts, len(users), len(user_ids), n_repeated)
 
 
 def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
@@ -117,7 +113,7 @@ def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:
     return RaggedArray((keys & 0xFFFFFFFF).astype(np.int32), offsets)
 
 
-def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> ArrayDataset:
-    """A source of these columns. The ragged ones hold item numbers in range(n_items)."""
+def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> Arrays:
+    """A reader of these columns. The ragged ones hold item numbers in range(n_items)."""
     ragged = {field: n_items for field, column in columns.items() if isinstance(column, RaggedArray)}
-    return ArrayDataset(name, columns, attributes, n_items=ragged)
+    return Arrays(name, columns, attributes, n_items=ragged)
