@@ -3,11 +3,8 @@
 python bench/beyond_ram.py
 
 Needs root: a cgroup limits the memory of each run, page cache included. Every run is a process of its own that begins
-with an evicted file; its first epoch is not counted. Three ways take turns:
-
-    around      the project's feed, told to read around the page cache
-    through     the same, told to use it
-    8 readers   eight threads that read blocks of 2 MiB in random order and throw them away: the limit by plain reads
+with an evicted file; its first epoch is not counted. The project's feed reads around the page cache and through it, in
+turns.
 """
 
 import json
@@ -16,14 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import data
-import numpy as np
 import ours
 import publish
 from processes import make_cold
@@ -34,13 +29,12 @@ from fastgpu.storage import store
 CGROUPS = Path("/sys/fs/cgroup")
 SHAPE = (3, 128, 128)
 ROW_BYTES = 3 * 128 * 128
-BLOCK_BYTES = 2 << 20
 PROCESS_BYTES = 500 << 20
 """What a process needs besides the page cache."""
 TIMES_FREE = (1.25, 1.6, 2.5, 5.0)
 """Size of the file / free memory."""
 EPOCHS = 3
-WAYS = ("around", "through", "8 readers")
+WAYS = ("around", "through")
 
 
 @contextmanager
@@ -65,41 +59,19 @@ def measure(way: str, path: Path, limit: int) -> dict[str, float]:
         return json.loads(subprocess.check_output(command, env=environment))
 
 
-def count_epochs(n_rows: int, read_epoch: Callable[[int], object]) -> None:
-    """Print rows/s and CPU time for each row of the epochs after the first one."""
-    read_epoch(0)
-    t0, cpu_before_s = time.perf_counter(), time.process_time()
-    for epoch in range(1, 1 + EPOCHS):
-        read_epoch(epoch)
-    seconds, cpu_s = time.perf_counter() - t0, time.process_time() - cpu_before_s
-    print(json.dumps({"rows/s": EPOCHS * n_rows / seconds, "CPU us/row": 1e6 * cpu_s / (EPOCHS * n_rows)}))
-
-
 def run_feed(way: str, path: Path) -> None:
-    """Read by the project's feed, in small pools, because they count as memory of the process."""
+    """Print rows/s and CPU time for each row of the epochs after the first one."""
     store.AROUND_PAGE_CACHE = 0.0 if way == "around" else float("inf")
     rows = ours.open_rows(path)
     assert rows.around_page_cache == (way == "around")
+    # Small pools, because they count as memory of the process.
     with closing(ours.open_feed(rows, 256, n_readers=2, pool_batches=5)) as feed:
-        count_epochs(len(rows), lambda epoch: sum(1 for _ in feed.pools(epoch)))
-
-
-def run_plain_readers(path: Path) -> None:
-    """Read blocks in random order by eight threads."""
-    n_blocks = path.stat().st_size // BLOCK_BYTES
-
-    def read(blocks: np.ndarray) -> None:
-        buffer = bytearray(BLOCK_BYTES)
-        with path.open("rb", buffering=0) as file:
-            for block in blocks.tolist():
-                os.preadv(file.fileno(), [buffer], block * BLOCK_BYTES)
-
-    def read_epoch(epoch: int) -> None:
-        blocks = np.random.default_rng(epoch).permutation(n_blocks)
-        list(threads.map(read, np.array_split(blocks, 8)))
-
-    with ThreadPoolExecutor(8) as threads:
-        count_epochs(n_blocks * BLOCK_BYTES // ROW_BYTES, read_epoch)
+        for epoch in range(1 + EPOCHS):
+            if epoch == 1:
+                t0, cpu_before_s = time.perf_counter(), time.process_time()
+            n_rows = sum(pool.plan.n_rows for pool in feed.pools(epoch))
+    seconds, cpu_s = time.perf_counter() - t0, time.process_time() - cpu_before_s
+    print(json.dumps({"rows/s": EPOCHS * n_rows / seconds, "CPU us/row": 1e6 * cpu_s / (EPOCHS * n_rows)}))
 
 
 def main() -> None:
@@ -117,11 +89,11 @@ def main() -> None:
             results[f"{times_free:g}"] = measured
             rates = {way: [each["rows/s"] for each in measured[way]] for way in WAYS}
             cells = [spread(rates[way], ",.0f") for way in WAYS]
-            cells += [spread(ratios(rates["around"], rates[way]), ".2f") for way in WAYS[1:]]
-            cells += [spread([each["CPU us/row"] for each in measured[way]], ",.0f") for way in WAYS[:2]]
+            cells.append(spread(ratios(rates["around"], rates["through"]), ".2f"))
+            cells += [spread([each["CPU us/row"] for each in measured[way]], ",.0f") for way in WAYS]
             rows.append([f"{times_free:g}", *cells])
-    columns = ["size / free memory", *(f"{way}, rows/s" for way in WAYS), *(f"around / {way}" for way in WAYS[1:])]
-    columns += [f"{way}, CPU us/row" for way in WAYS[:2]]
+    columns = ["size / free memory", *(f"{way}, rows/s" for way in WAYS), "around / through"]
+    columns += [f"{way}, CPU us/row" for way in WAYS]
     note = (
         f"{n_rows:,} rows of {ROW_BYTES:,} bytes in blocks of 2 MiB; {EPOCHS} epochs after the first one, two readers; "
         "median, minimum and maximum; ratios within a round. The free memory is what a cgroup leaves beside "
@@ -133,9 +105,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["--child"]:
-        main()
-    elif sys.argv[2] == "8 readers":
-        run_plain_readers(Path(sys.argv[3]))
-    else:
+    if sys.argv[1:2] == ["--child"]:
         run_feed(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main()

@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import ours
 import torch
-from peers import Batch, Contender, Task, npy_arrays, permutation
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from peers import Batch, Contender, H5Rows, Task, npy_arrays, permutation
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.tiers import Feed
@@ -21,8 +21,6 @@ from fastgpu.process.config import Tier
 
 COPY_BYTES = 2 << 20
 """Bytes that the memcpy limit copies at a time."""
-Loaded = tuple[np.ndarray, int]
-"""An image and its label."""
 
 
 def fastgpu(task: Task, *, tier: Tier) -> Contender:
@@ -47,58 +45,27 @@ def from_feed(feed: Feed, files: list[Path]) -> Contender:
     return Contender(files, epoch)
 
 
-class H5Rows(Dataset[Loaded]):
-    """The Dataset that most people write first: each worker opens the file, and reads one row at a time.
-
-    The labels are in memory. Reading them row by row would take about as long as reading the images.
-    """
-
-    def __init__(self, h5: Path, cache_bytes: int | None) -> None:
-        """cache_bytes: size of the chunk cache of h5py. None: its default, 8 MiB since HDF5 2.0."""
-        self.h5 = h5
-        self.options = {} if cache_bytes is None else {"rdcc_nbytes": cache_bytes}
-        self.images: h5py.Dataset | None = None
-        with h5py.File(h5) as file:
-            self.labels = file["labels"][:]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Loaded:
-        if self.images is None:
-            self.images = h5py.File(self.h5, **self.options)["images"]
-        return self.images[index], int(self.labels[index])
-
-
-class ArrayRows(Dataset[Loaded]):
-    """Rows of a memory-mapped array. It is mapped copy-on-write, because torch warns about read-only arrays."""
-
-    def __init__(self, arrays: Path) -> None:
-        self.images = np.load(arrays / "images.npy", mmap_mode="c")
-        self.labels = np.load(arrays / "labels.npy")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Loaded:
-        return np.asarray(self.images[index]), int(self.labels[index])
-
-
 def in_memory(h5: Path) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels."""
     with h5py.File(h5) as file:
         return file["images"][:], file["labels"][:]
 
 
+def mapped_rows(task: Task) -> TensorDataset:
+    """Rows of a memory-mapped array. It is mapped copy-on-write, because torch warns about read-only arrays."""
+    arrays = npy_arrays(task.h5, task.folder)
+    images = np.load(arrays / "images.npy", mmap_mode="c")
+    return TensorDataset(torch.from_numpy(images), torch.from_numpy(np.load(arrays / "labels.npy")))
+
+
 def h5py_rows(task: Task, *, workers: bool = True, cache_bytes: int | None = None) -> Contender:
-    """A DataLoader over rows of the HDF5 file."""
+    """A DataLoader over rows of the HDF5 file: what most people write first."""
     return plain(task, H5Rows(task.h5, cache_bytes), [task.h5], workers=workers)
 
 
 def memmap_rows(task: Task, *, workers: bool = True) -> Contender:
     """A DataLoader over rows of a memory-mapped array."""
-    arrays = npy_arrays(task.h5, task.folder)
-    return plain(task, ArrayRows(arrays), [arrays / "images.npy"], workers=workers)
+    return plain(task, mapped_rows(task), [task.folder / "arrays" / "images.npy"], workers=workers)
 
 
 def ram_rows(task: Task, *, workers: bool = True) -> Contender:
@@ -106,7 +73,7 @@ def ram_rows(task: Task, *, workers: bool = True) -> Contender:
     return plain(task, TensorDataset(*map(torch.from_numpy, in_memory(task.h5))), [], workers=workers)
 
 
-def plain(task: Task, dataset: Dataset[Any], files: list[Path], *, workers: bool) -> Contender:
+def plain(task: Task, dataset: Any, files: list[Path], *, workers: bool) -> Contender:
     """torch's DataLoader, fully shuffled. workers: whether it has worker processes."""
     n_workers = task.n_workers if workers else 0
     generator = torch.Generator().manual_seed(task.seed)

@@ -24,15 +24,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import data
-import h5py
-import numpy as np
 import project
 import publish
 import torch
-from contenders import ArrayRows
+from contenders import mapped_rows
 from data import DataSpec
 from jpegs import Files, by_pillow
-from peers import Task, npy_arrays
+from peers import Task
 from processes import kept_warm
 from publish import FailedError, ratios, spread, take_turns
 from torch.utils.data import DataLoader, Dataset
@@ -43,7 +41,7 @@ from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows.rows import Rows
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.monitor import Monitor
 
@@ -64,18 +62,14 @@ class Case(NamedTuple):
     """Rows, and the network that is trained on them."""
 
     spec: DataSpec
-    quick: DataSpec
     make: Callable[[DataSpec], None]
     config: str
     """A file of the project."""
     keys: dict[str, Any]
     """Other keys of it."""
     quick_keys: dict[str, Any]
-    dataset: Callable[[Task], Dataset[Any]]
-    """The same rows for a DataLoader, one at a time."""
-    to_rows: Callable[[Any, torch.device], Rows]
-    """(a batch of the DataLoader, device) -> the batch on the device, without waiting for the copy"""
-    collate: Callable[[list[Any]], Any] | None = None
+    dataset: Callable[[Task], Dataset[Any]] | None = None
+    """The same images for a DataLoader. None: no DataLoader competes."""
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -87,83 +81,30 @@ def make_classes(spec: DataSpec) -> None:
     data.write(spec.h5, spec.n_rows, parts, {"n_classes": N_CLASSES})
 
 
-def image_rows(batch: list[torch.Tensor], device: torch.device) -> Rows:
-    images, labels = (part.to(device, non_blocking=True) for part in batch)
-    return Rows({"images": images, "labels": labels})
-
-
-class Labelled(Dataset[Any]):
-    """Decoded JPEG files, and a class."""
-
-    def __init__(self, task: Task):
-        self.files = Files(task, by_pillow)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
-        return self.files[row][0], row % N_CLASSES
-
-
-class Users(Dataset[np.ndarray]):
-    """The items of each user, int32."""
-
-    def __init__(self, task: Task):
-        with h5py.File(task.h5) as file:
-            self.items = file["items/indices"][:].astype(np.int32)
-            self.offsets = file["items/indptr"][:]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self.items[self.offsets[row] : self.offsets[row + 1]]
-
-
-def join_users(users: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, offsets) of the users of a batch."""
-    offsets = np.zeros(len(users) + 1, np.int32)
-    np.cumsum([len(items) for items in users], out=offsets[1:])
-    return torch.from_numpy(np.concatenate(users)), torch.from_numpy(offsets)
-
-
-def user_rows(batch: list[torch.Tensor], device: torch.device) -> Rows:
-    values, offsets = batch
-    return Rows({"items": Ragged(values, offsets, offsets.numpy())}).to(device, non_blocking=True)
-
-
 RESNET18 = {"model.width": 64, "model.blocks": 2, "model.flip": "true", "optim.name": "sgd"}
 CASES = {
     "encoded": Case(
         DataSpec("JPEG files, ResNet-18", 4_096, (3, 256, 341), 256),
-        DataSpec("JPEG files, ResNet-18", 64, (3, 256, 341), 8),
         data.make_jpegs,
         "config.yaml",
         {**RESNET18, "model.crop_padding": 0, "data.image_size": 224, "data.min_crop_scale": 0.08},
         {"model.width": 4, "data.image_size": 32},
-        Labelled,
-        image_rows,
+        lambda task: Files(task, by_pillow),
     ),
     "cifar": Case(
         DataSpec("rows of CIFAR-10, ResNet-18", 51_200, (3, 32, 32), 512),
-        DataSpec("rows of CIFAR-10, ResNet-18", 512, (3, 32, 32), 8),
         make_classes,
         "config.yaml",
         {**RESNET18, "model.crop_padding": 4},
         {"model.width": 4},
-        lambda task: ArrayRows(npy_arrays(task.h5, task.folder)),
-        image_rows,
+        mapped_rows,
     ),
     "recsys": Case(
         DataSpec("users of MovieLens-20M, Mult-VAE", 136_677, (20_108,), 500),
-        DataSpec("users of MovieLens-20M, Mult-VAE", 3_000, (1_000,), 50),
         data.make_users,
         "configs/recsys.yaml",
         {"model.hidden_dim": 600, "model.latent_dim": 200},
         {},
-        Users,
-        user_rows,
-        join_users,
     ),
 }
 
@@ -192,11 +133,11 @@ def pools_of_loader(case: Case, spec: DataSpec, device: torch.device) -> Iterato
     task = Task(spec.h5, spec.folder, spec.batch_size, available_cpus(), 0)
     options = {"num_workers": available_cpus(), "persistent_workers": True, "prefetch_factor": PREFETCH_FACTOR}
     options["pin_memory"] = device.type == "cuda"
-    dataset = case.dataset(task)
-    loader = DataLoader(dataset, spec.batch_size, shuffle=True, drop_last=True, collate_fn=case.collate, **options)
+    loader = DataLoader(case.dataset(task), spec.batch_size, shuffle=True, drop_last=True, **options)
     while True:
         for batch in loader:
-            yield [case.to_rows(batch, device)]
+            labels = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
+            yield [Rows({"images": batch[0].to(device, non_blocking=True), "labels": labels})]
 
 
 def wait_for(device: torch.device) -> None:
@@ -240,7 +181,8 @@ class Bench:
             sources[name] = pools_of(parts)
             if tier == "disk":
                 self.parts = parts
-        sources[TUNED] = pools_of_loader(case, spec, device)
+        if case.dataset:
+            sources[TUNED] = pools_of_loader(case, spec, device)
         first_pool = next(iter(self.parts.loader.pools(0))).rows
         fixed = first_pool.take(torch.arange(spec.batch_size, device=first_pool.device))
         sources[FIXED] = repeat([fixed] * self.parts.sizes.pool_batches)
@@ -281,7 +223,7 @@ def measure_case(case: Case, spec: DataSpec, args: Any) -> dict[str, list[dict[s
     case.make(spec)
     with ExitStack() as stack, kept_warm([spec.h5]):
         bench = Bench(case, spec, torch.device(args.device), stack)
-        ways = {name: partial(bench.measure, name, args.seconds) for name in (FIXED, *TIERS, TUNED)}
+        ways = {name: partial(bench.measure, name, args.seconds) for name in (*bench.failed, *bench.loops)}
         return take_turns(spec.name, ways, args.rounds)
 
 
@@ -339,7 +281,7 @@ def main() -> None:
     rows: list[list[str]] = []
     for name in args.cases:
         case = CASES[name]
-        spec = case.quick if args.quick else case.spec
+        spec = case.spec.small() if args.quick else case.spec
         if args.quick:
             case.keys.update(case.quick_keys)
         results[name] = measure_case(case, spec, args)

@@ -11,11 +11,10 @@ import time
 import tracemalloc
 from functools import partial
 from statistics import fmean, median
-from typing import NamedTuple
 
 import numpy as np
-import project  # noqa: F401
 import publish
+from data import DataSpec
 from publish import take_turns
 
 from fastgpu.rows.order import BlockSampler, Shard
@@ -29,22 +28,15 @@ MIN_BATCHES = 2000
 SCALE_RANKS = 1024
 
 
-class Data(NamedTuple):
-    """All that the order needs to know about rows, in blocks of 2 MiB."""
-
-    name: str
-    n_rows: int
-    row_bytes: int
-    n_classes: int
-
-    @property
-    def block_rows(self) -> np.ndarray:
-        starts = np.arange(0, self.n_rows, max(1, BLOCK_BYTES // self.row_bytes))
-        return np.diff(starts, append=self.n_rows).astype(np.int32)
+SETS = (DataSpec("CelebA-like", 200_000, (3, 218, 178), 256), DataSpec("ImageNet-like", 1_280_000, (3, 224, 224), 256))
+QUICK = (DataSpec("small", 20_000, (2, 256, 256), 256),)
+N_CLASSES = 40
 
 
-SETS = (Data("CelebA-like", 200_000, 3 * 218 * 178 + 8, 40), Data("ImageNet-like", 1_280_000, 3 * 224 * 224 + 8, 1000))
-QUICK = (Data("small", 20_000, 131_072, 10),)
+def block_rows_of(spec: DataSpec) -> np.ndarray:
+    """(blocks,) int32: the rows of each block of 2 MiB."""
+    starts = np.arange(0, spec.n_rows, BLOCK_BYTES // spec.row_bytes)
+    return np.diff(starts, append=spec.n_rows).astype(np.int32)
 
 
 def epoch_rows(order: BlockSampler, epoch: int) -> np.ndarray:
@@ -82,12 +74,12 @@ def mates_again(first: np.ndarray, second: np.ndarray, batch_size: int, n_rows: 
     return pairs[0] * n * (n - 1) / (pairs[1] * pairs[2])
 
 
-def qualities(data: Data, batch_size: int, pool_blocks: tuple[int, ...] = POOL_BLOCKS) -> list[dict[str, float]]:
+def qualities(data: DataSpec, batch_size: int, pool_blocks: tuple[int, ...] = POOL_BLOCKS) -> list[dict[str, float]]:
     """Pools of each size and of 256 MiB, which is what `auto` chooses; at last, with 0 blocks, a full shuffle."""
     rng = np.random.default_rng(0)
-    sorted_labels = np.arange(data.n_rows) * data.n_classes // data.n_rows
+    sorted_labels = np.arange(data.n_rows) * N_CLASSES // data.n_rows
     random_labels = rng.permutation(sorted_labels)
-    block_rows = data.block_rows
+    block_rows = block_rows_of(data)
     n_epochs = max(2, -(-MIN_BATCHES * batch_size // data.n_rows))
     auto = max(1, min(data.n_rows, POOL_BYTES // data.row_bytes) // batch_size)
     results = []
@@ -105,8 +97,8 @@ def qualities(data: Data, batch_size: int, pool_blocks: tuple[int, ...] = POOL_B
                 "pool_batches": pool_batches,
                 "pool_blocks": pool_batches * batch_size / int(block_rows[0]),
                 "is_auto": pool_batches == auto,
-                "chi2_sorted": fmean(chi2_per_df(sorted_labels[rows], batch_size, data.n_classes) for rows in epochs),
-                "chi2_random": fmean(chi2_per_df(random_labels[rows], batch_size, data.n_classes) for rows in epochs),
+                "chi2_sorted": fmean(chi2_per_df(sorted_labels[rows], batch_size, N_CLASSES) for rows in epochs),
+                "chi2_random": fmean(chi2_per_df(random_labels[rows], batch_size, N_CLASSES) for rows in epochs),
                 "mates_again": mates_again(*epochs[:2], batch_size, data.n_rows),
             }
         )

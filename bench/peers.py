@@ -128,19 +128,23 @@ def permutation(n_rows: int, batch_size: int, seed: int, number: int) -> RowIds:
 
 
 class H5Rows:
-    """(image, label) by row number for the writer of FFCV."""
+    """(image, label) by row number. Each process opens the file. The labels are in memory."""
 
-    def __init__(self, h5: Path) -> None:
+    def __init__(self, h5: Path, cache_bytes: int | None = None) -> None:
+        """cache_bytes: size of the chunk cache of h5py. None: its default, 8 MiB since HDF5 2.0."""
         self.h5 = h5
-        self.n_rows = shape_of(h5)[0]
-        self.file: h5py.File | None = None
+        self.options = {} if cache_bytes is None else {"rdcc_nbytes": cache_bytes}
+        self.images: h5py.Dataset | None = None
+        with h5py.File(h5) as file:
+            self.labels = file["labels"][:]
 
     def __len__(self) -> int:
-        return self.n_rows
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], int]:
-        self.file = self.file or h5py.File(self.h5)  # each process of the writer opens the file
-        return self.file["images"][index], int(self.file["labels"][index])
+        if self.images is None:
+            self.images = h5py.File(self.h5, **self.options)["images"]
+        return self.images[index], int(self.labels[index])
 
 
 def ffcv(task: Task) -> Contender:

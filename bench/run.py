@@ -54,8 +54,6 @@ class Suite(NamedTuple):
     names: list[str]
     """Contenders, ours first. Those of one data set begin with its name and a colon."""
     specs: tuple[DataSpec, ...]
-    quick: tuple[DataSpec, ...]
-    """Small data, to try the benchmark itself."""
     make: Callable[[DataSpec], None]
     paced: tuple[str, ...] = ()
     """Contenders in front of the simulated device. The modes but `warm` measure the first data set only."""
@@ -69,7 +67,6 @@ SUITES = {
     "loader": Suite(
         [*contenders.CONTENDERS, *peers.PEERS],
         data.FULL,
-        data.QUICK,
         data.make,
         paced=(contenders.OURS, contenders.H5PY, contenders.RAM),
         cold=(contenders.OURS, contenders.H5PY, contenders.MEMMAP),
@@ -78,7 +75,6 @@ SUITES = {
     "encoded": Suite(
         list(jpegs.CONTENDERS),
         (DataSpec("500x375", 2_000, (3, 375, 500), 256), DataSpec("341x256", 2_000, (3, 256, 341), 256)),
-        (DataSpec("500x375", 64, (3, 375, 500), 16), DataSpec("341x256", 64, (3, 256, 341), 16)),
         data.make_jpegs,
         paced=(jpegs.OURS, jpegs.PILLOW),
         cold=(jpegs.OURS, jpegs.PILLOW),
@@ -86,7 +82,6 @@ SUITES = {
     "layouts": Suite(
         list(layouts.CONTENDERS),
         (DataSpec("celeba", 4_000, (3, 218, 178), 256), DataSpec("cifar", 60_000, (3, 32, 32), 1024)),
-        (DataSpec("celeba", 256, (3, 218, 178), 32), DataSpec("cifar", 2_048, (3, 32, 32), 256)),
         data.make,
         cold=tuple(layouts.CONTENDERS),
         is_checked=True,
@@ -97,16 +92,11 @@ SUITES = {
             DataSpec("cifar", 50_000, (3, 32, 32), 256),
             *(DataSpec(name, 10_000, (1, 48, 48), 256) for name in ("faces", "waiting", "uneven")),
         ),
-        (
-            DataSpec("cifar", 2_048, (3, 32, 32), 256),
-            *(DataSpec(name, 1_024, (1, 48, 48), 256) for name in ("faces", "waiting", "uneven")),
-        ),
         data.make,
     ),
     "recsys": Suite(
         list(recsys.CONTENDERS),
         tuple(DataSpec(name, 136_677, (20_108,), 500) for name in ("feed", "step")),
-        tuple(DataSpec(name, 3_000, (1_000,), 500) for name in ("feed", "step")),
         data.make_users,
     ),
 }
@@ -232,7 +222,7 @@ def main() -> None:
     suite = SUITES[args.suite]
     names = args.contenders or [name for name in suite.names if args.peers or not is_peer(name)]
     run = Run(suite, names, args.rounds, QUICK if args.quick else Times())
-    specs = suite.quick if args.quick else suite.specs
+    specs = tuple(spec.small() for spec in suite.specs) if args.quick else suite.specs
     results: dict[str, Any] = {"data": {spec.name: spec._asdict() for spec in specs}, **{mode: {} for mode in MODES}}
     for spec in specs:
         suite.make(spec)

@@ -185,7 +185,7 @@ def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert [result["pool_batches"] for result in pools if result["is_auto"]] == [128]
     small = order.QUICK[0]
-    sampler = BlockSampler(small.block_rows, 16, shard=Shard(canonical_ranks=8), pool_batches=4)
+    sampler = BlockSampler(order.block_rows_of(small), 16, shard=Shard(canonical_ranks=8), pool_batches=4)
     assert sorted(order.epoch_rows(sampler, 3).tolist()) == list(range(small.n_rows))
 
 

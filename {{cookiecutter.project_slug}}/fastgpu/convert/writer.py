@@ -1,4 +1,4 @@
-"""Rows -> HDF5 files that are read fastest: blocks of whole rows, aligned, with checksums.
+"""Rows -> HDF5 files that are read fastest: blocks of whole rows in one piece, with checksums.
 
     images (N, C, H, W), labels (N,)      datasets of equal length; a block is an HDF5 chunk of whole rows, about 2 MiB
     fastgpu_sha256/images (blocks, 32)    SHA-256 of the rows of each block, before compression
@@ -8,7 +8,8 @@
     images/indptr, images/values          the bytes of image files; the group's attribute `codec` names their formats
     attributes                            fastgpu_format = 1, and what the caller knows about the rows
 
-Any HDF5 tool reads these files. Blocks of 64 KiB or more begin at a multiple of 4 KiB.
+Any HDF5 tool reads these files. Blocks that are not compressed lie one behind the other, by which rows in the page
+cache are read fastest.
 """
 
 import hashlib
@@ -71,8 +72,6 @@ class Writer:
             target,
             "w",
             libver="latest",
-            alignment_threshold=65536,
-            alignment_interval=4096,
             rdcc_nbytes=0,  # blocks are written at once, so that a full disk is told where it can be handled
         )
         filters = {} if compression == "none" else {"compression": compression}
@@ -82,7 +81,9 @@ class Writer:
             if field.is_ragged:
                 self._columns[name] = RaggedColumn(self._file.create_group(name), field, n_rows, filters)
             else:
-                self._columns[name] = Column(self._file, name, field, block_rows=block_rows[name], filters=filters)
+                self._columns[name] = Column(
+                    self._file, name, field, n_rows, block_rows=block_rows[name], filters=filters
+                )
 
     def append(self, rows: Mapping[str, Any]) -> None:
         """The next rows, {field: (n, *shape) or RaggedArray}. Their memory may be used again afterwards."""
@@ -155,16 +156,33 @@ def choose_block_rows(n_rows: int, fields: Mapping[str, Field]) -> dict[str, int
 class Column:
     """Fills one dataset, and takes the SHA-256 of each of its blocks."""
 
-    def __init__(self, group: h5py.Group, name: str, field: Field, *, block_rows: int, filters: Mapping[str, Any]):
+    def __init__(
+        self,
+        group: h5py.Group,
+        name: str,
+        field: Field,
+        n_rows: int | None = None,
+        *,
+        block_rows: int,
+        filters: Mapping[str, Any],
+    ):
+        """n_rows: number of rows that will come at most. None: nobody knows."""
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if n_rows and not filters:  # all blocks get their places now, before anything else could lie between them
+            plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         self._data = group.create_dataset(
             name,
-            (0, *field.shape),
+            (n_rows or 0, *field.shape),
             field.dtype,
-            maxshape=(None, *field.shape),
+            maxshape=(n_rows, *field.shape),
             chunks=(block_rows, *field.shape),
+            fill_time="never",
             shuffle=bool(filters) and field.dtype.itemsize > 1,  # sorting bytes by their place helps numbers only
+            dcpl=plan,
             **filters,
         )
+        self._n_rows = 0
+        """Rows written so far."""
         self._block = np.empty(self._data.chunks, field.dtype)
         self._n_waiting = 0
         """Rows of `_block` that are still to be written."""
@@ -182,9 +200,10 @@ class Column:
 
     def _write_block(self) -> None:
         rows = self._block[: self._n_waiting]
-        start = len(self._data)
-        self._data.resize(start + len(rows), axis=0)
-        self._data[start:] = rows
+        start, self._n_rows = self._n_rows, self._n_rows + len(rows)
+        if self._n_rows > len(self._data):
+            self._data.resize(self._n_rows, axis=0)
+        self._data[start : self._n_rows] = rows
         self._digests.append(hashlib.sha256(rows.data).digest())
         self._n_waiting = 0
 
@@ -192,6 +211,8 @@ class Column:
         """Write the last block, which may be short, and the checksums of all."""
         if self._n_waiting:
             self._write_block()
+        if self._n_rows < len(self._data):
+            self._data.resize(self._n_rows, axis=0)
         digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
         name = self._data.name.rpartition("/")[2]
         self._data.parent.create_dataset(f"{DIGESTS}/{name}", data=digests)
