@@ -1,6 +1,6 @@
 """Where does the time go, and which setting would help? Takes the same arguments as train.py, and these:
 
---seconds S      time of each measurement (default 0.3), but at least one step or two pools; up to seven in a round
+--seconds S      longest time of a measurement (default 0.3), but at least one step or two pools; up to seven in a round
 --json           print the numbers as JSON; everything else goes to stderr
 --trace N        write a profile of N steps to run.folder, for https://ui.perfetto.dev
 

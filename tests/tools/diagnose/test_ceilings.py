@@ -176,9 +176,8 @@ def test_a_slow_step_is_taken_as_seldom_as_possible(rows):
     loop = loop_of(step, read_pool(source, order, 1))
     supplies = open_supplies(FeedPlan(source, order, Placement("device", CPU, 1), Loader()), loop)
     measure(Meter(ALONE, Device(CPU), 0.001), loop, supplies, stop=lambda m: len(m.loop.values) == 4)
-    first_round = 2 * (1 + 2) + (2 + 2)  # the number of steps is found, too; the loop takes two pools of one step
-    other_rounds = 3 * (2 * 2 + 2)
-    assert len(steps) == first_round + other_rounds
+    in_a_round = 2 * (1 + 1) + 2  # compute with its transform and without, and the loop on two pools of one step
+    assert len(steps) == 4 * in_a_round
 
 
 @pytest.mark.gpu

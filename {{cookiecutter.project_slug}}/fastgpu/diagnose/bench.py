@@ -29,7 +29,7 @@ class Bench:
     """The training of one config. Every rank has a bench, and calls the same methods in the same order."""
 
     def __init__(self, train: ModuleType, config: Config, world: World, seconds: float):
-        """train: the module train.py. seconds: about as long as each measurement takes.
+        """train: the module train.py. seconds: longest time of a measurement.
 
         Raises UserError if the training cannot be built.
         """
@@ -73,8 +73,7 @@ class Bench:
         self.show(f"trying {setting}")
         supply = Supply(self._plan(n_readers), self.loop)
         supply.drain(supply.n_ready)
-        n_pools = self.meter.choose_units(supply.drain, 2 * supply.n_joint)
-        _, ranks_s = self.meter.run(supply.drain, n_pools)
+        _, _, ranks_s = self.meter.run_long(supply.drain, 2 * supply.n_joint)
         supply.feed.close()
         return setting, max(ranks_s)
 

@@ -192,7 +192,7 @@ class Device:
 
 
 class Meter(NamedTuple):
-    """Measures times, on all ranks at once. A measurement takes about `seconds`, or as long as its smallest work."""
+    """Measures times, on all ranks at once. A measurement takes `seconds` or less, or as long as its smallest work."""
 
     world: World
     device: Device
@@ -208,14 +208,14 @@ class Meter(NamedTuple):
         seconds = time.perf_counter() - t0
         return self.world.all_reduce_max(seconds), self.world.all_gather(seconds / n_steps)
 
-    def choose_units(self, work: Work, multiple: int = 1) -> int:
-        """The number of units that take about `seconds`: a multiple of `multiple`, the same on every rank."""
+    def run_long(self, work: Work, multiple: int = 1) -> tuple[int, float, list[float]]:
+        """Number of units, a multiple of `multiple`, that take more than half of `seconds`; and what `run` returns."""
         n_units = multiple
         while True:
-            passed_s, _ = self.run(work, n_units)
-            if passed_s > self.seconds / 4:
-                return multiple * max(1, round(n_units / multiple * self.seconds / passed_s))
-            n_units *= 4
+            passed_s, ranks_s = self.run(work, n_units)
+            if passed_s > self.seconds / 2:
+                return n_units, passed_s, ranks_s
+            n_units *= 2
 
 
 class _Task(NamedTuple):
@@ -253,13 +253,14 @@ def measure(
         report(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         for name, task in tasks.items():
             task.warm_up()
+            t0, cpu_t0 = time.perf_counter(), _cpu_s()
             if number == 0:
-                n_units[name] = meter.choose_units(task.work, task.multiple)
-            cpu_t0 = _cpu_s()
-            passed_s, ranks_s = meter.run(task.work, n_units[name])
+                n_units[name], passed_s, ranks_s = meter.run_long(task.work, task.multiple)
+            else:
+                passed_s, ranks_s = meter.run(task.work, n_units[name])
             step_s[name].append(ranks_s)
             if name == "loop":
-                n_cpus = (_cpu_s() - cpu_t0) / passed_s * world.local_world_size
+                n_cpus = (_cpu_s() - cpu_t0) / (time.perf_counter() - t0) * world.local_world_size
                 cpu_shares.append(world.all_reduce_max(n_cpus / available_cpus()))
             if name == "supply":
                 rest_s = min(MAX_REST_S, supplies["real"].n_ready * passed_s / n_units[name])
