@@ -12,7 +12,6 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -217,13 +216,16 @@ def pillow_alone(task: Task) -> Contender:
 
 def convert(task: Task) -> Contender:
     """convert.py in this process, once it has been imported. An epoch writes all files to one HDF5 file of pixels."""
-    target = str(task.folder / "converted.h5")
-    words = ["convert.py", "images", str(task.folder / "jpegs"), target, "--size", str(SIZE[0]), "--force"]
+    source, target = task.folder / "source", task.folder / "converted.h5"
+    words = ["convert.py", "images", str(source), str(target), "--size", str(SIZE[0]), "--force"]
 
     def epoch(number: int) -> Iterator[tuple[list[Path]]]:
         sys.argv = words
-        with suppress(SystemExit):
+        try:
             runpy.run_path(str(project.FOLDER / "convert.py"), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"convert.py ended with {end.code}") from None
         yield (files_of(task),)
 
     return Contender([], epoch)

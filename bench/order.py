@@ -17,17 +17,15 @@ import publish
 from data import DataSpec
 from publish import take_turns
 
+from fastgpu.feed.sizes import POOL_BYTES
 from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.storage.layout import BLOCK_BYTES
 
-BLOCK_BYTES = 2 << 20
-POOL_BYTES = 256 << 20
 POOL_BLOCKS = (1, 8, 32, 128, 512)
 CANONICAL_RANKS = 8
 MIN_BATCHES = 2000
 """chi2/df is the mean over at least this many batches. Its standard error for 40 classes is then 0.005."""
 SCALE_RANKS = 1024
-
-
 SETS = (DataSpec("CelebA-like", 200_000, (3, 218, 178), 256), DataSpec("ImageNet-like", 1_280_000, (3, 224, 224), 256))
 QUICK = (DataSpec("small", 20_000, (2, 256, 256), 256),)
 N_CLASSES = 40

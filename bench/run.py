@@ -226,7 +226,7 @@ def main() -> None:
     results: dict[str, Any] = {"data": {spec.name: spec._asdict() for spec in specs}, **{mode: {} for mode in MODES}}
     for spec in specs:
         suite.make(spec)
-        if "warm" in args.only:
+        if "warm" in args.only and run.select(spec):
             results["warm"][spec.name] = measure_warm(run, spec)
     if "accelerator" in args.only and suite.paced:
         results["accelerator"][specs[0].name] = measure_accelerator(run, specs[0])

@@ -11,6 +11,7 @@ from typing import Any
 import contenders
 import data
 import gpu
+import h5py
 import jpegs
 import layouts
 import numpy as np
@@ -58,6 +59,7 @@ def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: D
 @pytest.mark.slow
 def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
     spec = DataSpec("jpeg", 20, (3, 48, 64), 8)
     data.make_jpegs(spec)
     for name in (jpegs.OURS, jpegs.PILLOW, jpegs.BARE, "DataLoader + simplejpeg"):
@@ -66,6 +68,9 @@ def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path: Path, monkeypa
         assert {(tuple(image.shape), str(image.dtype)) for images in batches for image in images} == {
             ((3, 224, 224), "torch.uint8")
         }
+    ((paths,),) = jpegs.CONTENDERS[jpegs.CONVERT](task_of(spec)).epoch(0)
+    with h5py.File(spec.folder / "converted.h5") as file:
+        assert file["images"].shape == (len(paths), 3, 224, 224) == (20, 3, 224, 224)
 
 
 def test_the_check_finds_each_kind_of_error() -> None:
