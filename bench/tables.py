@@ -89,9 +89,9 @@ def _warm(data: Mapping[str, Any], contenders: Results) -> Table:
         if isinstance(rounds, str):
             rows.append([name, rounds, "", ""])
         else:
-            times = spread(compare(contenders, name, first), ".3g")
+            times = spread(compare(contenders, name, first), ",.2f")
             rows.append(
-                [name, spread(speeds(contenders, name), ",.0f"), times, spread(cpu_us(contenders, name), ",.3g")]
+                [name, spread(speeds(contenders, name), ",.0f"), times, spread(cpu_us(contenders, name), ",.1f")]
             )
     note = (
         f"Batches of {data['batch_size']} rows in host memory. Where a name says nothing else, {ours.CPUS} worker "
