@@ -54,7 +54,7 @@ class Workload(images.Workload):
         self.n_outputs = labels.shape[0] if labels.shape else 1
         self.label_summary = self.describe_numbers(train.in_memory("labels"))
         self.is_pretrained = options.pretrained and len(train) > 0
-        self.check_options(train)
+        self.check_options()
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
     def describe_numbers(self, labels: np.ndarray | None) -> str:
