@@ -99,8 +99,8 @@ def save(
     there, and training can go on.
     """
     folder = run / "checkpoints"
-    numbers = [*_numbers(run, "last").values(), *_numbers(run, "best").values()]
-    target = folder / f"{kind}-{max(numbers, default=0) + 1:06d}"
+    saved = [*newest_first(run, "last"), *newest_first(run, "best")]
+    target = folder / f"{kind}-{1 + max(map(_number, saved), default=0):06d}"
     partial = None
     try:
         partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))  # a name that nothing else has
@@ -129,15 +129,13 @@ def save(
 
 
 def newest_first(run: Path, kind: Kind) -> list[Path]:
-    """The checkpoints of a kind, by number: names sort wrongly once a number outgrows its zeros."""
-    numbers = _numbers(run, kind)
-    return sorted(numbers, key=numbers.__getitem__, reverse=True)
+    """The checkpoints of a kind, by number. Other folders, such as copies that a person made, are left alone."""
+    paths = [path for path in run.glob(f"checkpoints/{kind}-*") if re.fullmatch(rf"{kind}-[0-9]+", path.name)]
+    return sorted(paths, key=_number, reverse=True)
 
 
-def _numbers(run: Path, kind: Kind) -> dict[Path, int]:
-    """{checkpoint: its number}. Folders with other names, such as copies that a person made, are left alone."""
-    matches = {path: re.fullmatch(rf"{kind}-([0-9]+)", path.name) for path in run.glob(f"checkpoints/{kind}-*")}
-    return {path: int(match[1]) for path, match in matches.items() if match}
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 def find_intact(run: Path) -> Path | None:

@@ -1,6 +1,5 @@
 """What the ranks share while they train: gradients, running statistics, and seeds that differ."""
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
-from fastgpu.training.apex import explain_apex
+from fastgpu.training.apex import from_apex
 
 
 def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Dataset) -> nn.Module:
@@ -36,9 +35,8 @@ def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Datase
             print(f"1 of {n_gpus} GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py uses all")
         return model
     if settings.strategy == "apex":
-        with explain_apex("dist.strategy is apex"):
-            kind = import_module("apex.parallel").DistributedDataParallel  # which Apex had until 25.05
-            shared: nn.Module = kind(model)
+        # Apex had it until 25.05.
+        shared: nn.Module = from_apex("dist.strategy is apex", "parallel", "DistributedDataParallel", model)
         return shared
     ddp = DistributedDataParallel(
         model,
@@ -92,8 +90,7 @@ def settle_buckets(parts: Any, batch: Rows, world: World) -> None:
 def reseed(world: World, *numbers: int) -> torch.Generator:
     """Seed torch's generators from the numbers and the rank, and return the one of the device.
 
-    It is called once for each step, so that a resumed run draws the same numbers as an uninterrupted one and no
-    checkpoint has to keep a random state. `torch.manual_seed`, which visits every kind of device, takes 0.13 ms.
+    Each step calls it, so that no checkpoint has to keep a random state. `torch.manual_seed` takes 0.13 ms.
     """
     seed = make_seed(world, *numbers)
     rng = torch.default_generator.manual_seed(seed)
