@@ -38,8 +38,7 @@ def add_file_commands(commands: Any) -> None:
     parser = add_command(commands, "commands.arrays", text)
     help_text = "name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset"
     parser.add_argument("source", nargs="+", help=help_text)
-    add_target(parser)
-    add_split(parser)
+    add_target(parser, can_split=True)
     parser.add_argument("--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
 
     parser = add_command(commands, "commands.dataset", "your own torch Dataset: dataset mine:Photos photos/ train.h5")
@@ -66,9 +65,7 @@ def add_image_commands(commands: Any) -> None:
     text = "a folder for each class, a CSV of path,label, or images and masks: images photos/ photos.h5 --size 64"
     parser = add_command(commands, "images.commands.images", text)
     parser.add_argument("source", help="folder or .csv file")
-    add_target(parser)
-    add_split(parser)
-    add_split_by(parser)
+    add_target(parser, can_split=True, has_table=True)
     add = parser.add_argument
     add("--columns", help="of the CSV: the path and its labels; default: path,label")
     add("--size", type=parse_lengths, metavar="HxW", help="height and width of the rows; default: those of the images")
@@ -85,9 +82,7 @@ def add_image_commands(commands: Any) -> None:
 
     parser = add_command(commands, "images.commands.pixels", "a CSV with the pixels in it: pixels fer2013.csv fer.h5")
     parser.add_argument("source", help=".csv file with a column for each pixel, or a column `pixels`")
-    add_target(parser)
-    add_split(parser)
-    add_split_by(parser)
+    add_target(parser, can_split=True, has_table=True)
     add = parser.add_argument
     add("--label", type=str.strip, metavar="COLUMN", help="default: the one column that is neither pixels nor split")
     add("--shape", type=parse_lengths, metavar="CxHxW", help="of an image; default: 1 x a square")
@@ -113,8 +108,8 @@ def add_command(commands: Any, run: str, text: str) -> ArgumentParser:
     return parser
 
 
-def add_target(parser: ArgumentParser) -> None:
-    """TARGET, and how it is written."""
+def add_target(parser: ArgumentParser, *, can_split: bool = False, has_table: bool = False) -> None:
+    """TARGET, and how it is written. can_split, has_table: with --split, with --split-by."""
     add = parser.add_argument
     add("target", type=Path, help="file to write; it has a temporary name until it is complete")
     add("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
@@ -122,18 +117,12 @@ def add_target(parser: ArgumentParser) -> None:
     add("--compression", choices=("none", "gzip"), default="none", help="default: none")
     add("--force", action="store_true", help="replace existing files")
     add("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
-
-
-def add_split(parser: ArgumentParser) -> None:
-    """--split."""
-    text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
-    parser.add_argument("--split", type=parse_split, metavar="SHARES", help=text)
-
-
-def add_split_by(parser: ArgumentParser) -> None:
-    """--split-by."""
-    text = "column of the CSV that says train, val or test"
-    parser.add_argument("--split-by", type=str.strip, metavar="COLUMN", help=text)
+    if can_split:
+        text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
+        add("--split", type=parse_split, metavar="SHARES", help=text)
+    if has_table:
+        text = "column of the CSV that says train, val or test"
+        add("--split-by", type=str.strip, metavar="COLUMN", help=text)
 
 
 def parse_split(text: str) -> tuple[float, ...]:

@@ -122,39 +122,16 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
     assert convert("check", "out-train.h5", "out-val.h5").returncode == 0
 
 
-def test_many_broken_images_are_counted(tmp_path, convert):
-    folder_of(tmp_path / "photos", {"all": 30})
-    for number in range(3, 28):
-        path = tmp_path / f"photos/all/photo {number:03d} é.png"
-        path.write_bytes(path.read_bytes()[:-30])  # cut
-    shown = convert("images", "photos", "out.h5").stderr.splitlines()
-    assert shown[0] == "error: 25 of 30 rows are broken, so nothing was written:"
-    assert (len(shown), shown[21]) == (22, "  and 5 more")
-
-
-def test_columns_of_0_and_1_are_attributes_and_decimals_are_targets(tmp_path, convert):
+def test_columns_of_0_and_1_are_attributes(tmp_path, convert):
     folder_of(tmp_path / "photos", {"all": 6})
-    lines = [f"photos/all/photo {n:03d} é.png;{n % 2};{-1 if n % 3 else 1};{n / 8};{n}" for n in range(6)]
-    (tmp_path / "x.csv").write_text("\n".join(["path;odd;third;eighth;n", *lines]), encoding="utf-8")
-
-    def labels_of(columns: str) -> tuple[dict[int, list[float]], np.dtype, dict[str, object], str]:
-        result = convert("images", "x.csv", "out.h5", "--force", "--columns", columns)
-        assert result.returncode == 0, result.stderr
-        with h5py.File(tmp_path / "out.h5") as file:
-            rows = dict(zip(file["images"][:, 0, 0, 0].tolist(), file["labels"][:].tolist(), strict=True))
-            return rows, file["labels"].dtype, attributes_of(file, ""), result.stdout
-
-    rows, dtype, attributes, shown = labels_of("path,odd,third")
-    assert rows == {n: [n % 2, int(n % 3 == 0)] for n in range(6)}
-    assert dtype == np.uint8
-    assert attributes["class_names"] == ["odd", "third"]
-    assert "2 attributes" in shown
-    rows, dtype, attributes, shown = labels_of("path,eighth")
-    assert rows == {n: n / 8 for n in range(6)}
-    assert dtype == np.float32
-    assert "class_names" not in attributes
-    assert "targets, from 0 to 0.625" in shown
-    assert labels_of("path,eighth,n")[0] == {n: [n / 8, n] for n in range(6)}
+    lines = [f"photos/all/photo {n:03d} é.png;{n % 2};{-1 if n % 3 else 1}" for n in range(6)]
+    (tmp_path / "x.csv").write_text("\n".join(["path;odd;third", *lines]), encoding="utf-8")
+    result = convert("images", "x.csv", "out.h5", "--columns", "path,odd,third")
+    assert result.returncode == 0, result.stderr
+    assert "2 attributes" in result.stdout
+    assert rows_of(tmp_path / "out.h5") == {n: [n % 2, int(n % 3 == 0)] for n in range(6)}
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert attributes_of(file, "")["class_names"] == ["odd", "third"]
 
 
 def test_a_column_names_the_split(tmp_path, convert):

@@ -85,7 +85,11 @@ def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken, is_sk
         assert not list(tmp_path.iterdir())
 
 
-def test_a_reader_without_a_whole_row_is_refused(tmp_path):
+def test_many_broken_rows_are_counted(tmp_path):
+    with pytest.raises(UserError, match="25 of 30 rows are broken, so nothing was written:") as error:
+        write_files({"": Part(Numbers(30, tuple(range(3, 28))))}, tmp_path / "x.h5", WriteOptions())
+    lines = str(error.value).splitlines()
+    assert (len(lines), lines[21]) == (22, "  and 5 more")
     with pytest.raises(UserError, match="none of the first rows can be read"):
         write_files({"": Part(Numbers(3, (0, 1, 2)))}, tmp_path / "x.h5", WriteOptions())
 

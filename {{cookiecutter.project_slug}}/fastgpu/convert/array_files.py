@@ -1,6 +1,6 @@
 """NumPy files, sparse matrices and HDF5 datasets as a reader. Their rows are taken a block at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -46,7 +46,7 @@ class Arrays(Reader):
             for name, column in self.columns.items()
         }
 
-    def batches(self, order: BlockSampler, broken: Broken) -> Iterator[Columns]:
+    def batches(self, order: BlockSampler, broken: Broken) -> Generator[Columns]:
         """All rows of an order, a pool at a time."""
         starts = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
         for plan in order.pools(0):

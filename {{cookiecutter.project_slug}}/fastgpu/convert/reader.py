@@ -1,7 +1,7 @@
 """What convert.py writes: map-style Datasets, whose items are read by threads and may turn out to be broken."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -120,7 +120,7 @@ class Reader(TorchDataset[dict[str, Any]]):
             fields["images"] = Field(np.dtype(np.uint8), (), mean, codec="encoded")
         return fields
 
-    def batches(self, order: BlockSampler, broken: Broken) -> Iterator[Columns]:
+    def batches(self, order: BlockSampler, broken: Broken) -> Generator[Columns]:
         """All rows of an order but the broken ones, read by threads a few batches ahead."""
         n_threads = available_cpus()
         with ThreadPoolExecutor(n_threads, "reader") as threads:

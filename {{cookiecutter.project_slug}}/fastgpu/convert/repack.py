@@ -3,7 +3,7 @@
 It reads HDF5 files in whole blocks, and Datasets in worker processes, since their code may be unsafe in threads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 
 import torch
@@ -35,7 +35,7 @@ class FeedReader(Reader):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batches(self, order: BlockSampler, broken: Broken) -> Iterator[Columns]:
+    def batches(self, order: BlockSampler, broken: Broken) -> Generator[Columns]:
         """All rows of an order. Raises RankError if one cannot be read."""
         placement = Placement("disk", torch.device("cpu"), available_cpus())
         with closing(make_feed(self._rows, order, placement, Loader(prefetch_pools=1))) as feed:

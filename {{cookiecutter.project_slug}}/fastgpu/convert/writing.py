@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
@@ -172,8 +172,9 @@ def _describe_order(part: Part, order: BlockSampler) -> str:
 def _copy_rows(part: Part, order: BlockSampler, writer: Writer, broken: Broken) -> None:
     """Write all rows but those that are broken. Raises AssertionError if others do not come."""
     n_before = len(broken.reasons)
-    with progress_bar(part.n_rows, "rows", writer.path.name) as bar:
-        for rows in part.reader.batches(order, broken):
+    batches = part.reader.batches(order, broken)
+    with closing(batches), progress_bar(part.n_rows, "rows", writer.path.name) as bar:
+        for rows in batches:
             writer.append(rows)
             bar.update(writer.n_rows - bar.n)
     n_broken = len(broken.reasons) - n_before
