@@ -218,21 +218,6 @@ def test_images_without_a_mask_are_named(tmp_path, convert):
     assert "1 of 8 images have no mask in masks: 1/3.png" in result.stderr
 
 
-def test_masks_of_0_and_255_have_two_classes(tmp_path, convert):
-    pairs_in(tmp_path)
-    for number in range(8):
-        Image.fromarray(np.full((8, 10), 255 * (number % 2), np.uint8)).save(
-            tmp_path / f"masks/{number % 2}/{number}.tif"
-        )
-    result = convert("images", "images", "plain.h5", "--masks", "masks")
-    assert "warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks" in result.stdout
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--binary-masks")
-    assert result.returncode == 0, result.stderr
-    with h5py.File(tmp_path / "out.h5") as file:
-        np.testing.assert_array_equal(file["masks"][:], file["images"][:, 0] % 2)
-        assert file.attrs["n_classes"] == 2
-
-
 def masks_in(folder: Path, masks: list[Image.Image]) -> None:
     """Images, the first pixel of each its number, and these masks."""
     for name in ("images", "masks"):
@@ -242,7 +227,7 @@ def masks_in(folder: Path, masks: list[Image.Image]) -> None:
         mask.save(folder / f"masks/{number:03d}.png")
 
 
-def test_masks_of_1_bit_among_those_of_0_and_255_have_the_same_classes(tmp_path, convert):
+def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
     values = np.tile(np.array([0, 255], np.uint8), (4, 2))
     masks_in(tmp_path, [Image.fromarray(values).convert("1" if number % 3 == 0 else "L") for number in range(9)])
     result = convert("images", "images", "out.h5", "--masks", "masks", "--binary-masks")
@@ -250,6 +235,7 @@ def test_masks_of_1_bit_among_those_of_0_and_255_have_the_same_classes(tmp_path,
     assert "2 of 2 classes occur: 0, 1; 0 % of the pixels are 255 (ignored)" in result.stdout
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], np.broadcast_to(values // 255, (9, 4, 4)))
+        assert file.attrs["n_classes"] == 2
 
 
 def test_classes_and_ignored_pixels_of_masks_are_counted(tmp_path, convert):
@@ -258,6 +244,10 @@ def test_classes_and_ignored_pixels_of_masks_are_counted(tmp_path, convert):
     result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.5")
     line = "  masks    3 of 255 classes occur: 0, 127, 254; 25 % of the pixels are 255 (ignored)\n"
     assert result.stdout.count(line) == 2
+    for path in (tmp_path / "masks").iterdir():
+        Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 8).reshape(4, 4)).save(path)
+    result = convert("images", "images", "plain.h5", "--masks", "masks")
+    assert "warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks" in result.stdout
 
 
 # ---------------------------------------------------------------------------------------------- hostile folders
