@@ -17,6 +17,17 @@ def pixels_of(rows: int, count: int) -> np.ndarray:
     return pixels
 
 
+def write_fer(path: Path, pixels: np.ndarray, quote: str = "") -> None:
+    lines = [f"{n % 3},{quote}{' '.join(map(str, row))}{quote},{USAGE[n % 4]}" for n, row in enumerate(pixels)]
+    path.write_text("\n".join(["emotion,pixels,Usage", *lines]) + "\n\n")
+
+
+def write_mnist(path: Path, pixels: np.ndarray, separator: str = ",") -> None:
+    names = ["label", *(f"pixel{n}" for n in range(pixels.shape[1]))]
+    lines = [separator.join(map(str, [n % 10, *row])) for n, row in enumerate(pixels)]
+    path.write_text("\r\n".join([separator.join(names), *lines]), encoding="utf-8-sig", newline="")
+
+
 def check(path: Path, pixels: np.ndarray, shape: tuple[int, ...], n_classes: int) -> list[int]:
     """The numbers of the rows of a file, which must hold these pixels."""
     with h5py.File(path) as file:
@@ -31,8 +42,7 @@ def check(path: Path, pixels: np.ndarray, shape: tuple[int, ...], n_classes: int
 @pytest.mark.parametrize("quote", ["", '"'])
 def test_pixels_in_one_column_with_a_column_for_the_split(tmp_path, convert, quote):
     pixels = pixels_of(40, 36)
-    lines = [f"{n % 3},{quote}{' '.join(map(str, row))}{quote},{USAGE[n % 4]}" for n, row in enumerate(pixels)]
-    (tmp_path / "fer.csv").write_text("\n".join(["emotion,pixels,Usage", *lines]) + "\n\n")
+    write_fer(tmp_path / "fer.csv", pixels, quote)
     result = convert("pixels", "fer.csv", "fer.h5", "--split-by", "Usage")
     assert result.returncode == 0, result.stderr
     assert "36 pixels in a row are taken for 1x6x6" in result.stdout
@@ -44,10 +54,7 @@ def test_pixels_in_one_column_with_a_column_for_the_split(tmp_path, convert, quo
 @pytest.mark.parametrize("separator", [",", ";"])
 def test_pixels_in_a_column_each(tmp_path, convert, separator):
     pixels = pixels_of(50, 24)
-    names = ["label", *(f"pixel{n}" for n in range(24))]
-    lines = [separator.join(map(str, [n % 10, *row])) for n, row in enumerate(pixels)]
-    text = "\r\n".join([separator.join(names), *lines])
-    (tmp_path / "mnist.csv").write_text(text, encoding="utf-8-sig", newline="")
+    write_mnist(tmp_path / "mnist.csv", pixels, separator)
     result = convert("pixels", "mnist.csv", "mnist.h5", "--shape", "2x3x4", "--split", "0.8")
     assert result.returncode == 0, result.stderr
     parts = [check(tmp_path / f"mnist-{part}.h5", pixels, (2, 3, 4), 10) for part in ("train", "val")]
