@@ -81,8 +81,9 @@ def main() -> None:
         print(f"{room:22}{lines[room]:8,}{target}")
     with_tools = lines.total() - lines["tests"]
     modules = [name for name in sources if not name.startswith("tests/")]
+    of_tools = removed_files("images", tools="none")
     counted = {
-        "without tools": with_tools - sum(lines[room] for room in LEAF_ROOMS),
+        "without tools": sum(len(sources[name].splitlines()) for name in modules if name not in of_tools),
         "with tools": with_tools,
         "files": len(names),
     }

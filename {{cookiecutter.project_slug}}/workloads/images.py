@@ -3,7 +3,7 @@
 Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.images import augment
-from fastgpu.images.files import looks_like_nhwc
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
@@ -356,3 +355,9 @@ def make_timm(name: str, n_channels: int, n_outputs: int, *, pretrained: bool) -
         raise UserError(f"model.timm is {name}, but {error}; pip install timm") from None
     except (RuntimeError, OSError) as error:
         raise UserError(f"model.timm is {name}: {error}; timm.list_models() names all") from None
+
+
+def looks_like_nhwc(row_shape: Sequence[int]) -> bool:
+    """Whether rows of this shape are images (H, W, C), as Pillow, OpenCV and Keras have them, and not (C, H, W)."""
+    n_channels = (1, 3, 4)
+    return len(row_shape) == 3 and row_shape[-1] in n_channels and row_shape[0] not in n_channels

@@ -9,8 +9,8 @@ from test_files import encoded, pixels
 from fastgpu.convert.images.readers import Kept, keep
 from fastgpu.images import decode as module
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.files import Preprocessing, decode
-from fastgpu.images.parts import N_DRAWS, Box, centre_box, draw, random_box
+from fastgpu.images.files import decode
+from fastgpu.images.parts import N_DRAWS, Box, Preprocessing, centre_box, draw, random_box
 
 KINDS = {
     "baseline": ("RGB", "JPEG", {"quality": 95}),

@@ -5,8 +5,10 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastgpu.convert.images.masks import decode_pair
-from fastgpu.images.files import Preprocessing, decode, looks_like_nhwc
+from fastgpu.images.files import decode
+from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
+from workloads.images import looks_like_nhwc
 
 
 def pixels(height: int = 30, width: int = 40) -> np.ndarray:

@@ -10,7 +10,7 @@ from convert import parse_lengths, parse_split
 from harness import ROOT
 
 from fastgpu.convert.writer import Compression
-from fastgpu.images.files import Resize
+from fastgpu.images.parts import Resize
 
 COMMANDS = {"arrays", "dataset", "repack", "info", "check", "images", "pixels", "events"}
 

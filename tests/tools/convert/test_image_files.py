@@ -8,7 +8,7 @@ from PIL import Image
 from fastgpu.convert.images.readers import ImageFolder, Kept
 from fastgpu.convert.images.table_readers import ImageTable
 from fastgpu.dataset.source import open_dataset
-from fastgpu.images.files import Preprocessing
+from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
 

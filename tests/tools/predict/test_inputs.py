@@ -8,7 +8,7 @@ from harness import ALONE, is_ragged, numbered, numbers_of, read_rows
 from PIL import Image
 
 from fastgpu.images.column import ImageDecoder
-from fastgpu.images.files import Preprocessing
+from fastgpu.images.parts import Preprocessing
 from fastgpu.predict.inputs import open_inputs, open_pools
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store

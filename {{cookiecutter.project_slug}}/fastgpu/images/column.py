@@ -7,8 +7,7 @@ import numpy as np
 from PIL import UnidentifiedImageError
 
 from fastgpu.images.decode import EncodedImage, decode_plain, simplejpeg
-from fastgpu.images.files import Preprocessing
-from fastgpu.images.parts import centre_box, draw, random_box
+from fastgpu.images.parts import Preprocessing, centre_box, draw, random_box
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import Dataset, PoolPlan
 from fastgpu.rows.rows import Field

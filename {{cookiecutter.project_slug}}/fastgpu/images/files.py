@@ -6,13 +6,12 @@ An alpha channel is dropped.
 Shapes: C channels, H and W pixels.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, get_args
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -27,38 +26,12 @@ from fastgpu.images.decode import (
     resize_pixels,
     to_rgb,
 )
+from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 
-Resize = Literal["shorter", "exact"]
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
 SIXTEEN_BITS = "16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)"
-
-
-class Preprocessing(NamedTuple):
-    """How an image becomes (height, width) pixels. A converted file keeps it in its attribute `preprocessing`."""
-
-    size: tuple[int, int] | None = None
-    """(height, width). None: the images have one size already."""
-    resize: Resize = "shorter"
-    """shorter: cover the size and take the centre. exact: stretch."""
-    centre_share: float | None = None
-    """Decode as encoded rows are for validation: this share of the sides of the largest part in the centre that has the
-    aspect ratio of `size`. None: as above."""
-
-    def to_json(self) -> str:
-        values = self._asdict()
-        if self.centre_share is None:
-            del values["centre_share"]
-        return json.dumps(values)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Preprocessing":
-        """Raises UserError if the images were prepared in a way that this version does not know."""
-        values = json.loads(text)
-        if values.get("crop") or values["resize"] not in get_args(Resize):
-            raise UserError(f"images that were prepared with {text} need the version that prepared them")
-        return cls(tuple(values["size"]) if values["size"] else None, values["resize"], values.get("centre_share"))
 
 
 def is_image(name: str) -> bool:
@@ -201,9 +174,3 @@ def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
 def format_size(size: Sequence[int]) -> str:
     """Write (height, width) as `64x48`, the way the command line takes it."""
     return "x".join(str(length) for length in size)
-
-
-def looks_like_nhwc(row_shape: Sequence[int]) -> bool:
-    """Whether rows of this shape are images (H, W, C), as Pillow, OpenCV and Keras have them, and not (C, H, W)."""
-    n_channels = (1, 3, 4)
-    return len(row_shape) == 3 and row_shape[-1] in n_channels and row_shape[0] not in n_channels

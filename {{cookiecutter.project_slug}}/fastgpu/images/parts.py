@@ -1,10 +1,15 @@
-"""Which part of an image a row shows: the centre, or a random part that is a function of (seed, epoch, row) alone."""
+"""How images are prepared, and which part of one a row shows: the centre, or one that (seed, epoch, row) decide."""
 
+import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+
+from fastgpu.process.launch import UserError
+
+Resize = Literal["shorter", "exact"]
 
 N_TRIES = 10
 """Boxes that are tried until one lies inside of the image, as torchvision's RandomResizedCrop does it."""
@@ -12,6 +17,32 @@ N_DRAWS = 2 * N_TRIES + 2
 """Random numbers for one box."""
 MAX_LOG_RATIO = math.log(4 / 3)
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Preprocessing(NamedTuple):
+    """How an image becomes (height, width) pixels. A converted file keeps it in its attribute `preprocessing`."""
+
+    size: tuple[int, int] | None = None
+    """(height, width). None: the images have one size already."""
+    resize: Resize = "shorter"
+    """shorter: cover the size and take the centre. exact: stretch."""
+    centre_share: float | None = None
+    """Decode as encoded rows are for validation: this share of the sides of the largest part in the centre that has the
+    aspect ratio of `size`. None: as above."""
+
+    def to_json(self) -> str:
+        values = self._asdict()
+        if self.centre_share is None:
+            del values["centre_share"]
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Preprocessing":
+        """Raises UserError if the images were prepared in a way that this version does not know."""
+        values = json.loads(text)
+        if values.get("crop") or values["resize"] not in get_args(Resize):
+            raise UserError(f"images that were prepared with {text} need the version that prepared them")
+        return cls(tuple(values["size"]) if values["size"] else None, values["resize"], values.get("centre_share"))
 
 
 class Box(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 from fastgpu.convert.commands import write
 from fastgpu.convert.images.readers import ImageFiles, ImageFolder, Kept, Masks
 from fastgpu.convert.splits import split_rows
-from fastgpu.images.files import Preprocessing
+from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 
 

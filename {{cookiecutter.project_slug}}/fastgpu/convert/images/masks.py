@@ -7,7 +7,8 @@ import torch
 from PIL import ImageOps
 
 from fastgpu.images.decode import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, open_image
-from fastgpu.images.files import Preprocessing, decode, fit, format_size
+from fastgpu.images.files import decode, fit, format_size
+from fastgpu.images.parts import Preprocessing
 
 
 def decode_pair(

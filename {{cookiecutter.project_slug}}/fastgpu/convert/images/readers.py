@@ -19,8 +19,8 @@ from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, group_splits
 from fastgpu.images import files
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
-from fastgpu.images.files import IGNORED_CLASS, SIXTEEN_BITS, Preprocessing, format_size, list_images
-from fastgpu.images.parts import Box
+from fastgpu.images.files import IGNORED_CLASS, SIXTEEN_BITS, format_size, list_images
+from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
 

@@ -15,7 +15,7 @@ from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import group_splits
 from fastgpu.convert.tables import Table, parse_labels
-from fastgpu.images.files import Preprocessing
+from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 
 
