@@ -133,6 +133,12 @@ def test_channels_last_become_channels_first(tmp_path, convert, source):
         np.testing.assert_array_equal(file["images"][:], images.transpose(0, 3, 1, 2))
 
 
+def test_a_layout_without_images_is_refused(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((4, 3)))
+    with pytest.raises(UserError, match="--layout nhwc has no effect: no field has four axes"):
+        open_arrays([f"x={tmp_path}/x.npy"], channels_last=True)
+
+
 # ---------------------------------------------------------------------------------------------- sparse matrices
 
 

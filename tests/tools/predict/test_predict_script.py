@@ -154,7 +154,8 @@ def test_labels_are_evaluated_as_the_classes_that_the_model_knows(tmp_path, mini
     trained.card["attributes"]["class_names"] = ["cat", "dog"]
     script.open_rows(script.parse(["runs/a", "--evaluate", rows]), trained)
     assert (
-        "has no class_names; its labels 0, 1, 2... would be cat, dog as in the training rows" in capsys.readouterr().out
+        "has no class_names; its labels 0, 1, 2... are taken for cat, dog as in the training rows"
+        in capsys.readouterr().out
     )
     shutil.copy(rows.removesuffix("::/val"), tmp_path)
     with h5py.File(tmp_path / "rows.h5", "r+") as file:
