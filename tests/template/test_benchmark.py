@@ -117,6 +117,11 @@ def test_a_process_answers_and_says_what_went_wrong(tiny: DataSpec) -> None:
     assert process.popen.poll() is not None
 
 
+def test_reading_a_file_through_takes_so_many_seconds(tiny: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", iter([5.0, 8.0]).__next__)
+    assert processes.read_through(tiny.h5) == 3
+
+
 def test_evicted_files_are_not_in_the_page_cache(tiny: DataSpec) -> None:
     assert processes.make_cold([tiny.h5]) <= 1
     with processes.kept_warm([tiny.h5]):
