@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from template import ROOT, WORKLOAD_ANSWERS, WORKLOADS
+from template import ALL_FILES, ROOT, WORKLOAD_ANSWERS, WORKLOADS
 from test_template import expected, files, parses
 
 OTHER = {"images": "recsys", "recsys": "images"}
@@ -64,6 +64,15 @@ def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked,
     project = baked(**answers)
     workload = answers["workload"]
     assert files(project) == expected(**answers)
+    given = ALL_FILES | answers
+    for name, is_wanted in {  # `expected` asks the hook itself
+        "convert.py": given["tools"] == "all",
+        "launch/slurm.sh": given["launch"] in ("slurm", "both"),
+        "launch/kubernetes.yaml": given["launch"] in ("kubernetes", "both"),
+        "workloads/images.py": workload in ("images", "both"),
+        "workloads/recsys.py": workload in ("recsys", "both"),
+    }.items():
+        assert (project / name).exists() == is_wanted, name
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
     assert missing_modules(project) == set()
     needed = parses(project)["project"]["dependencies"]
