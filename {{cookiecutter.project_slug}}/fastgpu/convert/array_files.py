@@ -96,9 +96,8 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
             n_items[name] = content.shape[1]
         else:
             columns[name] = content
-    if channels_last and not any(
-        column.ndim == 4 for column in columns.values() if not isinstance(column, RaggedArray)
-    ):
+    dense = [column for column in columns.values() if not isinstance(column, RaggedArray)]
+    if channels_last and not any(column.ndim == 4 for column in dense):
         raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
     for name, column in columns.items():
         if isinstance(column, RaggedArray):

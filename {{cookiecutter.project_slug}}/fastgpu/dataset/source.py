@@ -63,7 +63,7 @@ class _Answers(TorchDataset):
 
     def __getitem__(self, ask: Ask) -> "tuple[Ask, dict[str, Any] | str]":
         """The rows, {field: tensor, or (values, offsets)}; or a line about what is wrong with one of them."""
-        faulthandler.dump_traceback_later(self._timeout_s)  # shows where an item hangs
+        faulthandler.dump_traceback_later(self._timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
         try:
             columns = self._items.read_rows(*ask)
         except RankError as error:
