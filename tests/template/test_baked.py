@@ -22,6 +22,7 @@ WORDS_OF = {
 """What only the files of one workload speak of."""
 SPEAK_OF_BOTH = {
     "constraints.txt",
+    "convert.py",  # one command line, of which it shows the commands whose rooms are there
 }
 
 

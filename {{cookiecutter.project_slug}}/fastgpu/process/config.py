@@ -81,8 +81,7 @@ class Data(Section):
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
     million."""
     echo: Annotated[float, Field(ge=1)] = 1.0
-    """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...). diagnose.py names the
-    factor that costs no time."""
+    """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...)."""
 
     @property
     def val_share(self) -> float | None:
