@@ -28,6 +28,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, echo_passes
 from fastgpu.rows.rows import Field, Ragged, Rows
+from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 LOOP_WARM_UP_POOLS = 3
@@ -80,6 +81,7 @@ class Supply:
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
         self._number = 0
         source, order, placement, loader = plan
+        self.is_uncached = isinstance(source, HDF5Dataset) and source.around_page_cache
         if placement.tier != "device":
             self.n_ready = loader.prefetch_pools + 1
         if placement.tier == "disk" and isinstance(source, ItemDataset):  # its workers hold rows ready, too
@@ -115,7 +117,8 @@ class Supply:
 def open_supplies(plan: FeedPlan, loop: Loop) -> dict[str, Supply]:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
     supplies = {"real": Supply(plan, loop)}
-    if plan.placement.tier == "disk" and not isinstance(plan.source, ItemDataset):  # which reads as it decodes
+    is_dataset = isinstance(plan.source, ItemDataset)  # which reads as it decodes
+    if plan.placement.tier == "disk" and not is_dataset and not supplies["real"].is_uncached:
         supplies["cached"] = Supply(plan._replace(order=first_blocks(plan.source, plan.order)), loop)
     return supplies
 
@@ -279,6 +282,7 @@ def measure(
             busy_s=busy_s or None,
             syncs=tuple(syncs),
             cpu_share=Rounds(tuple(cpu_shares)),
+            is_uncached=supplies["real"].is_uncached,
         )
         if world.broadcast(stop(measured)):
             break

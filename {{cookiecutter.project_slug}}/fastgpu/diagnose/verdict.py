@@ -130,6 +130,8 @@ class Measured(NamedTuple):
     """Places in the code, as `file.py:12`, where the step makes the host wait for the device."""
     cpu_share: Rounds = Rounds((0.0,))
     """Share of the CPUs' time that the loop and its readers used."""
+    is_uncached: bool = False
+    """Whether files larger than the memory are read around the page cache, so that there is no `cached`."""
 
     @property
     def feed_ratio(self) -> Rounds:
@@ -266,6 +268,8 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
             return [straggler]
         if is_straggler is None:
             suspects.append(straggler)
+    if m.is_uncached and m.cpu_share.low < CPU_SHARE:
+        return [*suspects, Suspect("READ", "the files are larger than the memory, and the CPUs wait for the disk")]
     if not (m.supply and m.cached):
         return [*suspects, Suspect("DECODE", "the supply from memory takes as long as the loop")]
     storage = saved(m.cached, m.supply)
