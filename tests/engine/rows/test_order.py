@@ -124,6 +124,12 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
+def test_the_blocks_come_in_another_order_in_each_epoch():
+    sampler = BlockSampler(np.full(20, 8), 8, pool_batches=1)
+    blocks = {tuple(plan.row_ids.min() // 8 for plan in sampler.pools(epoch)) for epoch in range(3)}
+    assert len(blocks) == 3
+
+
 def test_the_order_of_a_seed_never_changes():
     """Frozen: a run that an older version began must go on in the same order."""
     sampler = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, pool_batches=2, seed=7)

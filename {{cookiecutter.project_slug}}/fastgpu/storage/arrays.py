@@ -1,6 +1,5 @@
 """Rows that lie in arrays: in memory, in mapped .npy files, or in sparse matrices."""
 
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fastgpu.storage.layout import BLOCK_BYTES
 
 
 class ArrayDataset(ColumnDataset):
-    """ArrayDataset of equal length as rows in blocks."""
+    """Arrays of equal length as rows in blocks."""
 
     def __init__(
         self,
@@ -62,13 +61,6 @@ class ArrayDataset(ColumnDataset):
             raise KeyError(name)
         return array
 
-    def ragged(self, name: str) -> RaggedArray:
-        """One ragged field of all rows. Raises KeyError if it is not ragged."""
-        array = self.arrays[name]
-        if not isinstance(array, RaggedArray):
-            raise KeyError(name)
-        return array
-
 
 LARGE_BYTES = 1 << 30
 """Arrays that are read at once are told of above this size."""
@@ -82,8 +74,7 @@ def load_numpy(path: str | Path) -> Any:
     content = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(content, np.ndarray):
         return content
-    with zipfile.ZipFile(path) as archive:
-        n_bytes = sum(member.file_size for member in archive.infolist())  # zipfile reads no more than these
+    n_bytes = sum(member.file_size for member in content.zip.infolist())  # zipfile reads no more than these
     n_free = free_host_bytes()
     if n_bytes > n_free:
         sizes = f"{path} takes {format_bytes(n_bytes)} of memory, {format_bytes(n_free)} are free"

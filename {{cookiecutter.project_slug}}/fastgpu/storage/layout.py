@@ -113,11 +113,6 @@ class Layout:
         self._is_plain = not self._takes_whole_chunks and n_items is None and data.dtype.isnative
 
     @property
-    def filters(self) -> str:
-        """Names of the filters that the chunks went through, joined by +."""
-        return codecs.name_of(self._filters)
-
-    @property
     def is_around_page_cache(self) -> bool:
         """Whether the rows are read without the page cache."""
         return self._file.is_direct

@@ -45,8 +45,6 @@ class HDF5Dataset(ColumnDataset):
         if len(files) > 1:
             self.name += f" and {len(files) - 1} more"
         self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
-        self.filters = first.largest.filters
-        """How the rows are compressed in their file, such as `gzip`. Empty: they are not."""
         self.around_page_cache = first.largest.is_around_page_cache
         """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
         self.block_rows = np.concatenate([file.block_rows for file in files])
