@@ -54,7 +54,7 @@ FIXED = "a batch that stays on the device"
 TIERS = {"disk tier": "disk", "host tier": "host", "device tier": "device"}
 """{contender: data.tier}"""
 TUNED = "DataLoader, tuned"
-COUNTERS = {"gpu0/util_pct": "GPU-Util %", "gpu0/sm_active_pct": "SMs active %", "gpu0/power_w": "W"}
+COUNTERS = {"gpu0/util_pct": "GPU-Util %", "gpu0/power_w": "W"}
 Batches = Iterable[Rows]
 
 

@@ -11,8 +11,8 @@ from harness import ALONE, ROOT
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.report.results import read_run
+from fastgpu.telemetry import monitor
 from fastgpu.telemetry.clock import Throughput
-from fastgpu.telemetry.monitor import machine_counters
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def logged(folder, monkeypatch) -> set[str]:
     names.add("val/loss")  # of other workloads
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)
-    counters = machine_counters(["a"], Nvml())
-    for _ in range(3):
-        names |= set(counters.read())
+    monkeypatch.setattr(monitor, "open_nvml", Nvml)
+    for function in monitor.machine_counters(["a"]).values():
+        names |= set(function())
     return names
 
 

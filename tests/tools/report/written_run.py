@@ -13,7 +13,6 @@ VALUES = {
     "gpu0/util_pct": 97.0,
     "gpu0/util_min_pct": 80.0,
     "gpu1/util_pct": 50.0,
-    "gpu0/sm_active_pct": 61.0,
     "gpu0/power_w": 300.0,
 }
 
