@@ -153,7 +153,7 @@ def test_the_page_is_one_file_with_every_chart_and_no_network(tmp_path):
         ("data, %", 1),
         ("train/lr", 1),
         ("gpu, W", 1),
-        ("gpu, %", 4),
+        ("gpu, %", 3),
         ("host, %", 1),
     ]
     for shown in ("best top1_pct", "99 at step 5", "% GPU-Util", "data.batch_size"):

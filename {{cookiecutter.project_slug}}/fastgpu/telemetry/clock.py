@@ -7,7 +7,7 @@ stream of the loop. On a CPU nothing is queued and plain clocks give the same re
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,7 +30,6 @@ class Throughput(NamedTuple):
     """Optimizer steps."""
 
     def plus(self, other: "Throughput") -> "Throughput":
-        """The sums of both intervals."""
         return Throughput(*(a + b for a, b in zip(self, other, strict=True)))
 
     def scalars(self) -> dict[str, float]:
@@ -44,13 +43,9 @@ class Throughput(NamedTuple):
         }
 
     def __str__(self) -> str:
-        if not self.fresh_rows:
-            return "no rows"
-        fresh_rows_per_s = self.fresh_rows / self.seconds
-        wait_pct = 100 * self.wait_s / self.seconds
-        echo = self.trained_rows / self.fresh_rows
-        text = f"{fresh_rows_per_s:,.0f} fresh rows/s, {wait_pct:.1f} % of the time waiting for data"
-        return text if echo < 1.005 else f"{text}, echo {echo:.3g}"
+        rates = self.scalars()
+        wait_pct = rates["data/wait_pct"]
+        return f"{rates['data/fresh_rows_per_s']:,.0f} fresh rows/s, {wait_pct:.1f} % of the time waiting for data"
 
 
 class Clock:
@@ -63,8 +58,7 @@ class Clock:
 
     def restart(self) -> None:
         """Begin a new interval here and forget the current one."""
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._wait_s = 0.0
+        self._waits: list[tuple[Any, Any]] = []  # begin and end of each, as `_mark` returns them
         self._fresh_rows = 0.0
         self._trained_rows = 0.0
         self._steps = 0
@@ -72,20 +66,11 @@ class Clock:
 
     def timed(self, pools: Iterable[T]) -> Iterator[T]:
         """The same items; the time that the device waits for each is measured."""
-        iterator = iter(pools)
-        while True:
-            begin = self._mark()
-            t0 = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            end = self._mark()
-            if begin and end:
-                self._waits.append((begin, end))
-            else:
-                self._wait_s += time.perf_counter() - t0
+        begin = self._mark()
+        for item in pools:
+            self._waits.append((begin, self._mark()))
             yield item
+            begin = self._mark()
 
     def count(self, fresh_rows: float, trained_rows: int) -> None:
         """Count one step of all ranks."""
@@ -98,18 +83,25 @@ class Clock:
 
         The wait is the longest one of any rank.
         """
-        for begin, end in self._waits:
-            end.synchronize()
-            self._wait_s += begin.elapsed_time(end) / 1000
+        own_wait_s = sum(_seconds(begin, end) for begin, end in self._waits)
         seconds = time.perf_counter() - self._t0
-        wait_s = self._world.all_reduce_max(self._wait_s)
+        wait_s = self._world.all_reduce_max(own_wait_s)
         throughput = Throughput(seconds, wait_s, self._fresh_rows, self._trained_rows, self._steps)
         self.restart()
         return throughput
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _mark(self) -> Any:
+        """This point of the stream as a CUDA event, or the time on a CPU."""
         if not self._is_cuda:
-            return None
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """The time between two marks."""
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

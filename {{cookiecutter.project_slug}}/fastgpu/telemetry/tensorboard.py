@@ -7,9 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -26,33 +26,22 @@ BAR_EVERY_S = 1.0
 """Seconds between two updates of the progress bar."""
 
 
-class Started(Protocol):
-    """What is asked of a `Run`."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    """{dotted key: value}"""
-    first_row: int
-    """Fresh rows of all ranks before this process began."""
-    first_step: int
-
-
 class TensorBoard:
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
-    def __init__(self, run: Started, planned_rows: int, world: World):
-        """planned_rows: fresh rows of the whole run. Raises UserError on every rank if wandb refuses."""
-        self._folder = run.folder if world.is_main else None
+    def __init__(self, run: Any, planned_rows: int, world: World):
+        """run: its folder, config, first_row and first_step are used. planned_rows: fresh rows of the whole run.
+
+        Raises UserError on every rank if wandb refuses.
+        """
+        self._folder: Path | None = run.folder if world.is_main else None
+        self._planned_rows = planned_rows
+        self._row = float(run.first_row)
         self._epoch = Throughput()
         self._epoch_loss = 0.0  # the sum over its steps
         self._has_warned = False
-        last = _last_point(run.folder)
-        self._begun = self._printed = time.monotonic()
-        self._t0 = self._begun - last.get("time_s", 0.0)  # the time of a resumed run goes on from where it stopped
-        self._part = 1 + last.get("part", 1) if last else 1
-        self._planned_rows = planned_rows
-        self._first_row = run.first_row
-        self._row = float(run.first_row)
+        self._printed = time.monotonic()
+        self._part = round(time.time())  # names this process among those that resumed the run
         self._bar = tqdm(
             total=planned_rows,
             initial=run.first_row,
@@ -62,7 +51,7 @@ class TensorBoard:
             mininterval=BAR_EVERY_S,
             miniters=0,
             smoothing=0,
-            disable=self._folder is None or not sys.stderr.isatty(),
+            disable=not world.is_main or not sys.stderr.isatty(),
         )
         with world.together():
             self._wandb = _start_wandb(run) if self._folder and run.config["log.wandb"] else None
@@ -97,56 +86,48 @@ class TensorBoard:
         interval: the steps that the values are about. Its rates are logged, too, and its sums are written to
         metrics.jsonl, so that a mean over the run can be computed from sums.
         """
-        sums: Mapping[str, float] = {}
-        if interval:
-            values = {**values, **interval.scalars()}
-            sums = interval._asdict()
-            self._epoch = self._epoch.plus(interval)
-            self._epoch_loss += values["train/loss"] * interval.steps
-            self._show(f"step {step}: loss {values['train/loss']:.4f}, {interval}")
         if not self._folder:
             return
-        place = {"step": step, "time_s": round(time.monotonic() - self._t0, 3), "part": self._part}
-        with self._forgiving(), (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**place, **sums, **values}) + "\n")
-        if self._writer:
-            with self._forgiving():
-                for tag, value in values.items():
+        point: dict[str, float] = {"step": step, "time_s": round(time.time(), 3), "part": self._part}
+        if interval:
+            values = {**values, **interval.scalars()}
+            point |= interval._asdict()
+            self._count_interval(step, values["train/loss"], interval)
+        with self._forgiving():
+            with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**point, **values}) + "\n")
+            for tag, value in values.items():
+                if self._writer:
                     self._writer.add_scalar(tag, value, step)
 
+    def _count_interval(self, step: int, loss: float, interval: Throughput) -> None:
+        """Add the interval to the epoch. Show it beside the bar, or as a line if there is no terminal."""
+        self._epoch = self._epoch.plus(interval)
+        self._epoch_loss += loss * interval.steps
+        text = f"step {step}: loss {loss:.4f}, {interval}"
+        self._bar.set_postfix_str(text)
+        if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
+            self._print(f"{text}, {100 * self._row / self._planned_rows:.0f} % done")
+
     def end_epoch(self, epoch: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of the validation, and show them with the means of the epoch. epoch: such as 3/20."""
+        """Log the metrics of the validation, and print them with the means of the epoch. epoch: such as 3/20."""
+        if not self._folder:
+            return
         self.write(step, metrics)
-        shown = dict(metrics)
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         if self._epoch.steps:  # none have been made if the run was resumed at the end of an epoch
-            shown = {"train/loss": self._epoch_loss / self._epoch.steps, **metrics}
-        text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        is_input_bound = self._epoch.wait_s > INPUT_BOUND * self._epoch.seconds
-        advice = " (input-bound: run `python diagnose.py`)" if is_input_bound else ""
-        self._show(f"epoch {epoch} {text}, {self._epoch}{advice}", important=True)
+            text = f"train/loss {self._epoch_loss / self._epoch.steps:.4g}, {text}, {self._epoch}"
+        if self._epoch.wait_s > INPUT_BOUND * self._epoch.seconds:
+            text += " (input-bound: run `python diagnose.py`)"
+        self._print(f"epoch {epoch} {text}")
         self._epoch = Throughput()
         self._epoch_loss = 0.0
 
-    def estimate_left_s(self) -> float:
-        """Seconds that the rest of the run takes if it goes on as it did since it began or was resumed. 0: nothing is
-        left, or no row has been trained on yet."""
-        n_rows = self._row - self._first_row
-        n_rows_left = max(round(self._planned_rows - self._row), 0)  # parts of echoed rows add up with rounding
-        return (time.monotonic() - self._begun) * n_rows_left / n_rows if n_rows > 0 else 0.0
-
-    def _show(self, text: str, *, important: bool = False) -> None:
-        """Show the text beside the bar, or above it if it is important. If there is no terminal, print a line instead:
-        every few seconds, and always if it is important."""
-        if not self._bar.disable:
-            if important:
-                self._bar.write(text)
-            else:
-                self._bar.set_postfix_str(text)
-        elif self._folder and (important or time.monotonic() - self._printed >= LINE_EVERY_S):
-            left_s = self.estimate_left_s()
-            left = f", {tqdm.format_interval(left_s)} left" if left_s else ""
-            print(text + left, flush=True)
-            self._printed = time.monotonic()
+    def _print(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self._bar.clear()
+        print(line, flush=True)
+        self._printed = time.monotonic()
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
@@ -159,7 +140,7 @@ class TensorBoard:
             self._has_warned = True
 
 
-def _start_wandb(run: Started) -> Any:
+def _start_wandb(run: Any) -> Any:
     """Let wandb take over what SummaryWriter writes from here on. A resumed run is another one of the same group."""
     project = run.config["log.wandb"]
     try:
@@ -169,13 +150,3 @@ def _start_wandb(run: Started) -> Any:
         return wandb.init(project=project, group=group, dir=run.folder, config=config, sync_tensorboard=True)
     except Exception as error:
         raise UserError(f'log.wandb is {project}, but {error}; use log.wandb="" to train without it') from None
-
-
-def _last_point(folder: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl; empty if there is none."""
-    with suppress(OSError):
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in reversed(lines):
-            with suppress(ValueError, TypeError, RecursionError):
-                return dict(json.loads(line))
-    return {}
