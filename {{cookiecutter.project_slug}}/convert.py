@@ -150,7 +150,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 def main(args: Namespace) -> int:
     """Run one command. Returns the exit code."""
     module, _, name = args.run.rpartition(".")
-    with exit_with_message("interrupted"):
+    with exit_with_message():
         try:
             return getattr(import_module(f"fastgpu.convert.{module}"), name)(args) or 0
         except ModuleNotFoundError as error:

@@ -36,7 +36,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
         raise SystemExit(0)
-    with exit_with_message("interrupted"):
+    with exit_with_message():
         args, train_argv = parse(sys.argv[1:])
         config = load_config(train_argv)
 
@@ -72,7 +72,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
 
 
 if __name__ == "__main__":
-    with exit_with_message("interrupted"), init_distributed(config.dist) as world:
+    with exit_with_message(), init_distributed(config.dist) as world:
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             numbers = diagnose(config, world, args)
         if args.json:

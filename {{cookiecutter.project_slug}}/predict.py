@@ -46,7 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake is reported at once
-    with exit_with_message("interrupted"):
+    with exit_with_message():
         args = parse(sys.argv[1:])
 
 from contextlib import redirect_stdout
@@ -151,8 +151,9 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
-    with exit_with_message("interrupted"), init_distributed(Dist(device=args.device)) as world:
+    with exit_with_message(), init_distributed(Dist(device=args.device)) as world:
         terminal = sys.stdout
         with redirect_stdout(sys.stderr):
             main(args, world, terminal)

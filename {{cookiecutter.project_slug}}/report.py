@@ -7,10 +7,11 @@ python report.py --compare runs/* --csv      the same for a spreadsheet
 
 import argparse
 import csv
+import signal
 import sys
 from pathlib import Path
 
-from fastgpu.process.launch import UserError, exit_with_message, stop_at_closed_pipe
+from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.report import page, results
 
 
@@ -39,5 +40,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with exit_with_message("interrupted"), stop_at_closed_pipe(sys.stdout):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
+    with exit_with_message():
         main(sys.argv[1:])

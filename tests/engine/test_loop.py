@@ -110,7 +110,7 @@ def test_a_run_leaves_a_record(folder, capsys):
     assert set(events.Tags()["scalars"]) == tags
     assert "config/text_summary" in events.Tags()["tensors"]
     assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in run.iterdir()}
-    assert "1 CPU process" in printed
+    assert "1 x CPU" in printed
     assert "on the device tier" in printed
     assert "tensorboard --logdir runs" in printed.splitlines()[-1]
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
@@ -422,7 +422,7 @@ def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
 def test_two_ranks_train_and_resume_under_torchrun(folder):
     first = run_train("train.epochs=1", ranks=2, cwd=folder)
     assert first.returncode == 0, first.stderr
-    assert "2 CPU processes over gloo" in first.stdout
+    assert "2 x CPU over gloo" in first.stdout
     assert first.stdout.count("epoch 1/1") == 1  # one rank prints
     second = run_train("train.epochs=2", "run.name=auto", "run.resume=auto", ranks=2, cwd=folder)
     assert second.returncode == 0, second.stderr

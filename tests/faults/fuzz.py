@@ -277,7 +277,7 @@ def limit(folder: Path) -> None:
 
 def outcome_of(work: Callable[[], object]) -> tuple[str, str]:
     try:
-        with exit_with_message("interrupted"):
+        with exit_with_message():
             value = work()
     except SystemExit as error:
         return ("refused", str(error.code)) if error.code else ("accepted", "")

@@ -145,7 +145,7 @@ def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(pr
     assert [stays.returncode, joins.returncode] == [0, 0], printed
     assert metrics_of(run)[-1]["step"] == 30 * 21
     assert not (run / "stopped.json").exists()
-    assert "2 CPU processes over gloo" in printed
+    assert "2 x CPU over gloo" in printed
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def assert_equal_end(job: Job) -> None:
 def test_four_processes_end_as_four_without_slurm(submit, nodes, procs):
     job = submit(options=(f"--nodes={nodes}",), procs=procs)
     assert_equal_end(job)
-    assert "4 CPU processes over gloo" in job.log
+    assert "4 x CPU over gloo" in job.log
     assert job.restarts == 0
 
 

@@ -38,16 +38,12 @@ def test_the_config_of_a_run_is_a_valid_config_file(tmp_path, model):
     assert load_config(["--config", str(run / "config-2.yaml")]).data.pool_batches == 4
 
 
-def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model, monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
+def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
     with started_run(tmp_path, model):
         pass
     description = json.loads((tmp_path / "a/run.json").read_text())
     assert description["template_version"] == TEMPLATE_VERSION
     assert description["best"] == ["score", "higher"]
-    assert description["environment"]["NCCL_DEBUG"] == "WARN"
-    assert "WANDB_API_KEY" not in description["environment"]
     assert {"torch", "h5py", "numpy", "python"} <= set(description["versions"])
     assert {"command", "started", "gpu", "git_commit", "git_changes"} <= set(description)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgpu.process.files import new_file
-from fastgpu.process.launch import UserError, stop_at_closed_pipe
+from fastgpu.process.launch import UserError
 
 Columns = dict[str, list[Any]]
 """{column: a number, a text, None or a list of such values for each row}"""
@@ -133,8 +133,7 @@ def open_output(path: str, terminal: IO[str], *, replace: bool = False) -> Itera
     Raises UserError if the file exists and `replace` is false, or if the disk refuses.
     """
     if path == "-":
-        with stop_at_closed_pipe(terminal):
-            yield terminal
+        yield terminal
         return
     try:
         with (

@@ -13,9 +13,6 @@ from fastgpu.process.launch import UserError
 
 LOCK = "lock"
 """Name of the file that is locked."""
-PATIENCE_S = 8.0
-"""How long to wait for a lock: ranks outlive a launcher that was killed by a few seconds (see signals.py)."""
-POLL_S = 0.2
 MAX_HOLDER_BYTES = 512
 
 
@@ -78,13 +75,14 @@ class FolderLock:
     def __init__(self, folder: Path):
         self._path = folder / LOCK
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        until = time.monotonic() + PATIENCE_S
-        while not self._try():
-            if time.monotonic() > until:
-                holder = os.pread(self._descriptor, MAX_HOLDER_BYTES, 0).decode(errors="replace")
-                os.close(self._descriptor)
-                raise UserError(f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name")
-            time.sleep(POLL_S)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, MAX_HOLDER_BYTES, 0).decode(errors="replace")
+            os.close(self._descriptor)
+            raise UserError(
+                f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name"
+            ) from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._holder = f"process {os.getpid()} on {socket.gethostname()} since {since}".encode()
         os.ftruncate(self._descriptor, 0)
@@ -107,10 +105,3 @@ class FolderLock:
         """Release the lock. Call it once."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
-
-    def _try(self) -> bool:
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

@@ -4,20 +4,20 @@ The only module that reads environment variables. It does not import torch, so a
 once.
 """
 
+import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 SPEAKER_S = 3.0
 """How long ranks wait until the first one has printed a message: torchrun ends all of them with the first that ends."""
-MAX_LINE = 1000
-"""Characters of a line of a message, which may quote a file."""
-RECORDED = ("CUDA_", "FI_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
-"""Beginnings of the environment variables that change how NCCL, CUDA, OpenMP and torch work."""
+PR_SET_PDEATHSIG = 1
+"""Number of the call of Linux that sends a signal when the parent dies."""
 
 
 class UserError(ValueError):
@@ -53,11 +53,6 @@ def read_launch() -> Launch:
     return Launch(rank, world_size, local_rank, local_world_size, attempt, "TORCHELASTIC_RUN_ID" in os.environ)
 
 
-def read_environment() -> dict[str, str]:
-    """{variable: value} of all that `RECORDED` names."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}
-
-
 def warn(text: str) -> None:
     """Print a warning once for the whole job. Every warning of the project goes through here."""
     if read_launch().rank == 0:
@@ -65,19 +60,18 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def exit_with_message(
-    interrupted: str = "interrupted; run.resume=auto continues from the last checkpoint",
-) -> Iterator[None]:
+def exit_with_message() -> Iterator[None]:
     """Turn a `UserError` into one line on stderr for each machine, and exit code 2 on every rank. Bugs keep their
     traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too."""
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
+    if launch.is_launched:
+        _end_with_parent()
     try:
         yield
     except UserError as error:
         if launch.local_rank == 0 or isinstance(error, RankError):
-            for line in f"error: {error}".splitlines():
-                print(line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ...", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)
         elif launch.is_launched:
             time.sleep(SPEAKER_S)
         if isinstance(error, HangError):
@@ -86,16 +80,12 @@ def exit_with_message(
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if launch.local_rank == 0:
-            print(f"\n{interrupted}", file=sys.stderr, flush=True)
+            print("\ninterrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 
 
-@contextmanager
-def stop_at_closed_pipe(file: IO[str]) -> Iterator[None]:
-    """End the program with exit code 1, without a message, when the reader of `file` has seen enough (`head`)."""
-    try:
-        yield
-        file.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or Python complains when it flushes at exit
-        raise SystemExit(1) from None
+def _end_with_parent() -> None:
+    """Let Linux kill this process when torchrun, which started it, dies: as an orphan it would hold its GPU, and write
+    to a run that has been restarted."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,21 +1,13 @@
 """Being asked to stop: a signal sets a flag, and the training loop looks at it between two steps.
 
-    SIGTERM, SIGINT, SIGUSR2    finish the step, save and stop; another one, later, ends the process at once
-
-If torchrun dies, nothing tells its ranks. A thread sees that the parent has changed, sends SIGTERM, and ends the
-process if that takes too long: a rank that lives on would hold its GPU and write to a run that has been restarted.
+SIGTERM, SIGINT, SIGUSR2    finish the step, save and stop; another one, later, ends the process at once
 """
 
 import os
 import signal
-import threading
 import time
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-from fastgpu.process.launch import Launch
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastgpu.process.world import World
@@ -23,29 +15,10 @@ if TYPE_CHECKING:
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
-LAST_WORDS_S = 5.0
-"""Before the loop listens, a rank ends this long after SIGTERM."""
-PARENT_POLL_S = 0.5
-ORPHAN_S = 4.0
-"""An orphan is ended this long after its parent died."""
 AGREE_S = 1.0
 """About how often the ranks ask each other whether a signal came."""
 FIRST_AGREEMENT = 10
 """Steps until the first of these questions, which tells how long a step takes."""
-
-_ending: list[tuple[int, threading.Timer]] = []
-"""The signal that `end_soon` has met, and the end that it will bring."""
-
-
-def end_soon(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by ending the process a little later, unless `Agreement.listen` takes the request over.
-
-    torchrun sends SIGTERM as soon as one rank has ended, and the others should have the time to say what they know.
-    """
-    timer = threading.Timer(LAST_WORDS_S, os._exit, (128 + number,))
-    timer.daemon = True
-    _ending.append((number, timer))
-    timer.start()
 
 
 class Agreement:
@@ -58,7 +31,6 @@ class Agreement:
         self.stop_signal = 0
         """Number of the signal that asked a rank for a stop, as all ranks know; 0: none did."""
         self._world = world
-        self._handlers: dict[signal.Signals, Any] = {}
         self._own_signal = 0
         self._own_time = 0.0
         self._next_step = 0
@@ -66,12 +38,9 @@ class Agreement:
         self._asked = 0.0
 
     def listen(self, step: int) -> None:
-        """Handle signals from now on, at this step, and one that came a moment ago. Call it in the main thread."""
-        self._handlers = {number: signal.signal(number, self._handle) for number in STOP}
-        while _ending:
-            number, timer = _ending.pop()
-            timer.cancel()
-            self._handle(number, None)
+        """Handle signals from this step to the end of the process. Call it in the main thread."""
+        for number in STOP:
+            signal.signal(number, self._handle)
         self._asked = time.monotonic()
         self._asked_at = step
         self._next_step = step + FIRST_AGREEMENT
@@ -96,16 +65,6 @@ class Agreement:
             self._next_step = 0
         return is_asked
 
-    def outlive_run(self) -> None:
-        """Keep the handlers when this is closed: the run is over, and a signal could only spoil its orderly end."""
-        self._handlers = {}
-
-    def close(self) -> None:
-        """Handle signals as before."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal. It interrupts whatever Python is doing, so it must not print, lock or raise."""
         if not self._own_signal:
@@ -114,24 +73,3 @@ class Agreement:
         elif time.monotonic() - self._own_time > ECHO_S:  # the person, or the cluster, is out of patience
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def end_with_launcher(launch: Launch) -> None:
-    """From now on, end this process if torchrun, which started it, has died: by SIGTERM, and soon by force."""
-    if launch.is_launched:
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent and not _has_adopted(parent):
-        time.sleep(PARENT_POLL_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_S)
-    os._exit(128 + signal.SIGTERM)
-
-
-def _has_adopted(parent: int) -> bool:
-    """Whether torchrun died before this process looked at its parent. In a container, process 1 may be torchrun."""
-    with suppress(OSError):
-        return parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
-    return False

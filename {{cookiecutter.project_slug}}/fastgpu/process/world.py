@@ -2,8 +2,6 @@
 
 import gc
 import re
-import signal
-import socket
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch
-from fastgpu.process.signals import end_soon, end_with_launcher
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,16 @@ class World:
         return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
 
     @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def __str__(self) -> str:
-        if self.device.type == "cuda":
-            text = f"{self.world_size} x {self.device_name}"
-            return f"{text} over nccl" if self.world_size > 1 else text
-        return f"{self.world_size} CPU processes over gloo" if self.world_size > 1 else "1 CPU process"
+        text = f"{self.world_size} x {self.device_name}"
+        return f"{text} over {self.backend}" if self.world_size > 1 else text
 
     def print_once(self, text: str | None) -> None:
         """Print once for the whole job, if there is something to print."""
@@ -78,18 +77,16 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.item()
 
-    def all_gather(self, value: float) -> list[float]:
-        """The values of all ranks, in the order of the ranks."""
-        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
-        values[self.rank] = value
-        return self.all_reduce_sum(values).tolist()
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of the ranks (pickled, only among the processes of this job)."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of one rank on every rank (pickled, only among the processes of this job)."""
-        box = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, source, device=self.device)
-        return box[0]
+        """The value of one rank on every rank."""
+        return self.all_gather(value)[source]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -97,29 +94,26 @@ class World:
 
         The block must not contain a collective: a rank that raises would not take part in it.
         """
-        own = None
+        own = ""
         try:
             yield
         except HangError:
             raise  # a process that is to end by force ends alone
         except UserError as error:
             own = str(error)
-        failed = self.all_gather(float(own is not None))
-        if any(failed):
-            raise UserError(self.broadcast(own, source=failed.index(1.0)))
+        if errors := [error for error in self.all_gather(own) if error]:
+            raise UserError(errors[0])
 
     def check_same(
         self, values: Mapping[str, object], cure: str = "all ranks need the same settings, rows and versions"
     ) -> None:
         """Raise UserError on every rank if a rank has another value than rank 0. values: {name: value}."""
-        own = {name: str(value) for name, value in values.items()}
-        first = self.broadcast(own)
-        with self.together():
-            for name in first | own:
-                if own.get(name) != first.get(name):
+        first, *others = self.all_gather({name: str(value) for name, value in values.items()})
+        for rank, other in enumerate(others, 1):
+            for name in first | other:
+                if other.get(name) != first.get(name):
                     raise UserError(
-                        f"{name} is {own.get(name)} on rank {self.rank} ({socket.gethostname()}) and {first.get(name)} "
-                        f"on rank 0; {cure}"
+                        f"{name} is {other.get(name)} on rank {rank} and {first.get(name)} on rank 0; {cure}"
                     )
 
 
@@ -131,7 +125,6 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     UserError if the device is not available.
     """
     launch = launch or read_launch()
-    end_with_launcher(launch)
     device = _choose_device(launch, settings.device)
     world = World(launch.rank, launch.world_size, launch.local_world_size, device, launch.is_launched)
     if world.world_size == 1:
@@ -145,14 +138,13 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            world.backend,
             store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        signal.signal(signal.SIGTERM, end_soon)
         yield world
         dist.barrier()
     except RankError:  # this rank alone cannot go on

@@ -21,7 +21,7 @@ import yaml
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config import Run, nested
 from fastgpu.process.files import FolderLock, write_whole
-from fastgpu.process.launch import UserError, read_environment, warn
+from fastgpu.process.launch import UserError, warn
 
 PARTIAL = ".partial-"
 """Beginning of the names of folders that are being written."""
@@ -99,7 +99,6 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "template_version": TEMPLATE_VERSION,
         "versions": versions,
-        "environment": read_environment(),
         "gpu": gpu,
         "machine": platform.platform(),
         "git_commit": _git("rev-parse", "HEAD"),

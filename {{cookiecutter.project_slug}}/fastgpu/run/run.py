@@ -89,10 +89,9 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """End the loaders, handle signals as before, and unlock the folder."""
+        """End the loaders, and unlock the folder."""
         self._parts.loader.close()
         self._parts.val_loader.close()
-        self._agreement.close()
         if self._lock:
             self._lock.close()
             self._lock = None
@@ -153,7 +152,6 @@ class Run:
 
     def _end(self, text: str) -> None:
         """Print the last words. Raises UserError on every rank if the last checkpoint is not on disk."""
-        self._agreement.outlive_run()
         with self._world.together():
             if not self._is_saved:
                 raise UserError(
