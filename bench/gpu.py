@@ -36,7 +36,6 @@ from publish import FailedError, ratios, spread, take_turns
 from torch.utils.data import DataLoader, Dataset
 from train import Parts, build, train_step
 
-import workloads
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
@@ -151,7 +150,7 @@ def build_parts(case: Case, spec: DataSpec, tier: str, world: World) -> Parts:
     keys = {"data.train": spec.h5, "data.val": val, "data.batch_size": spec.batch_size, "data.tier": tier, **case.keys}
     words = ["--config", str(project.FOLDER / case.config), *(f"{key}={value}" for key, value in keys.items())]
     try:
-        return build(load_config(words, workloads.find_options), world)
+        return build(load_config(words), world)
     except UserError as error:
         raise FailedError(str(error)) from None
 

@@ -13,8 +13,7 @@ from fastgpu.process.config_loader import keys
 
 HEAD = """# Configuration
 
-For those who edit `config.yaml`: every key with its default value. `python train.py --help` prints the same, and
-the keys of your own workload, too.
+For those who edit `config.yaml`: every key with its default value.
 
 Of several `--config` files, later ones win over earlier ones, and `section.key=value` on the command line wins over all
 files. An unknown key or a value that is not allowed is an error.
@@ -77,6 +76,6 @@ if __name__ == "__main__":
         condition = condition_of(f"workloads/{path.name}")
         print(f"{{%- if {condition} %}}\n" if condition else "")
         print(WORKLOAD_HEAD.format(name=path.stem))
-        print_table(workloads.find_options(path.stem), "model.")
+        print_table(workloads.load(path.stem).Options, "model.")
         if condition:
             print("{%- endif %}")

@@ -3,7 +3,7 @@
 python train.py                                          one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
 python train.py run.check=true data.batch_size=512       build data and model, and stop: train and write nothing
-python train.py data.batch_size=512 train.epochs=3       any key of config.yaml; --help lists them
+python train.py data.batch_size=512 train.epochs=3       any key of config.yaml; docs/config.md explains them
 """
 
 import sys
@@ -15,7 +15,7 @@ from fastgpu.run.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
     with exit_with_message():
-        config = load_config(sys.argv[1:], workloads.find_options)
+        config = load_config(sys.argv[1:])
         refuse_taken(config.run)
 
 from itertools import islice

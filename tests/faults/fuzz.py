@@ -176,7 +176,7 @@ def read_hdf5(*fields: str, verify: bool = True) -> str:
 def read_config(words: str = "") -> None:
     text = Path(words).read_text("utf-8", "surrogateescape") if words else ""
     config = load_config(["--config", "config.yaml", *text.replace("\0", "").splitlines()])
-    read_options(config, workloads.find_options(config.workload))
+    read_options(config, workloads.load(config.workload).Options)
 
 
 def read_checkpoint() -> str:

@@ -55,7 +55,6 @@ import train  # noqa: E402
 from harness import free_port, numbered, numbers_of, ragged  # noqa: E402
 from PIL import Image  # noqa: E402
 
-import workloads  # noqa: E402
 from fastgpu.feed import sizes, sources, tiers  # noqa: E402
 from fastgpu.process.config import Config  # noqa: E402
 from fastgpu.process.config_loader import load_config  # noqa: E402
@@ -114,7 +113,7 @@ def exit_code_of(words: list[str]) -> int:
     """What train.py does with a command line up to the first step, in this process."""
     try:
         with exit_with_message():
-            cfg = load_config(words, workloads.find_options)
+            cfg = load_config(words)
             train.build(cfg, World(0, 1, 1, CPU))
     except SystemExit as end:
         return int(end.code or 0)

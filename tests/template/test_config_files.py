@@ -79,7 +79,7 @@ NOT_SHIPPED = {
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_file_names_every_key_with_its_default(name):
     shipped = SHIPPED[name]
-    declared = declared_keys(Config) | declared_keys(workloads.find_options(shipped["workload"]), "model.")
+    declared = declared_keys(Config) | declared_keys(workloads.load(shipped["workload"]).Options, "model.")
     values = flat(tree_of(name))
     assert values.keys() - shipped["changed"] == declared.keys() - NOT_SHIPPED - shipped["changed"]
     assert len(values) <= 36
@@ -98,7 +98,7 @@ def test_both_files_have_the_same_layout():
 
 def test_the_file_of_a_recsys_project_trains_as_its_recipe_does():
     shipped, recipe = (load(name) for name in ("config.recsys.yaml", "configs/recsys.yaml"))
-    options = workloads.find_options("recsys")
+    options = workloads.load("recsys").Options
     assert read_options(shipped, options) == read_options(recipe, options)
     assert shipped.model_dump(exclude={"model"}) == recipe.model_dump(exclude={"model"})
 

@@ -148,7 +148,7 @@ def comments_of(name: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------- keys named in text
 
 KNOWN_KEYS = {"workload", *keys()}
-OPTIONS = [workloads.find_options(path.stem) for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
+OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
 KNOWN_KEYS |= {key for options in OPTIONS for key in keys(options, "model.")}
 FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
 HISTORY = ("docs/given-up.md", "CHANGELOG.md", "bench/results/", "tests/goldens/")

@@ -8,7 +8,6 @@ import pytest
 from contract import ON_A_CPU
 
 import train
-import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch
@@ -26,7 +25,7 @@ def project(monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def config(project: Path) -> Config:
     """config.yaml, on a CPU. The test is skipped if there is no file where data.train or data.val point."""
-    config = load_config([*ON_A_CPU], workloads.find_options)
+    config = load_config([*ON_A_CPU])
     if config.data.dataset == "none":
         for paths in (config.data.train, config.data.val):
             for path in [paths] if isinstance(paths, str) else paths:
@@ -42,7 +41,7 @@ def build(config: Config) -> Iterator[Callable[..., train.Parts]]:
     with ExitStack() as stack:
 
         def make(*words: str) -> train.Parts:
-            changed = load_config([*ON_A_CPU, *words], workloads.find_options)
+            changed = load_config([*ON_A_CPU, *words])
             world = stack.enter_context(init_distributed(changed.dist, Launch()))
             parts = train.build(changed, world)
             stack.callback(parts.loader.close)

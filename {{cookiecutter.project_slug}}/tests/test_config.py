@@ -16,7 +16,7 @@ RECIPES = ["config.yaml", *sorted(f"configs/{path.name}" for path in PROJECT.glo
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_known_keys_and_allowed_values(recipe):
-    config = load_config(["--config", recipe], workloads.find_options)
+    config = load_config(["--config", recipe])
     read_options(config, workloads.load(config.workload).Options)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from fastgpu.process.config import Section
 from fastgpu.process.launch import UserError
 
-if TYPE_CHECKING:  # importing this package must not import torch: `train.py --help` and the config need it early
+if TYPE_CHECKING:  # importing this package must not import torch: a mistake in the config is told before that
     from torch import Generator, Tensor, nn
 
     from fastgpu.rows.contract import Dataset
@@ -29,7 +29,7 @@ class Workload(Protocol):
 
     Options: type[Section]
     """Your settings: a class of typed fields with defaults. They are read from the section `model` of config.yaml and
-    checked like every other key; a docstring under a field is shown by `python train.py --help`."""
+    checked like every other key."""
 
     best: tuple[str, Direction]
     """The metric that decides which checkpoint is the best one, and which of its values are better."""
@@ -102,8 +102,3 @@ def load(name: str) -> type[Workload]:
         if getattr(workload, member, None) is getattr(Workload, member, None):
             raise UserError(f"workloads/{name}.py: class Workload has no {member}; workloads/__init__.py describes it")
     return workload
-
-
-def find_options(name: str) -> type[Section]:
-    """The class that declares the settings of a workload, for --help."""
-    return load(name).Options

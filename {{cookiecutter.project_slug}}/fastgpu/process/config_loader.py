@@ -3,36 +3,34 @@
 import difflib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from fastgpu.process.config import SECTIONS, Config, Section
+from fastgpu.process.config import SECTIONS, Config, Section, nested
 from fastgpu.process.launch import UserError
 
 OptionsT = TypeVar("OptionsT", bound=Section)
-FindOptions = Callable[[str], type[Section]]
-"""Name of a workload -> the class of its settings."""
 COMMAND_LINE = "command line"
+USAGE = """usage: train.py [--config FILE]... [section.key=value]...
+docs/config.md explains every key, and the class Options in workloads/ those of the section model."""
 
 
-def load_config(argv: list[str], find_options: FindOptions | None = None) -> Config:
+def load_config(argv: list[str]) -> Config:
     """Read `[--config FILE]... [section.key=value]...`; later ones win. Without --config, config.yaml is read.
 
-    find_options: used by --help, to list the settings of the workload as well. Raises UserError with one line for each
-    mistake: file and line, key, value, what is allowed, and the nearest key.
+    Raises UserError with one line for each mistake: file and line, key, value, what is allowed, and the nearest key.
     """
     if {"-h", "--help"} & set(argv):
-        print(_help(argv, find_options))
+        print(USAGE)
         raise SystemExit(0)
     tree, origins = _read(argv)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, origins, keys()) from None
+        raise _explain(error, origins, list(keys())) from None
     config.origins.update(origins)
     return config
 
@@ -42,7 +40,8 @@ def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
     try:
         return options.model_validate(config.model)
     except ValidationError as error:
-        raise _explain(error, config.origins, keys() | keys(options, "model."), "model.") from None
+        known = [*keys(), *keys(options, "model.")]
+        raise _explain(error, config.origins, known, "model.") from None
 
 
 def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str]]:
@@ -75,11 +74,9 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     for path in paths or ["config.yaml"]:
         _merge(tree, _read_file(path, origins))
     for key, text in words.items():
-        branch = _parse(text, f"{COMMAND_LINE}: {key}", key, origins)
-        for name in reversed(key.split(".")):
-            branch = {name: branch}
-        _merge(tree, branch)
-        origins[key] = COMMAND_LINE
+        section, _, _ = key.partition(".")
+        _merge(tree, nested({key: _parse(text, f"{COMMAND_LINE}: {key}", key, origins)}))
+        origins |= {section: origins.get(section, COMMAND_LINE), key: COMMAND_LINE}
     return tree, origins
 
 
@@ -87,23 +84,20 @@ def _split(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """The paths after --config, and {key: value}."""
     paths: list[str] = []
     values: dict[str, str] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
+    words = iter(argv)
+    for word in words:
         key, equals, value = word.partition("=")
-        if word == "--config" and words:
-            paths.append(words.pop(0))
-        elif key == "--config" and equals:
-            paths.append(value)
-        elif word.startswith("-") or not equals:
-            raise UserError(
-                f'{COMMAND_LINE}: "{word}" is not understood: use --config FILE, section.key=value or --help; flags of '
-                "torchrun go before train.py"
-            )
+        if key == "--config":
+            paths.append(value if equals else next(words, ""))
         elif key in values:
             raise UserError(f"{COMMAND_LINE}: {key} is given twice: keep one")
-        else:
+        elif equals and not key.startswith("-"):
             values[key] = value
+        else:
+            raise UserError(
+                f'{COMMAND_LINE}: "{word}" is not understood: use --config FILE or section.key=value; flags of '
+                "torchrun go before train.py"
+            )
     return paths, values
 
 
@@ -186,9 +180,7 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------- messages
 
 
-def _explain(
-    error: ValidationError, origins: dict[str, str], known: dict[str, tuple[str, str]], prefix: str = ""
-) -> UserError:
+def _explain(error: ValidationError, origins: dict[str, str], known: list[str], prefix: str = "") -> UserError:
     """One line for each wrong key; the branches of a union (`int or "auto"`) become one line."""
     lines: dict[str, str] = {}
     allowed: dict[str, list[str]] = {}
@@ -197,23 +189,19 @@ def _explain(
         if item["type"] == "missing":
             lines[place] = f"config: {place} is missing; set it in the file or on the command line"
         elif item["type"] == "extra_forbidden":
-            lines[place] = f"{_origin(place, origins)}: unknown key {place} ({_near(place, [*SECTIONS, *known])})"
+            origin = origins.get(place, "config")
+            lines[place] = f"{origin}: unknown key {place} ({_near(place, [*SECTIONS, *known])})"
         else:
-            # a place may end with branches of a union or positions in a list
+            # the place may end with branches of a union or positions in a list
             key = next((key for key in known if f"{place}.".startswith(f"{key}.")), place)
+            origin = origins.get(key, "config")
             wish = "hold keys of its own" if key in SECTIONS else re.sub(r"^\w+ should ", "", item["msg"])
             allowed.setdefault(key, []).append(wish)
             wishes = " or ".join(dict.fromkeys(allowed[key]))
             value = json.dumps(item["input"], default=str)
             hint = _suggest(item["input"], re.findall(r"'([^']+)'", wishes))
-            lines[key] = f"{_origin(key, origins)}: {key} is {value}; it should {wishes}{hint}"
+            lines[key] = f"{origin}: {key} is {value}; it should {wishes}{hint}"
     return UserError("\n       ".join(lines.values()))
-
-
-def _origin(key: str, origins: dict[str, str]) -> str:
-    """Where a key, or the first key of a section, was set."""
-    places = [origin for name, origin in origins.items() if f"{name}.".startswith(f"{key}.")]
-    return origins.get(key) or next(iter(places), "config")
 
 
 def _suggest(value: object, choices: list[str]) -> str:
@@ -230,16 +218,3 @@ def _near(key: str, known: list[str]) -> str:
         return f"did you mean {close[0]}?"
     siblings = [each for each in known if each.rpartition(".")[0] == section]
     return f"allowed are: {', '.join(siblings) or 'none'}"
-
-
-def _help(argv: list[str], find_options: FindOptions | None) -> str:
-    """The text of --help: every key with its default and its meaning."""
-    described = keys()
-    if find_options:
-        tree, _ = _read([word for word in argv if word not in ("-h", "--help")])
-        if "workload" in tree:
-            described |= keys(find_options(str(tree["workload"])), "model.")
-    lines = ["usage: train.py [--config FILE]... [section.key=value]...", "", "Keys and defaults:"]
-    for key, (default, description) in described.items():
-        lines.append(f"  {key}={default}\n      {' '.join(description.split())}")
-    return "\n".join(lines)
