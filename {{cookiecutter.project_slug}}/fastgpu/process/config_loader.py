@@ -115,12 +115,10 @@ def _read_file(path: str, origins: dict[str, str]) -> dict[str, Any]:
     """The sections of a YAML file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: {error.strerror}; start in the project's folder or name the file with --config"
+            f"{path}: cannot be read ({error}); start in the project's folder or name a YAML file with --config"
         ) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not UTF-8 text; name a YAML file") from None
     tree = _parse(text, path, "", origins) or {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: holds {tree!r}; allowed are sections such as `data:` with keys below them")
@@ -195,8 +193,7 @@ def _explain(error: ValidationError, origins: dict[str, str], known: list[str], 
             # the place may end with branches of a union or positions in a list
             key = next((key for key in known if f"{place}.".startswith(f"{key}.")), place)
             origin = origins.get(key, "config")
-            wish = "hold keys of its own" if key in SECTIONS else re.sub(r"^\w+ should ", "", item["msg"])
-            allowed.setdefault(key, []).append(wish)
+            allowed.setdefault(key, []).append(re.sub(r"^\w+ should ", "", item["msg"]))
             wishes = " or ".join(dict.fromkeys(allowed[key]))
             value = json.dumps(item["input"], default=str)
             hint = _suggest(item["input"], re.findall(r"'([^']+)'", wishes))
