@@ -57,13 +57,12 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.predict.export import export
-from fastgpu.predict.inputs import ImageRows, open_inputs, open_pools
+from fastgpu.predict.inputs import DescribedSource, ImageRows, open_inputs, open_pools
 from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_workload
 from fastgpu.predict.output import RowWriter, count_nan, open_output, to_columns, to_rows
 from fastgpu.process.config import Dist
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset
-from fastgpu.run.model_files import DescribedSource
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
@@ -144,8 +143,8 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
         return
     model, workload, card = trained
     with open_pools(rows, args.batch_size, world.device) as pools:
-        autocast = mixed_precision(card["precision"], world.device).autocast
-        metrics = evaluate(model, workload, pools, world, batch_size=args.batch_size, autocast=autocast)
+        precision = mixed_precision(card["precision"], world.device)
+        metrics = evaluate(model, workload, pools, world, precision=precision)
     for name, value in metrics.items():
         print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
 

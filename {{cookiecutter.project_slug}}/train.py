@@ -9,14 +9,12 @@ python train.py data.batch_size=512 train.epochs=3       any key of config.yaml;
 import sys
 
 import workloads
-from fastgpu.process.config_loader import load_config, read_options
+from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, exit_with_message
-from fastgpu.run.folder import refuse_taken
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a mistake in the config is reported at once
     with exit_with_message():
         config = load_config(sys.argv[1:])
-        refuse_taken(config.run)
 
 from itertools import islice
 from math import cos, isfinite, pi
@@ -29,14 +27,10 @@ from fastgpu.feed import PrefetchLoader, ResidentLoader, Sizes, choose_sizes, ec
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Dataset, Rows, Shard, echo_passes
-from fastgpu.run.record import describe_feed, identify_job
-from fastgpu.run.run import Run
+from fastgpu.run import Run, describe_feed, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
-from fastgpu.training.apex import apex_optimizer
-from fastgpu.training.average import AveragedModel
-from fastgpu.training.evaluate import evaluate
-from fastgpu.training.parallel import make_seed, reseed, settle_buckets, share_gradients
-from fastgpu.training.step import MixedPrecision, micro_batches, mixed_precision, to_device
+from fastgpu.training import AveragedModel, apex_optimizer, evaluate, mean_over_ranks, settle_buckets, share_gradients
+from fastgpu.training.step import MixedPrecision, make_seed, micro_batches, mixed_precision, reseed, to_device
 
 
 class Parts(NamedTuple):
@@ -59,9 +53,7 @@ class Parts(NamedTuple):
 def build(cfg: Config, world: World) -> Parts:
     with world.together():  # a UserError of one rank, such as a missing file, ends every rank with its message
         train_rows, val_rows = open_splits(cfg.data, cfg.loader, cfg.run.seed)  # HDF5Dataset, or your own torch Dataset
-        kind = workloads.load(cfg.workload)
-        options = read_options(cfg, kind.Options)
-        workload = kind(options, train_rows, val_rows)
+        workload = workloads.make(cfg, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
         shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)  # a DistributedSampler, but of blocks
         sampler = BlockSampler(train_rows, sizes.batch_size, shard, sizes.pool_batches, seed=cfg.run.seed)
@@ -80,16 +72,15 @@ def build(cfg: Config, world: World) -> Parts:
     ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
     if cfg.train.compile:
         ddp.compile()
-    cfg = cfg.resolved(**sizes.chosen, model=options.model_dump(), train={"precision": precision.name})
+    cfg = cfg.resolved(**sizes.chosen, model=workload.options.model_dump(), train={"precision": precision.name})
     return Parts(cfg, sizes, *splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """All with fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay}
-    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}  # biases and norms
-    groups = [matrices, others]
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]  # biases and norms
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     if optim.name == "sgd":
@@ -129,7 +120,7 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
 
 def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
-    cfg, order, workload = parts.config, parts.loader.order, parts.workload
+    cfg, sizes, workload, order = parts.config, parts.sizes, parts.workload, parts.loader.order
     planned_rows = cfg.train.epochs * order.total_size
     state = {"model": parts.model, "optimizer": parts.optimizer, "scaler": parts.precision.scaler}
     if cfg.train.ema:
@@ -143,33 +134,31 @@ def train(parts: Parts, world: World) -> int:
                 place = cfg.run.seed, at.epoch, at.pool  # of which all that is drawn at random is a function
                 passes = echo_passes(cfg.data.echo, at.epoch * order.pools_per_epoch + at.pool)  # 2.5: 2, 3, 2, 3, ...
                 fresh = cfg.data.batch_size / passes  # rows of an echoed batch that count as fresh ones
-                first_row = at.epoch * order.total_size + order.rows_before(at.pool)
-                batches = echo(pool.rows, parts.sizes.batch_size, passes, make_seed(world, *place))
-                for number, batch in islice(enumerate(batches), at.pool_steps, None):  # after those of a resumed run
-                    lr = learning_rate((first_row + (number + 0.5) * fresh) / planned_rows, cfg.optim)
-                    rows = workload.transform(batch, reseed(world, *place, number))
+                n_steps = passes * len(pool.rows) // sizes.batch_size
+                batches = echo(pool.rows, sizes.batch_size, passes, make_seed(world, *place))
+                for batch in islice(batches, at.pool_steps, None):  # a resumed run goes on inside its pool
+                    share = (order.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh) / planned_rows
+                    lr = learning_rate(share, cfg.optim)
+                    rows = workload.transform(batch, reseed(world, *place, at.pool_steps))
                     if at.step == run.first_step:
                         settle_buckets(parts, rows, world)  # a resumed run then adds up gradients in the same order
                     steps.append(train_step(parts, rows, lr))
-                    run.count()  # at.step, at.pool_steps
+                    run.count()  # at.step, at.pool_steps; now and then it asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)
                     board.count(fresh)
-                    is_asked_to_stop = run.is_asked_to_stop()
-                    is_last = pool.plan.is_last and number + 1 == passes * len(pool.rows) // parts.sizes.batch_size
-                    if len(steps) == cfg.log.every_steps or is_last or is_asked_to_stop:
-                        means = {tag: torch.stack([step[tag] for step in steps]).mean() for tag in steps[0]}
-                        point = world.means(means)  # in a pool, the host waits for the device only here
+                    is_epoch_end = pool.plan.is_last and at.pool_steps == n_steps
+                    if len(steps) == cfg.log.every_steps or is_epoch_end or run.is_asked_to_stop:
+                        numbers = mean_over_ranks(steps, world)  # in a pool, the host waits for the device only here
                         steps.clear()
-                        if not isfinite(loss := point["train/loss"]):
+                        if not isfinite(loss := numbers["train/loss"]):
                             raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
-                        board.write(at.step, {**point, "train/lr": lr, **monitor.take()}, clock.take())
-                    if is_asked_to_stop:
+                        board.write(at.step, {**numbers, "train/lr": lr, **monitor.take()}, clock.take())
+                    if run.is_asked_to_stop:
                         return run.stop()  # saves this very step
                 run.end_pool()  # at.pool; saves if run.checkpoint_every_steps says so
             pools = run.until_asked_to_stop(parts.val_loader.pools(at.epoch))
-            size, autocast = parts.sizes.batch_size, parts.precision.autocast
-            metrics = evaluate(parts.ema.module, workload, pools, world, batch_size=size, autocast=autocast)
-            if run.is_asked_to_stop():
+            metrics = evaluate(parts.ema.module, workload, pools, world, precision=parts.precision)
+            if run.is_asked_to_stop:
                 return run.stop()
             run.end_epoch(metrics)  # at.epoch; saves the last checkpoint, and the best one
             board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)

@@ -327,15 +327,6 @@ def test_a_run_that_is_resumed_with_other_settings_says_so(folder, capsys):
     assert "resumed with data.batch_size=64 (was 32)\n" in printed
 
 
-def test_a_name_that_is_taken_ends_the_program_before_torch_is_imported(folder):
-    (folder / "runs/a/checkpoints/last-000001").mkdir(parents=True)
-    (folder / "trap").mkdir()
-    (folder / "trap/torch.py").write_text("raise SystemExit('torch was imported')")
-    done = run_train("run.name=a", cwd=folder, PYTHONPATH=str(folder / "trap"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: run.name: runs/a holds a run; use run.resume=auto to continue it")
-
-
 @pytest.mark.slow
 def test_one_run_has_one_writer(folder):
     words = ("train.epochs=100000", "run.resume=auto")

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from fastgpu.process.config import Section
+from fastgpu.process.config import Config, Section
+from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import UserError
 
 if TYPE_CHECKING:  # importing this package must not import torch: a mistake in the config is told before that
@@ -30,6 +31,9 @@ class Workload(Protocol):
     Options: type[Section]
     """Your settings: a class of typed fields with defaults. They are read from the section `model` of config.yaml and
     checked like every other key."""
+
+    options: Any
+    """The values of `Options`. `make` sets it; set it in `__init__` if you need it there."""
 
     best: tuple[str, Direction]
     """The metric that decides which checkpoint is the best one, and which of its values are better."""
@@ -101,4 +105,13 @@ def load(name: str) -> type[Workload]:
     for member in ("Options", "best", *sorted(Workload.__abstractmethods__)):
         if getattr(workload, member, None) is getattr(Workload, member, None):
             raise UserError(f"workloads/{name}.py: class Workload has no {member}; workloads/__init__.py describes it")
+    return workload
+
+
+def make(config: Config, train: "Dataset", val: "Dataset") -> Workload:
+    """The workload that the config names, with its options. Raises UserError if they, or the rows, do not fit."""
+    kind = load(config.workload)
+    options = read_options(config, kind.Options)
+    workload = kind(options, train, val)
+    workload.options = options
     return workload

@@ -125,7 +125,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
     prefetcher = make_prefetcher(store, read, n_slots=2)
     prefetcher.start(order.pools(0))
     for plan, rows in prefetcher:
-        n_ahead = min(order.rows_before(plan.number + 2), order.total_size)
+        n_ahead = min(order.rows_before(0, plan.number + 2), order.total_size)
         wait_until(lambda n_ahead=n_ahead: sum(n_rows_read) >= n_ahead)  # every slot but this one is filled
         assert numbers_of(rows["images"]) == plan.row_ids.tolist()
     prefetcher.close()

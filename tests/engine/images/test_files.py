@@ -8,7 +8,6 @@ from fastgpu.convert.images.masks import decode_pair
 from fastgpu.images.files import decode
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
-from workloads.images import looks_like_nhwc
 
 
 def pixels(height: int = 30, width: int = 40) -> np.ndarray:
@@ -86,23 +85,6 @@ def test_preprocessing_comes_back_from_json(value):
 def test_ways_to_prepare_images_that_are_gone_are_refused(text):
     with pytest.raises(UserError, match="images that were prepared with .* need the version that prepared them"):
         Preprocessing.from_json(text)
-
-
-@pytest.mark.parametrize(
-    ("row_shape", "expected"),
-    [
-        ((32, 32, 3), True),
-        ((48, 48, 1), True),
-        ((8, 8, 4), True),
-        ((3, 32, 32), False),
-        ((1, 28, 28), False),
-        ((3, 1, 4), False),
-        ((12, 32, 32), False),
-        ((32, 3), False),
-    ],
-)
-def test_images_with_channels_last_are_recognised(row_shape, expected):
-    assert looks_like_nhwc(row_shape) == expected
 
 
 # ---------------------------------------------------------------------------------------------- masks

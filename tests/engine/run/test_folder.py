@@ -9,8 +9,9 @@ from harness import ALONE
 
 from fastgpu.process.config import Run, nested
 from fastgpu.process.launch import UserError
+from fastgpu.report import results
 from fastgpu.run import folder as folder_module
-from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another, refuse_taken
+from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another
 from fastgpu.telemetry import TensorBoard
 
 CONFIG: dict[str, Any] = {
@@ -54,9 +55,9 @@ def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, m
     assert find_folder(settings(tmp_path)).name == "20260102-030405-2"
     assert find_folder(settings(tmp_path, "mine")).name == "mine"
     make_run(tmp_path / "mine")
-    with pytest.raises(UserError, match="run.name: .*mine holds a run; use run.resume=auto to continue it"):
-        refuse_taken(settings(tmp_path, "mine"))
-    refuse_taken(settings(tmp_path, "mine", "auto"))
+    for _ in range(2):  # the lock is given back
+        with pytest.raises(UserError, match="run.name: .*mine holds a run; use run.resume=auto to continue it"):
+            lock(tmp_path / "mine", is_new=True)
 
 
 def test_resuming_takes_the_run_that_saved_last_or_starts_one(tmp_path):
@@ -72,7 +73,6 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one(tmp_path):
 @pytest.mark.parametrize("name", ["file/x", "x" * 300])
 def test_a_folder_that_cannot_be_written(tmp_path, name):
     (tmp_path / "file").touch()
-    refuse_taken(settings(tmp_path, "x" * 300))
     with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
         lock(tmp_path / name)
 
@@ -100,7 +100,7 @@ def test_files_that_only_describe_a_run_never_stop_it(tmp_path, content):
     run = make_run(tmp_path / "a")
     for name in ("config.yaml", "run.json", "metrics.jsonl"):
         (run / name).write_bytes(content)
-    assert find_changes(run, CONFIG) == {}
+    results.read_run(run)
     assert find_folder(settings(tmp_path, resume="auto")) == run
     with log_to(run) as log:
         log.write(1, {"val/x": 1.0})
@@ -109,19 +109,15 @@ def test_files_that_only_describe_a_run_never_stop_it(tmp_path, content):
 # ---------------------------------------------------------------------------------------------- what changed since
 
 
-def test_only_what_is_learned_is_compared_with_the_newest_config(tmp_path):
-    run = make_run(tmp_path / "a")
-    assert find_changes(run, CONFIG) == {}
-    assert find_changes(run, CONFIG | {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}) == {}
-    assert find_changes(run, CONFIG | {"model.depth": 3}) == {}  # the run knew no such setting
+def test_only_what_is_learned_is_compared():
+    assert find_changes(CONFIG, CONFIG | {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}) == {}
+    assert find_changes(CONFIG, CONFIG | {"model.depth": 3}) == {}  # the run knew no such setting
     changed = CONFIG | {"run.seed": 1, "optim.lr": 0.1, "data.fields": {"images": "y"}}
-    assert find_changes(run, changed) == {
+    assert find_changes(CONFIG, changed) == {
         "run.seed": "1 (was 0)",
         "optim.lr": "0.1 (was 0.003)",
         "data.fields": "{'images': 'y'} (was {'images': 'x'})",
     }
-    (run / "config-2.yaml").write_text(yaml.safe_dump(nested(changed)))
-    assert find_changes(run, changed) == {}
 
 
 @pytest.mark.parametrize("key", ["workload", "model.width", "data.train"])

@@ -11,9 +11,10 @@ from short_run import CONFIG
 from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
+from fastgpu.predict.inputs import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint, model_files
-from fastgpu.run.model_files import DescribedSource, ModelToUse, describe_model, write_model
+from fastgpu.run.model_files import ModelToUse, describe_model, write_model
 from fastgpu.storage.arrays import ArrayDataset
 
 CARD = {"classes": ["a", "b"]}

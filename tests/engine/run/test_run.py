@@ -45,7 +45,7 @@ def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
     assert description["template_version"] == TEMPLATE_VERSION
     assert description["best"] == ["score", "higher"]
     assert {"torch", "h5py", "numpy", "python"} <= set(description["versions"])
-    assert {"command", "started", "gpu", "git_commit", "git_changes"} <= set(description)
+    assert {"command", "started", "gpu", "git_commit"} <= set(description)
 
 
 def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, model, monkeypatch, capsys):
@@ -176,9 +176,9 @@ def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
 def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch):
     lock = folder.lock
 
-    def wait_for_the_other(path: Path):
+    def wait_for_the_other(path: Path, **options: bool):
         (path / "checkpoints/last-000001").mkdir(parents=True)
-        return lock(path)
+        return lock(path, **options)
 
     monkeypatch.setattr(folder, "lock", wait_for_the_other)
     with pytest.raises(UserError, match=r"run.name: .*/a holds a run"), started_run(tmp_path, model):

@@ -14,13 +14,16 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 from fastgpu.training import freeze
 from fastgpu.training.evaluate import evaluate
+from fastgpu.training.step import mixed_precision
 
-FP32 = torch.autocast("cpu", enabled=False)
+FP32 = mixed_precision("fp32", CPU)
 
 
-def pool_of(n_real_rows: int, **columns: Tensor) -> Any:
+def pool_of(n_real_rows: int, batch_size: int, **columns: Tensor) -> Any:
     """A pool as the feed gives it. What follows its real rows is padding."""
-    return SimpleNamespace(plan=SimpleNamespace(n_real_rows=n_real_rows), rows=Rows(columns))
+    return SimpleNamespace(
+        plan=SimpleNamespace(n_real_rows=n_real_rows, order=SimpleNamespace(batch_size=batch_size)), rows=Rows(columns)
+    )
 
 
 class RowNumbers:
@@ -51,8 +54,7 @@ def evaluate_file(world: World, path: str, tier: str = "disk") -> dict[str, floa
     order = BlockSampler(store.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
     feed = make_feed(store, order, Placement(tier, CPU, 1))
     first, second = (
-        evaluate(nn.BatchNorm1d(2), RowNumbers(), feed.pools(epoch), world, batch_size=4, autocast=FP32)
-        for epoch in range(2)
+        evaluate(nn.BatchNorm1d(2), RowNumbers(), feed.pools(epoch), world, precision=FP32) for epoch in range(2)
     )
     feed.close()
     assert first == second
@@ -78,17 +80,6 @@ def test_each_row_counts_once_whatever_the_number_of_ranks_and_a_rank_without_ro
     assert in_world(3, evaluate_files, paths) == [[expected_metrics(rows) for rows in counts]] * 3
 
 
-def evaluate_no_pools(world: World) -> dict[str, float]:
-    """Rank 0 has two rows and padding; the others have no pool at all."""
-    pools = [pool_of(2, images=torch.arange(3)[:, None])] if world.is_main else []
-    return evaluate(nn.BatchNorm1d(2), RowNumbers(), pools, world, batch_size=2, autocast=FP32)
-
-
-@pytest.mark.slow
-def test_a_rank_without_any_pool_gets_the_metrics_of_the_others():
-    assert in_world(2, evaluate_no_pools) == [expected_metrics(2)] * 2
-
-
 class MacroF1:
     """Macro-F1 from a confusion matrix. The model gives logits."""
 
@@ -107,8 +98,8 @@ def macro_f1(world: World, n_pools: int, batch_size: int) -> float:
     rng = torch.Generator().manual_seed(0)
     x, labels = torch.randn(31, 3, generator=rng), torch.randint(3, (31,), generator=rng)
     parts = torch.arange(31).tensor_split(n_pools * world.world_size)[world.rank :: world.world_size]
-    pools = [pool_of(len(ids), x=x[ids], labels=labels[ids]) for ids in parts]
-    return evaluate(nn.Identity(), MacroF1(), pools, world, batch_size=batch_size, autocast=FP32)["val/f1"]
+    pools = [pool_of(len(ids), batch_size, x=x[ids], labels=labels[ids]) for ids in parts]
+    return evaluate(nn.Identity(), MacroF1(), pools, world, precision=FP32)["val/f1"]
 
 
 def test_a_metric_of_a_confusion_matrix_is_the_same_for_any_batch_size():
@@ -125,13 +116,13 @@ def test_what_did_not_train_before_does_not_train_afterwards():
     """A batch norm that the model keeps in evaluation mode stays so: its statistics are frozen."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     freeze(model[0])
-    pool = pool_of(4, x=torch.randn(4, 3), labels=torch.zeros(4, dtype=torch.int64))
-    evaluate(model, MacroF1(), [pool], ALONE, batch_size=2, autocast=FP32)
+    pool = pool_of(4, 2, x=torch.randn(4, 3), labels=torch.zeros(4, dtype=torch.int64))
+    evaluate(model, MacroF1(), [pool], ALONE, precision=FP32)
     assert [module.training for module in model.modules()] == [True, False, True]
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
 
 
 def test_a_metric_that_is_no_number_is_told(capsys):
-    pool = pool_of(4, x=torch.zeros(4, 3), labels=torch.zeros(4, dtype=torch.int64))  # of one class only: 0 / 0
-    evaluate(nn.Identity(), MacroF1(), [pool], ALONE, batch_size=2, autocast=FP32)
+    pool = pool_of(4, 2, x=torch.zeros(4, 3), labels=torch.zeros(4, dtype=torch.int64))  # of one class only: 0 / 0
+    evaluate(nn.Identity(), MacroF1(), [pool], ALONE, precision=FP32)
     assert "warning: val/f1 is nan, " in capsys.readouterr().out

@@ -9,7 +9,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
-from fastgpu.training.parallel import average_statistics, reseed, share_gradients
+from fastgpu.training.parallel import average_statistics, share_gradients
+from fastgpu.training.step import reseed
 
 
 def rows_of(**field: float) -> Dataset:
@@ -56,15 +57,9 @@ def test_alone_ddp_leaves_the_model_as_it_is_and_dp_wraps_it():
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
 
 
-@pytest.mark.parametrize(
-    ("world", "rows", "message"),
-    [
-        (World(0, 2, 2, CPU), ROWS, r"dp, which drives all GPUs from one process, .* 2 processes: use ddp"),
-        (ALONE, rows_of(mean_values=1.0), "dp, which cuts a batch into equal parts; rows are ragged: use ddp"),
-    ],
-)
-def test_data_parallel_refuses_what_it_cannot_cut(world, rows, message):
-    with pytest.raises(UserError, match=f"dist.strategy is {message}"):
+@pytest.mark.parametrize(("world", "rows"), [(World(0, 2, 2, CPU), ROWS), (ALONE, rows_of(mean_values=1.0))])
+def test_data_parallel_refuses_what_it_cannot_cut(world, rows):
+    with pytest.raises(UserError, match="dist.strategy is dp, .*: use ddp"):
         share_gradients(nn.Linear(1, 1), Dist(strategy="dp"), world, rows)
 
 

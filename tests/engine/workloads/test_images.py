@@ -268,8 +268,8 @@ NUMBERS = np.arange(5)
         (numbered(5, (8, 8, 3)), NUMBERS, r"\(N, 8, 8, 3\), which looks like \(N, H, W, C\).* --layout nhwc"),
         (IMAGE, np.zeros((5, 2, 2), int), r"labels are int64 \(N, 2, 2\); allowed are integers"),
         (IMAGE, NUMBERS[:, None], r"labels are int64 \(N, 1\); .* write \(N, 1\) as labels\[:, 0\]"),
-        (IMAGE, NUMBERS - 1, "labels are \\[-1\\] in 1 of 5 rows; allowed are 0 to 3"),
-        (numbered(29, (1, 8, 8)), -(10**15) * np.arange(29), r"labels are .-28[^\n]* -1000000000000000. in 28 of 29"),
+        (IMAGE, NUMBERS - 1, "labels are -1 to 3; allowed are 0 to 3"),
+        (numbered(29, (1, 8, 8)), -(10**15) * np.arange(29), "labels are -28000000000000000 to 0; allowed are 0 to 0"),
         (IMAGE, np.eye(5), r"float64 \(N, 5\); allowed are integers, .*argmax.* docs/examples/image_numbers.py"),
         (IMAGE, NUMBERS + (1 << 40), "labels run up to 1099511627780; allowed are classes"),
     ],
@@ -294,12 +294,12 @@ BITS = np.arange(10).reshape(5, 2) % 2
 @pytest.mark.parametrize(
     ("labels", "pixels", "other_labels", "message"),
     [
-        (NUMBERS, numbered(10, (1, 8, 8)), np.arange(10), r"labels are \[5, 6, 7, 8, 9\] in 5 of 10 rows; allowed"),
+        (NUMBERS, numbered(10, (1, 8, 8)), np.arange(10), "labels are 0 to 9; allowed are 0 to 4"),
         (NUMBERS, numbered(5, (1, 8, 4)), NUMBERS, r"images are uint8 \(N, 1, 8, 4\), those of .* \(N, 1, 8, 8\)"),
         (NUMBERS, IMAGE.astype("f4"), NUMBERS, r"images are float32 .*, those of .* are uint8"),
         (NUMBERS, IMAGE, np.arange(5.0), r"labels are float64 \(N\), those of .* are int64 \(N\)"),
         (NUMBERS, IMAGE, np.arange(5, dtype="u1"), None),
-        (BITS, IMAGE, 2 * BITS, r"labels are \[2\] in 5 of 5 rows; allowed are 0 to 1.* leave such"),
+        (BITS, IMAGE, 2 * BITS, "labels are 0 to 2; allowed are 0 to 1.* leave other"),
         (BITS, IMAGE, BITS[:, :1], r"labels are int64 \(N, 1\), those of .* are int64 \(N, 2\)"),
     ],
 )
@@ -311,18 +311,6 @@ def test_validation_must_be_of_the_same_kind(rows_of, labels, pixels, other_labe
         return
     with pytest.raises(UserError, match=message):
         make_workload(train_rows, other)
-
-
-@pytest.mark.parametrize(
-    ("labels", "summary"),
-    [
-        (np.array([2, 5, 7, 7]), ": 8 classes, 5 of them without training rows (without gaps, they are 0, 1, 2...)"),
-        (np.array([0, 1, 2, 2]), ": 3 classes"),
-        (np.eye(5, dtype=int), ": 5 attributes"),
-    ],
-)
-def test_the_summary_says_what_is_odd_about_the_labels(rows_of, labels, summary):
-    assert make_workload(rows_of(numbered(len(labels), (3, 8, 8)), labels)).summary.endswith(summary)
 
 
 @pytest.mark.parametrize("labels", [np.arange(12) % 4, np.ones((12, 3), int)])

@@ -174,7 +174,7 @@ def test_labels_are_checked_by_the_workload_as_in_training():
     images = np.zeros((2, 3, 8, 8), np.uint8)
     for dtype in (np.int64, np.uint8):
         make_workload(card, ArrayDataset("made up", {"images": images, "labels": np.array([0, 3], dtype)}))
-    with pytest.raises(UserError, match=r"made up: labels are \[9\] in 1 of 2 rows; allowed are 0 to 3"):
+    with pytest.raises(UserError, match=r"made up: labels are . to 9; allowed are 0 to 3"):
         make_workload(card, ArrayDataset("made up", {"images": images, "labels": np.array([0, 9])}))
 
 

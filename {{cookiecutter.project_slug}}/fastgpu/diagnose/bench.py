@@ -19,7 +19,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
-from fastgpu.training.parallel import reseed
+from fastgpu.training.step import reseed
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""

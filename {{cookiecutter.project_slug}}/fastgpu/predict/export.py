@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+from fastgpu.predict.inputs import DescribedSource
 from fastgpu.predict.model import Trained
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, Ragged, Rows
-from fastgpu.run.model_files import DESCRIPTION, DescribedSource
+from fastgpu.run.model_files import DESCRIPTION
 
 TOLERANCE = 1e-4
 """Largest difference that is accepted, as a share of the largest output of the model."""

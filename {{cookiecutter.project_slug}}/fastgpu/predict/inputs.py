@@ -18,12 +18,25 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
-from fastgpu.run.model_files import DescribedSource
 from fastgpu.storage.arrays import ArrayDataset, load_numpy
 from fastgpu.storage.store import open_store
 
 POOL_BYTES = 64 << 20
 """Size of a pool. Three of them are in memory."""
+
+
+class DescribedSource(Dataset):
+    """The rows that a model was trained on, by their fields and attributes: there are no rows."""
+
+    def __init__(self, description: Mapping[str, Any], name: str = "model.json"):
+        self.name = name
+        self.attributes = description["attributes"]
+        self.fields = {}
+        for name, field in description["fields"].items():
+            mean_values = 0.0 if field["is_ragged"] else None
+            self.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
+        self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
+        self.block_rows = np.empty(0, np.int32)
 
 
 class ImageRows(Dataset):

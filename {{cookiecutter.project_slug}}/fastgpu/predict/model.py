@@ -11,10 +11,11 @@ from safetensors.torch import load_model as fill
 from torch import nn
 
 import workloads
+from fastgpu.predict.inputs import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.run.checkpoint import newest_first
-from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, DescribedSource, sha256_of
+from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, sha256_of
 from workloads import Workload
 
 

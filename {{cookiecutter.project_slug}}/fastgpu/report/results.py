@@ -8,8 +8,9 @@ from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from fastgpu.process.config_loader import keys
-from fastgpu.run.folder import numbered, read_config, read_description
 
 Point = dict[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {name of a scalar: value}. Such a name is
@@ -45,7 +46,7 @@ def read_run(folder: Path) -> Run:
     points: list[Point] = []
     with suppress(OSError):
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError, AttributeError):  # a line that was cut, or is no point
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # cut, or no point
                 point = json.loads(line)
                 if points and point.get("part", 1) != points[-1].get("part", 1):
                     resumed_at = point["step"] - point.get("steps", 0)
@@ -54,6 +55,31 @@ def read_run(folder: Path) -> Run:
                     points.append(point)
     written = numbered(folder, "run*.json")
     return Run(folder, points, read_config(folder), read_description(written[-1]) if written else {})
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of a JSON or YAML file that only describes a run; empty if it cannot be read: it stops nothing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """{dotted key: value} of the newest config.yaml of a run; empty if there is none that can be read."""
+    config: dict[str, Any] = {}
+    for path in numbered(folder, "config*.yaml")[-1:]:
+        for name, value in read_description(path).items():
+            is_section = isinstance(value, dict)
+            config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
+    return config
+
+
+def numbered(folder: Path, pattern: str) -> list[Path]:
+    """The files that the parts of a run wrote, in their order: run.json, run-2.json, ..., run-10.json."""
+    return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
 
 
 def over_run(points: Sequence[Point], name: str) -> float | None:

@@ -121,9 +121,9 @@ class BlockSampler(DistributedSampler):
             "seed": self.seed,
         }
 
-    def rows_before(self, pool: int) -> int:
-        """Fresh rows that all ranks together take from an epoch before that pool."""
-        return min(pool * self.pool_batches * self.global_batch_size, self.total_size)
+    def rows_before(self, epoch: int, pool: int) -> int:
+        """Fresh rows of a run that all ranks together take before that pool of that epoch."""
+        return epoch * self.total_size + min(pool * self.pool_batches * self.global_batch_size, self.total_size)
 
     def __iter__(self) -> Iterator[int]:
         """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""

@@ -6,3 +6,8 @@ record       what all ranks must have the same, and the lines that are printed w
 checkpoint   saving and resuming: complete or absent, verified when read
 model_files  the model to use, without the training data
 """
+
+from fastgpu.run.record import describe_feed, identify_job
+from fastgpu.run.run import Run
+
+__all__ = ["Run", "describe_feed", "identify_job"]

@@ -1,6 +1,6 @@
 """The folder of a run: which one it is, its lock, and the files that say what it is trained with.
 
-run.json and config.yaml only describe a run: what is wrong with them stops nothing. Does not import torch.
+run.json and config.yaml only describe a run: it never reads them.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,6 @@ LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
 CHOSEN = ("workload", "model.", "data.train", "data.dataset")
 """Beginnings of the keys by which a person knows a run, if nobody has named it."""
-
-
-def refuse_taken(settings: Run) -> None:
-    """Raise UserError if a new run would mix its checkpoints with those of an older one."""
-    folder = Path(settings.folder) / settings.name
-    is_taken = False
-    with suppress(OSError):  # `lock` says what is wrong
-        is_taken = settings.resume == "never" and any(folder.glob("checkpoints/*-[0-9]*"))
-    if is_taken:
-        raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
 
 
 def find_folder(settings: Run) -> Path:
@@ -62,10 +52,11 @@ def _modified(path: Path) -> float:
     return 0.0
 
 
-def lock(folder: Path) -> FolderLock:
-    """Create the folder of a run, and lock it. Raises UserError if it cannot be written, or another process has it.
+def lock(folder: Path, *, is_new: bool = False) -> FolderLock:
+    """Create the folder of a run, and lock it. What a process that was killed while it saved has left is removed.
 
-    What a process that was killed while it saved has left is removed.
+    is_new: the run is a new one. Raises UserError if the folder cannot be written, if another process has it, or if a
+    new run would mix its checkpoints with those of an older one.
     """
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -75,6 +66,9 @@ def lock(folder: Path) -> FolderLock:
             f"run.folder: cannot write to {folder} ({error.strerror}); use another run.folder, make it writable, or "
             "free disk space"
         ) from None
+    if is_new and any(folder.glob("checkpoints/*-[0-9]*")):
+        held.close()
+        raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
     for path in folder.glob(f"checkpoints/{PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
     return held
@@ -90,19 +84,14 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
     """
     number = 1 + len([*folder.glob("run*.json")])
     suffix = f"-{number}" if number > 1 else ""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
     description = {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "template_version": TEMPLATE_VERSION,
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "gpu": gpu,
         "machine": platform.platform(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changes": _git("status", "--porcelain", "--untracked-files=no"),
+        "git_commit": _git_commit(),
         "best": list(best),
     }
     write_or_warn(folder / f"run{suffix}.json", json.dumps(description, indent=2))
@@ -118,50 +107,22 @@ def write_or_warn(path: Path, text: str) -> None:
         warn(f"cannot write {path} ({error}); training goes on")
 
 
-def _git(*arguments: str) -> str | None:
+def _git_commit() -> str | None:
+    """The commit of the current folder, with "-dirty" if files have changed since. None: it has none."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """The content of a JSON or YAML file that only describes a run; empty if it cannot be read: it stops nothing."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def find_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """{key: "new value (was the old one)"} of the keys that decide what is learned.
 
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """{dotted key: value} of the newest config.yaml of a run; empty if there is none that can be read."""
-    config: dict[str, Any] = {}
-    for path in numbered(folder, "config*.yaml")[-1:]:
-        for name, value in read_description(path).items():
-            is_section = isinstance(value, dict)
-            config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
-    return config
-
-
-def numbered(folder: Path, pattern: str) -> list[Path]:
-    """The files that the parts of a run wrote, in their order: run.json, run-2.json, ..., run-10.json."""
-    return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
-
-
-def find_changes(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """{key: "new value (was the old one)"} of the keys that decide what is learned, since the newest config of the run.
-
-    config: {dotted key: value}, without `auto`.
+    saved, config: {dotted key: value}, without `auto`, of the run that saved a checkpoint and of the one that goes on.
     """
-    changes = {}
-    for key, old in read_config(folder).items():
-        is_learned = key in config and key.startswith(LEARNED) and key != "data.tier"
-        if is_learned and str(old) != str(config[key]):
-            changes[key] = f"{config[key]} (was {old})"
-    return changes
+    learned = [key for key in config if key in saved and key.startswith(LEARNED) and key != "data.tier"]
+    return {key: f"{config[key]} (was {saved[key]})" for key in learned if str(config[key]) != str(saved[key])}
 
 
 def refuse_another(folder: Path, changes: Mapping[str, str]) -> None:

@@ -66,6 +66,7 @@ def describe_model(
         "format": FORMAT,
         "template_version": TEMPLATE_VERSION,
         "workload": config["workload"],
+        "config": dict(config),
         "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
         "fields": {name: _field(field, names.get(name, name)) for name, field in fields.items()},
         "attributes": attributes,
@@ -102,14 +103,22 @@ def _digest_of_rows(source: Dataset) -> str:
     return hashlib.sha256(str(source.identity).encode()).hexdigest()[:12]
 
 
+def read_description(folder: Path) -> dict[str, Any]:
+    """The content of model.json in an intact checkpoint."""
+    description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    return description
+
+
 def refuse_other_meaning(folder: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError if classes or items have other numbers than those that a checkpoint was trained with.
 
     folder: of the checkpoint. description: see `describe_model`.
     """
-    saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-    sources = DescribedSource(saved, str(folder)), DescribedSource(description, "data.train")
-    check_meaning("run.resume", *sources, preparation=False)
+    saved, now = Dataset(), Dataset()
+    saved.name, now.name = str(folder), "data.train"
+    saved.attributes = read_description(folder)["attributes"]
+    now.attributes = dict(description["attributes"])
+    check_meaning("run.resume", saved, now, preparation=False)
 
 
 def write_model(folder: Path, to_use: ModelToUse) -> None:
@@ -126,17 +135,3 @@ def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as state.json has it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class DescribedSource(Dataset):
-    """The rows that a model was trained on, by their fields and attributes: there are no rows."""
-
-    def __init__(self, description: Mapping[str, Any], name: str = DESCRIPTION):
-        self.name = name
-        self.attributes = description["attributes"]
-        self.fields = {}
-        for name, field in description["fields"].items():
-            mean_values = 0.0 if field["is_ragged"] else None
-            self.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
-        self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
-        self.block_rows = np.empty(0, np.int32)

@@ -11,7 +11,6 @@ from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
-from fastgpu.storage.store import HDF5Dataset
 
 MAY_DIFFER = ("data.train", "data.val", "data.tier")
 """Keys that nodes may set differently, besides the section `loader`. Files may have other names: their rows
@@ -36,18 +35,14 @@ def identify_job(
 
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
-    free = f"{format_bytes(sizes.free['host'])} of memory free"
-    if sizes.free["device"] != sizes.free["host"]:  # they are equal if the device is the CPU
-        free = f"{format_bytes(sizes.free['device'])} free on its device and {format_bytes(sizes.free['host'])} in RAM"
     readers = "worker processes" if sizes.uses_workers else "reader threads"
     lines = [
         f"rows: {source.name}, {format_bytes(sizes.need)} with the validation rows, kept on the {sizes.tier} tier "
-        f"(each rank has {free})",
+        f"(each rank has {format_bytes(sizes.free['device'])} free on its device and "
+        f"{format_bytes(sizes.free['host'])} in RAM)",
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} "
         f"batches in a pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}",
     ]
-    if isinstance(source, HDF5Dataset) and source.around_page_cache and sizes.tier == "disk":
-        lines.append("files: larger than the free memory, so they are read around the page cache (O_DIRECT)")
     if source.decoding:
         lines.append(f"images: {source.decoding}")
     if isinstance(source.selection, Mixture):

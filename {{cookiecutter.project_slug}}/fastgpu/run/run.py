@@ -13,7 +13,7 @@ from fastgpu.process.signals import Agreement
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
 from fastgpu.run import checkpoint, folder
-from fastgpu.run.model_files import ModelToUse, describe_model
+from fastgpu.run.model_files import ModelToUse, describe_model, read_description
 from fastgpu.training.parallel import average_statistics
 
 STOPPED = "stopped.json"
@@ -58,8 +58,10 @@ class Run:
         world.check_same({"the last checkpoint": at}, cure)
         self._infinite = checkpoint.not_finite(state)  # a mask, for instance
         self._saved_step = at.step
+        self.is_asked_to_stop = False
+        """Whether a signal to any rank asks for a stop: at the same step on every rank. If so, call `stop`."""
         self.first_step = at.step
-        self.first_row = at.epoch * order.total_size + order.rows_before(at.pool)
+        self.first_row = order.rows_before(at.epoch, at.pool)
         """Fresh rows of all ranks before this process began."""
         world.print_once(f"{self.folder}: {world}, {parts.precision.name}, at step {at.step}")
         for key, change in changes.items():
@@ -69,10 +71,9 @@ class Run:
         """Lock the folder. Returns it, the checkpoint to go on with, and the settings that changed since."""
         settings = self._settings
         path = folder.find_folder(settings)
-        self._lock = folder.lock(path)
-        folder.refuse_taken(settings)  # by a process that had the lock until now
+        self._lock = folder.lock(path, is_new=settings.resume == "never")
         intact = checkpoint.find_intact(path) if settings.resume == "auto" else None
-        changes = folder.find_changes(path, self.config) if intact else {}
+        changes = folder.find_changes(read_description(intact).get("config", {}), self.config) if intact else {}
         if settings.name == "auto":
             folder.refuse_another(path, changes)
         return path, intact, changes
@@ -97,9 +98,10 @@ class Run:
             self._lock = None
 
     def count(self) -> None:
-        """Count one optimizer step."""
+        """Count one optimizer step, and ask all ranks for signals."""
         self.progress.step += 1
         self.progress.pool_steps += 1
+        self.is_asked_to_stop = self._agreement.is_asked_to_stop(self.progress.step)
 
     def end_pool(self) -> None:
         """Go on to the next pool. Save if run.checkpoint_every_steps steps have passed since the last checkpoint."""
@@ -118,15 +120,12 @@ class Run:
         kinds: tuple[checkpoint.Kind, ...] = ("best", "last") if at.best_epoch == at.epoch else ("last",)
         self._save(*kinds, metrics={key.removeprefix("val/"): value for key, value in metrics.items()})
 
-    def is_asked_to_stop(self) -> bool:
-        """Whether a signal to any rank asks for a stop: at the same step on every rank. If so, call `stop`."""
-        return self._agreement.is_asked_to_stop(self.progress.step)
-
     def until_asked_to_stop(self, pools: Iterable[Pool]) -> Iterator[Pool]:
         """The pools, up to the one after which a signal to any rank has asked for a stop."""
         for pool in pools:
             yield pool
             if self._agreement.is_asked_to_stop_now():
+                self.is_asked_to_stop = self._agreement.is_asked_to_stop(self.progress.step)
                 return
 
     def stop(self) -> int:

@@ -1,5 +1,16 @@
 """What happens to a batch on the device: precision, parts of a step, gradients of all ranks, averages, validation."""
 
-from fastgpu.training.parallel import freeze
+from fastgpu.training.apex import apex_optimizer
+from fastgpu.training.average import AveragedModel
+from fastgpu.training.evaluate import evaluate
+from fastgpu.training.parallel import freeze, mean_over_ranks, settle_buckets, share_gradients
 
-__all__ = ["freeze"]
+__all__ = [
+    "AveragedModel",
+    "apex_optimizer",
+    "evaluate",
+    "freeze",
+    "mean_over_ranks",
+    "settle_buckets",
+    "share_gradients",
+]

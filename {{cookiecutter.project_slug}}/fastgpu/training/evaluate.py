@@ -1,6 +1,6 @@
 """Validation: the metrics over all rows of all ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import isnan
 from typing import Any
 
@@ -11,45 +11,36 @@ from fastgpu.process.launch import warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
 from fastgpu.training.parallel import average_statistics
+from fastgpu.training.step import MixedPrecision
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, workload: Any, pools: Iterable[Pool], world: World, *, batch_size: int, autocast: torch.autocast
+    model: nn.Module, workload: Any, pools: Iterable[Pool], world: World, *, precision: MixedPrecision
 ) -> dict[str, float]:
     """{"val/<metric>": value} over the rows of all ranks. Each row counts once: padding is left out.
 
-    model: the module itself, not the DDP wrapper, so that ranks may make different numbers of calls. Afterwards each of
-    its modules trains or does not, as before. workload: its `score` and `metrics` are called.
+    model: the module itself, not the DDP wrapper. Afterwards each of its modules trains or does not, as before.
+    workload: its `score` and `metrics` are called.
     """
     average_statistics(model, world)
     were_training = [(module, module.training) for module in model.modules()]
     model.eval()
-    sums: dict[str, Tensor] = {}
-    n_rows = 0
+    sums: dict[str, Tensor] = {"n": torch.zeros((), dtype=torch.float64, device=world.device)}
     for pool in pools:
-        for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(batch_size):
-            with autocast:
+        n_rows = pool.plan.n_real_rows
+        # A rank whose rows are all padding scores one of them, times 0, and so knows the names and shapes of the sums.
+        for batch in pool.rows.slice(0, max(1, n_rows)).batches(pool.plan.order.batch_size):
+            with precision.autocast:
                 scores = workload.score(model, batch)
             for name, value in scores.items():
-                sums[name] = sums[name] + value.double() if name in sums else value.double()
-            n_rows += len(batch)
+                sums[name] = sums.get(name, 0) + value.double() * min(1, n_rows)
+        sums["n"] += n_rows
     for module, was_training in were_training:
         module.training = was_training
-    sums["n"] = torch.tensor(n_rows, dtype=torch.float64)
-    metrics = workload.metrics(_over_all_ranks(sums, world))
+    totals = {name: world.all_reduce_sum(value.contiguous()).cpu() for name, value in sums.items()}
+    metrics = workload.metrics(totals)
     for name, metric in metrics.items():
         if isnan(metric):
             warn(f"val/{name} is nan, which no checkpoint can be judged by; look for NaN in the validation rows")
     return {f"val/{name}": float(metric) for name, metric in metrics.items()}
-
-
-def _over_all_ranks(sums: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The sums over the ranks, on the CPU. A rank without rows has none, and learns from another one what there is."""
-    shapes = {name: value.shape for name, value in sums.items()}
-    has_rows = world.all_gather(float(len(sums) > 1))
-    if not all(has_rows):
-        shapes = world.broadcast(shapes, source=has_rows.index(1.0))
-    parts = [sums.get(name, torch.zeros(shape)).flatten().to(world.device) for name, shape in shapes.items()]
-    totals = world.all_reduce_sum(torch.cat(parts).double()).cpu().split([shape.numel() for shape in shapes.values()])
-    return {name: total.view(shape) for (name, shape), total in zip(shapes.items(), totals, strict=True)}
