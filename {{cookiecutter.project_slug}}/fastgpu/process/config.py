@@ -195,10 +195,8 @@ class Config(Section):
     def flat(self) -> dict[str, Any]:
         """{dotted key: value} of every key."""
         tree = self.model_dump()
-        values = {"workload": tree.pop("workload")}
-        for section, content in tree.items():
-            values |= {f"{section}.{key}": value for key, value in content.items()}
-        return values
+        values = {f"{section}.{key}": value for section in SECTIONS for key, value in tree[section].items()}
+        return {"workload": self.workload, **values}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 SPEAKER_S = 3.0
 """How long ranks wait until the first one has printed a message: torchrun ends all of them with the first that ends."""
-PR_SET_PDEATHSIG = 1
-"""Number of the call of Linux that sends a signal when the parent dies."""
 
 
 class UserError(ValueError):
@@ -87,5 +85,6 @@ def exit_with_message() -> Iterator[None]:
 def _end_with_parent() -> None:
     """Let Linux kill this process when torchrun, which started it, dies: as an orphan it would hold its GPU, and write
     to a run that has been restarted."""
+    pr_set_pdeathsig = 1
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -16,9 +16,7 @@ STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 ECHO_S = 2.0
 """Signals to stop that follow within this time are one request: torchrun passes on a signal that its ranks got, too."""
 AGREE_S = 1.0
-"""About how often the ranks ask each other whether a signal came."""
-FIRST_AGREEMENT = 10
-"""Steps until the first of these questions, which tells how long a step takes."""
+"""About how often the ranks ask each other whether a signal came, after the first two steps."""
 
 
 class Agreement:
@@ -43,7 +41,6 @@ class Agreement:
             signal.signal(number, self._handle)
         self._asked = time.monotonic()
         self._asked_at = step
-        self._next_step = step + FIRST_AGREEMENT
 
     def is_asked_to_stop(self, step: int) -> bool:
         """Whether a signal to any rank asks for a stop at this step."""

@@ -6,6 +6,7 @@ A counter that a GPU, its driver or this system does not have is named once and 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, Self
 
@@ -16,8 +17,6 @@ from fastgpu.process.launch import warn
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 
-POLL_S = 1.0
-
 Counters = dict[str, Callable[[], dict[str, float]]]
 """{name for a message: function that returns {tag: value}}"""
 
@@ -25,14 +24,13 @@ Counters = dict[str, Callable[[], dict[str, float]]]
 class Monitor:
     """Reads counters in a thread from its creation to `close`."""
 
-    def __init__(self, world: World, counters: Counters | None = None, *, poll_s: float = POLL_S):
+    def __init__(self, world: World, counters: Counters | None = None, *, poll_s: float = 1.0):
         """counters: None stands for those of this machine, on rank 0, and for none on others."""
         if counters is None:
             counters = machine_counters(world.gpus) if world.is_main else {}
         self._counters = counters
         self._poll_s = poll_s
-        self._values: dict[str, list[float]] = {}
-        self._lock = threading.Lock()
+        self._read: SimpleQueue[dict[str, float]] = SimpleQueue()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
@@ -45,9 +43,10 @@ class Monitor:
 
     def take(self) -> dict[str, float]:
         """{tag: mean of the values since the last call}, the minimum for `*_min_pct`."""
-        with self._lock:
-            values = self._values
-            self._values = {}
+        values: dict[str, list[float]] = {}
+        while not self._read.empty():
+            for tag, value in self._read.get().items():
+                values.setdefault(tag, []).append(value)
         return {tag: min(samples) if tag.endswith("_min_pct") else fmean(samples) for tag, samples in values.items()}
 
     def close(self) -> None:
@@ -60,14 +59,10 @@ class Monitor:
         while self._counters and not self._is_closing.wait(self._poll_s):
             for name, function in list(self._counters.items()):
                 try:
-                    values = function()
+                    self._read.put(function())
                 except Exception as error:  # whatever a driver raises must not stop the run
+                    warn(f"{name} is not measured here ({error})")
                     del self._counters[name]
-                    _name_missing(name, error)
-                    continue
-                with self._lock:
-                    for tag, value in values.items():
-                        self._values.setdefault(tag, []).append(value)
 
 
 def machine_counters(gpus: Sequence[str]) -> Counters:
@@ -77,7 +72,7 @@ def machine_counters(gpus: Sequence[str]) -> Counters:
         for number, uuid in enumerate(gpus):
             counters |= gpu_counters(f"gpu{number}", uuid)
     except Exception as error:  # no driver, no module, or a GPU that NVML does not know
-        _name_missing("GPU", error)
+        warn(f"GPU is not measured here ({error})")
     if gpus:
         counters["gpu0/peak_memory"] = peak_memory
     return counters
@@ -136,7 +131,3 @@ def gpu_handle(nvml: Any, uuid: str) -> Any:
         with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
     raise RuntimeError(f"NVML knows no GPU {uuid}")
-
-
-def _name_missing(name: str, error: Exception) -> None:
-    warn(f"{name} is not measured here ({error})")

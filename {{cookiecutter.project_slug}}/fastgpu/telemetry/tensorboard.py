@@ -22,8 +22,6 @@ INPUT_BOUND = 0.1
 """An epoch that waits for data for a larger share of its time is input-bound."""
 LINE_EVERY_S = 5.0
 """Seconds between two progress lines if the output is not a terminal."""
-BAR_EVERY_S = 1.0
-"""Seconds between two updates of the progress bar."""
 
 
 class TensorBoard:
@@ -48,7 +46,7 @@ class TensorBoard:
             unit=" rows",
             unit_scale=True,
             dynamic_ncols=True,
-            mininterval=BAR_EVERY_S,
+            mininterval=1,
             miniters=0,
             smoothing=0,
             disable=not world.is_main or not sys.stderr.isatty(),
