@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 def build(cfg: Config, world: World) -> Parts:
     with world.together():  # a UserError of one rank, such as a missing file, ends every rank with its message
-        train_rows, val_rows = open_splits(cfg.data, cfg.loader, cfg.run.seed)  # HDF5Dataset, or your own torch Dataset
+        splits = train_rows, val_rows = open_splits(cfg.data, cfg.loader, cfg.run.seed)  # HDF5Dataset, or your own
         workload = workloads.make(cfg, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
         shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)  # a DistributedSampler, but of blocks
@@ -60,8 +60,7 @@ def build(cfg: Config, world: World) -> Parts:
         shard = Shard(world.rank, world.world_size)
         val_sampler = BlockSampler(val_rows, sizes.batch_size, shard, sizes.pool_batches, seed=None)  # in order, all
         sampler.n_epochs = val_sampler.n_epochs = cfg.train.epochs  # no rows are read ahead for an epoch after the last
-        splits, samplers = (train_rows, val_rows), (sampler, val_sampler)
-        loader, val_loader = open_loaders(splits, samplers, sizes, world.device, loader=cfg.loader)
+        loader, val_loader = open_loaders(splits, (sampler, val_sampler), sizes, world.device, loader=cfg.loader)
         torch.manual_seed(cfg.run.seed)
         model = to_device(workload.model(), world.device)
         optimizer = make_optimizer(model, cfg.optim)
@@ -140,8 +139,7 @@ def train(parts: Parts, world: World) -> int:
                     share = (order.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh) / planned_rows
                     lr = learning_rate(share, cfg.optim)
                     rows = workload.transform(batch, reseed(world, *place, at.pool_steps))
-                    if at.step == run.first_step:
-                        settle_buckets(parts, rows, world)  # a resumed run then adds up gradients in the same order
+                    settle_buckets(parts, rows, world)  # once: a resumed run then adds up gradients in the same order
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # at.step, at.pool_steps; now and then it asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)

@@ -22,8 +22,8 @@ each_source = pytest.mark.parametrize("name", SOURCES)
 SCRIPTS = {name.removesuffix(".py") for name in SOURCES if "/" not in name}
 MAX_TYPE_IGNORES = 11
 """Comments of the kind `type: ignore` in the project. Lower this number when one goes."""
-SEE_CONFIG = ("fastgpu/feed/sizes.py", "fastgpu/process/config", "fastgpu/diagnose/")
-"""Modules that see the whole config: the ones that define it, and the diagnosis, which builds other runs to try."""
+SEE_CONFIG = ("fastgpu/feed/sizes.py", "fastgpu/process/config", "fastgpu/diagnose/", "workloads/__init__.py")
+"""Modules that see the whole config: those that define it or build a part by it, and the diagnosis."""
 READS_ENVIRONMENT = {"fastgpu/process/launch.py"}
 USES_PICKLE = {"fastgpu/dataset/source.py"}  # names an error that worker processes cause
 WITHOUT_DOCSTRING = {"train.build", "train.train"}  # the story of the program: comments tell it, section by section

@@ -258,7 +258,7 @@ def other_parts(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.opti
 def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, message):
     write(run, "last", 1)
     with pytest.raises(UserError, match=rf"last-000001/{message} see there$") as error:
-        resume(run, state, hint="see there")
+        resume(run, state, changes="see there")
     assert len(str(error.value)) - len(str(run)) < 250
 
 
@@ -275,8 +275,10 @@ def test_an_average_that_only_the_resumed_run_has_begins_with_the_weights_that_w
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
     save(run, "last", Progress(step=1, pool=32), parts(), order=ORDER)
     changed = ORDER | {"seed": 1, "content": "b"}
-    message = "depends on what has changed: run.seed was 0, is 1; the rows of data.train was None, is b. Resume with"
+    message = (
+        r"another order \(seed, content\); resume it with the old .* or use another run.name. run.seed=1 \(was 0\)$"
+    )
     with pytest.raises(UserError, match=message):
-        resume(run, order=changed)
+        resume(run, order=changed, changes="run.seed=1 (was 0)")
     write(run, "last", 2)
     assert resume(run, order=changed).step == 2

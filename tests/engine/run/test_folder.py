@@ -11,7 +11,7 @@ from fastgpu.process.config import Run, nested
 from fastgpu.process.launch import UserError
 from fastgpu.report import results
 from fastgpu.run import folder as folder_module
-from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another
+from fastgpu.run.folder import find_changes, find_folder, lock
 from fastgpu.telemetry import TensorBoard
 
 CONFIG: dict[str, Any] = {
@@ -118,11 +118,3 @@ def test_only_what_is_learned_is_compared():
         "optim.lr": "0.1 (was 0.003)",
         "data.fields": "{'images': 'y'} (was {'images': 'x'})",
     }
-
-
-@pytest.mark.parametrize("key", ["workload", "model.width", "data.train"])
-def test_the_newest_run_with_another_model_or_data_is_refused(tmp_path, key):
-    message = rf"run.name=auto takes the newest run, .*/a, but this is {key}=2 \(was 1\): name the run to resume"
-    with pytest.raises(UserError, match=message):
-        refuse_another(tmp_path / "a", {key: "2 (was 1)", "optim.lr": "4 (was 3)"})
-    refuse_another(tmp_path / "a", {"optim.lr": "4 (was 3)"})

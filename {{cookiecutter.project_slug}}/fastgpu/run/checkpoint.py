@@ -35,16 +35,6 @@ Kind = Literal["last", "best"]
 FORMAT = 3
 KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
 """How many checkpoints of a kind are kept: two of the last ones, in case the newest turns out to be damaged."""
-ORDER_KEYS = {
-    "rows": "the number of rows of data.train",
-    "content": "the rows of data.train",
-    "global_rows": "data.batch_size",
-    "lanes": "the number of canonical ranks (a multiple of 8 and of the ranks, where it divides data.batch_size)",
-    "pool_batches": "data.pool_batches",
-    "seed": "run.seed",
-    "selection": "the blocks, sources, weights or classes of data.train, or the share of data.val",
-}
-"""{name in state.json: what a person calls it}"""
 
 
 @dataclass
@@ -173,25 +163,21 @@ def load(
     device: torch.device,
     *,
     description: Mapping[str, Any] | None = None,
-    hint: str = "",
+    changes: str = "",
 ) -> Progress:
     """Load an intact checkpoint into `state`.
 
-    description: of the model that goes on (see `describe_model`). hint: what differs from the run that saved it, for
-    the message if the checkpoint does not fit. Raises UserError if the checkpoint belongs to another model, optimizer
-    or classes, or if it was saved inside an epoch with other rows or another order of them.
+    description: of the model that goes on (see `describe_model`). changes: settings that differ from those of the run
+    that saved it, for messages. Raises UserError if the checkpoint belongs to another model, optimizer or classes, or
+    if it was saved inside an epoch with other rows or another order of them.
     """
     content = _read_state(path)
     progress, saved = Progress(**content["progress"]), content["order"]
-    changed = [
-        f"{ORDER_KEYS.get(name, name)} was {saved.get(name)}, is {order.get(name)}"
-        for name in {**saved, **order}
-        if saved.get(name) != order.get(name)
-    ]
+    changed = ", ".join(name for name in order if saved.get(name) != order[name])
     if changed and (progress.pool or progress.pool_steps):
         raise UserError(
-            f"{path} was saved inside an epoch whose order of rows depends on what has changed: "
-            f"{'; '.join(changed)}. Resume with the old values, or use another run.name"
+            f"{path} was saved inside an epoch, whose rows would now come in another order ({changed}); resume it with "
+            f"the old settings, rows and number of ranks, or use another run.name. {changes}".strip()
         )
     if description:
         refuse_other_meaning(path, description)
@@ -207,7 +193,7 @@ def load(
         except Exception as error:  # of many kinds
             lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
             reason = lines[min(1, len(lines) - 1)].strip()
-            raise UserError(f"{path}/{name}.pt does not fit: {reason} {hint}".strip()) from None
+            raise UserError(f"{path}/{name}.pt does not fit: {reason} {changes}".strip()) from None
     return progress
 
 

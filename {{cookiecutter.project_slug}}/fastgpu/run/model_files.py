@@ -16,7 +16,7 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 from fastgpu.storage.meaning import check_meaning
@@ -49,17 +49,12 @@ def describe_model(
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
         fields = train.fields | val.fields
         described["preprocessing"] = val.attributes["preprocessing"]
-    attributes = {}
-    for name, value in described.items():
-        try:
-            attributes[name] = _to_json(value)
-        except (TypeError, ValueError):
-            warn(f"{train.name}: the attribute {name} is no JSON value, so {DESCRIPTION} does not keep it")
     try:
-        attributes |= _to_json(card)
+        attributes = json.loads(json.dumps(described | dict(card), default=_to_python))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"workloads/{config['workload']}.py: card() should return JSON values (text, numbers, lists); {error}"
+            f"workloads/{config['workload']}.py: card(), and the attributes of {train.name}, should be JSON values "
+            f"(text, numbers, lists); {error}"
         ) from None
     names = config["data.fields"] | config["data.val_fields"]
     return {
@@ -88,12 +83,8 @@ def _field(field: Field, dataset: str) -> dict[str, Any]:
     }
 
 
-def _to_json(value: Any) -> Any:
-    """The value as JSON gives it back: arrays, tensors and NumPy's numbers become lists and numbers."""
-    return json.loads(json.dumps(value, default=_to_python))
-
-
 def _to_python(value: Any) -> Any:
+    """Arrays, tensors and NumPy's numbers as lists and numbers."""
     if isinstance(value, np.ndarray | np.generic | Tensor):
         return value.tolist()
     raise TypeError(f"it has a {type(value).__name__}")

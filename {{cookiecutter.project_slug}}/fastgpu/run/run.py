@@ -49,9 +49,9 @@ class Run:
         self.progress = checkpoint.Progress()
         with world.together():
             if intact:
-                hint = " ".join(f"{key}={value}" for key, value in changes.items() if key.startswith("model."))
+                text = ", ".join(f"{key}={value}" for key, value in changes.items())
                 self.progress = checkpoint.load(
-                    intact, state, self._order, world.device, description=self._description, hint=hint
+                    intact, state, self._order, world.device, description=self._description, changes=text
                 )
         at = self.progress
         cure = f"put run.folder ({self._settings.folder}) on a file system that all nodes share"
@@ -69,13 +69,11 @@ class Run:
 
     def _find(self) -> tuple[Any, ...]:
         """Lock the folder. Returns it, the checkpoint to go on with, and the settings that changed since."""
-        settings = self._settings
-        path = folder.find_folder(settings)
-        self._lock = folder.lock(path, is_new=settings.resume == "never")
-        intact = checkpoint.find_intact(path) if settings.resume == "auto" else None
+        is_new = self._settings.resume == "never"
+        path = folder.find_folder(self._settings)
+        self._lock = folder.lock(path, is_new=is_new)
+        intact = None if is_new else checkpoint.find_intact(path)
         changes = folder.find_changes(read_description(intact).get("config", {}), self.config) if intact else {}
-        if settings.name == "auto":
-            folder.refuse_another(path, changes)
         return path, intact, changes
 
     def __enter__(self) -> Self:

@@ -74,10 +74,11 @@ def settle_buckets(parts: Any, batch: Rows, world: World) -> None:
     """Run two backward passes that change nothing, by which DDP chooses the places of the gradients in its buckets.
 
     A place decides in which order the gradients of more than two ranks are summed. Without these passes, a resumed run
-    would round its first steps otherwise than a run that goes on. parts: those of train.py.
+    would round its first steps otherwise than a run that goes on. Later calls do nothing. parts: of train.py.
     """
-    if world.world_size <= 2:
+    if world.world_size <= 2 or hasattr(parts.ddp, "is_settled"):
         return
+    parts.ddp.is_settled = True
     buffers = [buffer.clone() for buffer in parts.model.buffers()]
     part = batch.slice(0, len(batch) // parts.config.optim.accumulation_steps)
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
