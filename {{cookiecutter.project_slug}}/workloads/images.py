@@ -173,8 +173,6 @@ class Workload(workloads.Workload):
             "n_classes": self.n_outputs,
             "class_names": self.class_names,
             "has_attributes": self.has_attributes,
-            "scale": self.normalize.scale.flatten().tolist(),
-            "shift": self.normalize.shift.flatten().tolist(),
         }
 
 
@@ -214,7 +212,7 @@ def count_classes(source: Dataset) -> int:
     if labels is None:
         raise UserError(
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
-            "`class_names` or an attribute `labels` that has the values of its items"
+            "`class_names` or `labels`, with the values of its items"
         )
     highest = int(labels.max(initial=0))
     if highest >= MAX_CLASSES:
@@ -225,12 +223,11 @@ def count_classes(source: Dataset) -> int:
 def check_range(source: Dataset, highest: int) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`."""
     labels = source.in_memory("labels")
-    if labels is None or (labels.min() >= 0 and labels.max() <= highest):
-        return
-    raise UserError(
-        f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}, as in the training "
-        "rows; leave other rows out, or number the values from 0 on"
-    )
+    if labels is not None and (labels.min() < 0 or labels.max() > highest):
+        raise UserError(
+            f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}, as in the "
+            "training rows; leave other rows out, or number the values from 0 on"
+        )
 
 
 def check_label_type(name: str, labels: Field) -> None:

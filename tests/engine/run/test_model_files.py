@@ -4,7 +4,6 @@ import stat
 import numpy as np
 import pytest
 import torch
-from harness import CPU
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 from short_run import CONFIG
@@ -14,7 +13,7 @@ from fastgpu import TEMPLATE_VERSION
 from fastgpu.predict.inputs import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint, model_files
-from fastgpu.run.model_files import ModelToUse, describe_model, write_model
+from fastgpu.run.model_files import ModelToUse, describe_model, refuse_other_meaning, write_model
 from fastgpu.storage.arrays import ArrayDataset
 
 CARD = {"classes": ["a", "b"]}
@@ -85,6 +84,6 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path, monkeypatch, capsys):
 def test_classes_with_other_numbers_are_refused(tmp_path):
     save(tmp_path, describe(class_names=["cat", "dog"]))
     path = checkpoint.find_intact(tmp_path)
-    checkpoint.load(path, {}, {}, CPU, description=describe(class_names=["cat", "dog"]))
+    refuse_other_meaning(path, describe(class_names=["cat", "dog"]))
     with pytest.raises(UserError, match="number 0 of the labels is dog in data.train and cat in .*last-000001"):
-        checkpoint.load(path, {}, {}, CPU, description=describe(class_names=["dog", "cat"]))
+        refuse_other_meaning(path, describe(class_names=["dog", "cat"]))

@@ -53,33 +53,26 @@ def read_run(folder: Path) -> Run:
                     points = [earlier for earlier in points if earlier["step"] <= resumed_at]
                 if point["step"] >= 0:
                     points.append(point)
-    written = numbered(folder, "run*.json")
-    return Run(folder, points, read_config(folder), read_description(written[-1]) if written else {})
+    return Run(folder, points, read_config(folder), read_newest(folder, "run*.json"))
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """The content of a JSON or YAML file that only describes a run; empty if it cannot be read: it stops nothing."""
+def read_newest(folder: Path, pattern: str) -> dict[str, Any]:
+    """The newest of the files that the parts of a run wrote, such as config-2.yaml. Empty if it cannot be read."""
+    paths = sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))  # 2 comes before 10
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = yaml.safe_load(paths[-1].read_text(encoding="utf-8"))  # JSON is YAML, too
+    except (IndexError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """{dotted key: value} of the newest config.yaml of a run; empty if there is none that can be read."""
+    """{dotted key: value} of the newest config.yaml."""
     config: dict[str, Any] = {}
-    for path in numbered(folder, "config*.yaml")[-1:]:
-        for name, value in read_description(path).items():
-            is_section = isinstance(value, dict)
-            config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
+    for name, value in read_newest(folder, "config*.yaml").items():
+        is_section = isinstance(value, dict)
+        config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
     return config
-
-
-def numbered(folder: Path, pattern: str) -> list[Path]:
-    """The files that the parts of a run wrote, in their order: run.json, run-2.json, ..., run-10.json."""
-    return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
 
 
 def over_run(points: Sequence[Point], name: str) -> float | None:

@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from fastgpu.process.files import rename_folder
 from fastgpu.process.launch import UserError, warn
 from fastgpu.run.folder import PARTIAL
-from fastgpu.run.model_files import ModelToUse, refuse_other_meaning, sha256_of, write_model
+from fastgpu.run.model_files import ModelToUse, sha256_of, write_model
 
 Kind = Literal["last", "best"]
 FORMAT = 3
@@ -157,19 +157,12 @@ def find_intact(run: Path) -> Path | None:
 
 
 def load(
-    path: Path,
-    state: Mapping[str, Any],
-    order: Mapping[str, object],
-    device: torch.device,
-    *,
-    description: Mapping[str, Any] | None = None,
-    changes: str = "",
+    path: Path, state: Mapping[str, Any], order: Mapping[str, object], device: torch.device, *, changes: str = ""
 ) -> Progress:
     """Load an intact checkpoint into `state`.
 
-    description: of the model that goes on (see `describe_model`). changes: settings that differ from those of the run
-    that saved it, for messages. Raises UserError if the checkpoint belongs to another model, optimizer or classes, or
-    if it was saved inside an epoch with other rows or another order of them.
+    changes: settings that differ from those of the run that saved it, for messages. Raises UserError if the checkpoint
+    belongs to another model or optimizer, or if it was saved inside an epoch with other rows or another order of them.
     """
     content = _read_state(path)
     progress, saved = Progress(**content["progress"]), content["order"]
@@ -179,8 +172,6 @@ def load(
             f"{path} was saved inside an epoch, whose rows would now come in another order ({changed}); resume it with "
             f"the old settings, rows and number of ranks, or use another run.name. {changes}".strip()
         )
-    if description:
-        refuse_other_meaning(path, description)
     for name, part in state.items():
         if name == "ema" and name not in content["classes"]:  # train.ema is new: the average begins with these weights
             part.module.load_state_dict(state["model"].state_dict())

@@ -114,10 +114,10 @@ def _git_commit() -> str | None:
         return None
 
 
-def find_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
-    """{key: "new value (was the old one)"} of the keys that decide what is learned.
+def find_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """`key=value (was the old one)` of the keys that decide what is learned.
 
     saved, config: {dotted key: value}, without `auto`, of the run that saved a checkpoint and of the one that goes on.
     """
     learned = [key for key in config if key in saved and key.startswith(LEARNED) and key != "data.tier"]
-    return {key: f"{config[key]} (was {saved[key]})" for key in learned if str(config[key]) != str(saved[key])}
+    return [f"{key}={config[key]} (was {saved[key]})" for key in learned if str(config[key]) != str(saved[key])]

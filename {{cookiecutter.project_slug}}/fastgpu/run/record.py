@@ -21,16 +21,18 @@ def identify_job(
     config: Mapping[str, object], splits: tuple[Dataset, Dataset], order: BlockSampler, precision: str
 ) -> dict[str, object]:
     """{what all ranks must have the same: its value}. config: {dotted key: value}."""
+    train, val = splits
     settings = {key: value for key, value in config.items() if key not in MAY_DIFFER and not key.startswith("loader.")}
-    versions = {
+    return {
+        **{f"data.train: {name}": value for name, value in train.identity.items()},
+        **{f"data.val: {name}": value for name, value in val.identity.items()},
         "fastgpu.TEMPLATE_VERSION": TEMPLATE_VERSION,
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
+        **settings,
+        "the order of rows": order.identity,
+        "train.precision": precision,
     }
-    rows: dict[str, object] = {}
-    for key, part in zip(("data.train", "data.val"), splits, strict=True):
-        rows |= {f"{key}: {name}": value for name, value in part.identity.items()}
-    return {**rows, **versions, **settings, "the order of rows": order.identity, "train.precision": precision}
 
 
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
@@ -13,7 +14,7 @@ from fastgpu.process.signals import Agreement
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
 from fastgpu.run import checkpoint, folder
-from fastgpu.run.model_files import ModelToUse, describe_model, read_description
+from fastgpu.run.model_files import ModelToUse, describe_model, read_description, refuse_other_meaning
 from fastgpu.training.parallel import average_statistics
 
 STOPPED = "stopped.json"
@@ -45,14 +46,14 @@ class Run:
         with world.together():
             if world.is_main:
                 found = self._find()
-        self.folder, intact, changes = world.broadcast(found)
+        self.folder, intact = world.broadcast(found)
         self.progress = checkpoint.Progress()
+        changes: list[str] = []
         with world.together():
             if intact:
-                text = ", ".join(f"{key}={value}" for key, value in changes.items())
-                self.progress = checkpoint.load(
-                    intact, state, self._order, world.device, description=self._description, changes=text
-                )
+                changes = folder.find_changes(read_description(intact).get("config", {}), self.config)
+                refuse_other_meaning(intact, self._description)
+                self.progress = checkpoint.load(intact, state, self._order, world.device, changes=", ".join(changes))
         at = self.progress
         cure = f"put run.folder ({self._settings.folder}) on a file system that all nodes share"
         world.check_same({"the last checkpoint": at}, cure)
@@ -64,17 +65,15 @@ class Run:
         self.first_row = order.rows_before(at.epoch, at.pool)
         """Fresh rows of all ranks before this process began."""
         world.print_once(f"{self.folder}: {world}, {parts.precision.name}, at step {at.step}")
-        for key, change in changes.items():
-            world.print_once(f"resumed with {key}={change}")
+        for change in changes:
+            world.print_once(f"resumed with {change}")
 
-    def _find(self) -> tuple[Any, ...]:
-        """Lock the folder. Returns it, the checkpoint to go on with, and the settings that changed since."""
+    def _find(self) -> tuple[Path, Path | None]:
+        """Lock the folder. Returns it, and the checkpoint to go on with."""
         is_new = self._settings.resume == "never"
         path = folder.find_folder(self._settings)
         self._lock = folder.lock(path, is_new=is_new)
-        intact = None if is_new else checkpoint.find_intact(path)
-        changes = folder.find_changes(read_description(intact).get("config", {}), self.config) if intact else {}
-        return path, intact, changes
+        return path, None if is_new else checkpoint.find_intact(path)
 
     def __enter__(self) -> Self:
         """Write what is needed to repeat the run, and listen to signals."""
