@@ -1,20 +1,28 @@
 """Datasets whose items have different lengths: the boxes of an image, the words of a text."""
 
-import json
 import pickle
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import closing
-from pathlib import Path
 
 import h5py
 import numpy as np
 import psutil
 import pytest
 import torch
-from harness import ALONE, CPU, ROOT, TIMEOUT_S, run_train, same_weights, train_command
+from harness import (
+    ALONE,
+    CPU,
+    ROOT,
+    copy_project,
+    metrics_of,
+    run_to_end,
+    run_train,
+    same_weights,
+    train_command,
+    wait_until,
+)
 from torch.utils.data import Dataset
 
 from fastgpu.dataset.items import Items
@@ -109,13 +117,13 @@ class Same(Boxes):
 
 
 def test_a_length_that_differs_seldom_is_refused_with_its_cure():
-    source = source_of(Same(), {"boxes": "boxes"})
+    dataset = Same()
     message = r"mine: row 7 has boxes as float32 \(N, 2, 4\), row 0 as .*an attribute ragged = \('boxes',\) if only"
-    feed, _ = feed_of(source, 0)
+    feed, _ = feed_of(source_of(dataset, {"boxes": "boxes"}), 0)
     with closing(feed), pytest.raises(RankError, match=message):
         list(feed.pools(0))
-    Same.ragged = ("boxes",)
-    assert source_of(Same(), {"boxes": "boxes"}).fields["boxes"].is_ragged
+    dataset.ragged = ("boxes",)
+    assert source_of(dataset, {"boxes": "boxes"}).fields["boxes"].is_ragged
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
@@ -149,28 +157,17 @@ class Counting(Boxes):
         return super().__getitem__(row)
 
 
-def test_no_row_is_read_that_no_epoch_needs():
+@pytest.mark.parametrize(("tier", "n_times"), [("disk", 2), ("host", 1), ("device", 1)])
+def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once(tier, n_times):
     dataset = Counting()
-    source = source_of(dataset)
-    feed, order = feed_of(source, 0)
+    source = source_of(dataset, {"images": "images"})
+    dataset.read.clear()
+    feed, order = feed_of(source, 0, tier)
     order.n_epochs = 2
-    dataset.read.clear()
     with closing(feed):
         for epoch in range(2):
             list(feed.pools(epoch))
-    assert sorted(dataset.read) == sorted([*range(N_ROWS)] * 2)
-
-
-@pytest.mark.parametrize("tier", ["host", "device"])
-def test_rows_that_are_kept_are_read_once(tier):
-    dataset = Counting()
-    source = ItemDataset("mine", dataset, {"images": "images"})
-    dataset.read.clear()
-    feed, _ = feed_of(source, 0, tier)
-    with closing(feed):
-        for epoch in range(2):
-            list(feed.pools(epoch))
-    assert sorted(dataset.read) == list(range(N_ROWS))
+    assert sorted(dataset.read) == sorted([*range(N_ROWS)] * n_times)
 
 
 def test_a_worker_is_asked_for_four_mib_but_all_workers_have_to_do():
@@ -219,39 +216,36 @@ from fastgpu.process.config import Section
 
 
 class Net(nn.Module):
-    def __init__(self, width):
+    def __init__(self):
         super().__init__()
-        self.parts = nn.Linear(width, 8) if width else nn.Embedding(50, 8)
+        self.parts = nn.Linear(4, 8)
         self.head = nn.Linear(8, 1)
 
     def forward(self, values, rows, n_rows):
         hidden = torch.zeros(n_rows, 8).index_add(0, rows, torch.tanh(self.parts(values)))
-        return self.head(hidden)
+        return self.head(hidden)[:, 0]
 
 
 class Workload(workloads.Workload):
-    class Options(Section):
-        width: int = 0
-
+    Options = Section
     inputs = ("parts",)
     best = ("mse", "lower")
 
     def __init__(self, options, train, val):
         assert train.fields["parts"].is_ragged
-        self.width = options.width
 
     def model(self):
-        return Net(self.width)
+        return Net()
 
     def transform(self, batch, rng):
         return batch
 
-    def _predict(self, model, batch):
+    def predict(self, model, batch):
         parts = batch["parts"]
-        return model(parts.values, parts.rows, len(batch)).float()
+        return {"y": model(parts.values, parts.rows, len(batch)).float()}
 
     def loss(self, model, batch):
-        return F.mse_loss(self._predict(model, batch)[:, 0], batch["y"].float())
+        return F.mse_loss(self.predict(model, batch)["y"], batch["y"].float())
 
     def score(self, model, batch):
         return {"mse": self.loss(model, batch) * len(batch)}
@@ -261,11 +255,8 @@ class Workload(workloads.Workload):
 
     def card(self):
         return {}
-
-    def predict(self, model, batch):
-        return {"y": self._predict(model, batch)[:, 0]}
 """
-DATASETS = '''
+DATASET = '''
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -284,71 +275,44 @@ class Boxes(Dataset):
         rng = np.random.default_rng(row)
         boxes = rng.random((rng.integers(0, 6), 4), np.float32)
         return {"parts": boxes + 0.01 * torch.rand(4).numpy(), "y": boxes[:, :2].prod(1).sum()}
-
-
-class Texts(Boxes):
-    """Words; y is the mean of their numbers."""
-
-    def __getitem__(self, row):
-        rng = np.random.default_rng(row)
-        words = rng.integers(0, 50, rng.integers(1, 20))
-        return {"parts": words, "y": np.float32(words.mean() / 50)}
 '''
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """The project with a workload and two Datasets of its own."""
-    root = tmp_path_factory.mktemp("own") / "project"
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns("runs", "tests", "docs", "data", "__pycache__"))
-    (root / "workloads/lengths.py").write_text(WORKLOAD)
-    (root / "mine.py").write_text(DATASETS)
-    (root / "config.yaml").write_text("{}")
-    return root
+CONFIG = """
+workload: lengths
+data:
+  {dataset: mine:Boxes, train: "400", val: "80", fields: {parts: parts, y: y}, batch_size: 16, pool_batches: 5}
+loader: {num_workers: 1}
+optim: {lr: 0.01}
+train: {epochs: 4}
+run: {checkpoint_every_steps: 5}
+dist: {device: cpu}
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dataset", "width"), [("Boxes", 4), ("Texts", 0)])
-def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(project, dataset, width):
-    options = [
-        "workload=lengths",
-        f"model.width={width}",
-        f"data.dataset=mine:{dataset}",
-        "data.train='400'",
-        "data.val='80'",
-        "data.fields={parts: parts, y: y}",
-        "data.batch_size=16",
-        "data.pool_batches=5",
-        "loader.num_workers=1",
-        "optim.lr=0.01",
-        "train.epochs=4",
-        "run.checkpoint_every_steps=5",
-        "dist.device=cpu",
-    ]
-    whole = run_train(f"run.name={dataset}-whole", *options, ranks=2, cwd=project, root=project)
+def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(tmp_path):
+    project = copy_project(tmp_path)
+    shutil.copyfile(ROOT / "predict.py", project / "predict.py")
+    (project / "workloads/lengths.py").write_text(WORKLOAD)
+    (project / "mine.py").write_text(DATASET)
+    (project / "config.yaml").write_text(CONFIG)
+    where = {"ranks": 2, "cwd": project, "root": project}
+    whole = run_train("run.name=whole", **where)
     assert whole.returncode == 0, whole.stderr
-    run = project / f"runs/{dataset}-killed"
-    command = train_command(f"run.name={dataset}-killed", *options, ranks=2, root=project)
+    run = project / "runs/killed"
+    command = train_command("run.name=killed", ranks=2, root=project)
     with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list(run.glob("checkpoints/last-00000[6-9]")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: bool(list(run.glob("checkpoints/last-00000[6-9]"))), process)
         for running in (*psutil.Process(process.pid).children(recursive=True), process):
             running.kill()
-    resumed = run_train(f"run.name={dataset}-killed", *options, "run.resume=auto", ranks=2, cwd=project, root=project)
+    resumed = run_train("run.name=killed", "run.resume=auto", **where)
     assert resumed.returncode == 0, resumed.stderr
-    assert same_weights(project / f"runs/{dataset}-whole", run)
+    assert same_weights(project / "runs/whole", run)
 
-    points = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    errors = [point["val/mse"] for point in points if "val/mse" in point]
+    errors = [point["val/mse"] for point in metrics_of(run) if "val/mse" in point]
     assert errors[-1] < errors[0]
-    parts = [np.ones((k, 4), np.float32) if width else np.arange(k, dtype=np.int64) for k in (1, 3, 2)]
     with h5py.File(project / "new.h5", "w") as file:
         file["parts/indptr"] = [0, 1, 4, 6]
-        file["parts/values"] = np.concatenate(parts)
-    predict = [sys.executable, "predict.py", str(run), "new.h5", "-o", f"{dataset}.csv"]
-    done = subprocess.run(predict, cwd=project, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        file["parts/values"] = np.ones((6, 4), np.float32)
+    done = run_to_end([sys.executable, "predict.py", str(run), "new.h5", "-o", "new.csv"], project)
     assert done.returncode == 0, done.stderr
-    assert len((project / f"{dataset}.csv").read_text().splitlines()) == 4
+    assert len((project / "new.csv").read_text().splitlines()) == 4
