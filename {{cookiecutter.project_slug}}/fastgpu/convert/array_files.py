@@ -11,7 +11,8 @@ from fastgpu.convert.reader import Broken, Columns, Reader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset, load_numpy
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.numpy_files import load_numpy
 
 
 class Arrays(Reader):

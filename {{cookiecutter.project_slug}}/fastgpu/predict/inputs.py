@@ -18,7 +18,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
-from fastgpu.storage.arrays import ArrayDataset, load_numpy
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.numpy_files import load_numpy
 from fastgpu.storage.store import open_store
 
 POOL_BYTES = 64 << 20
