@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,14 @@ class Shape(Dataset):
         raise KeyError(name)
 
 
+def with_labels(labels: np.ndarray) -> Shape:
+    """A source with labels that are in memory."""
+    source = Shape(len(labels))
+    source.fields["labels"] = Field(np.dtype(np.int64), ())
+    source.column = lambda name: labels
+    return source
+
+
 class Images(TorchDataset):
     def __len__(self) -> int:
         return 400
@@ -77,10 +86,6 @@ def sizes_of(
 
 def test_the_batch_of_a_rank_is_its_part_of_the_global_batch():
     assert choose_rank_batch(64, 4, 2, Shape(1000)) == 16
-    with pytest.raises(UserError, match=r"data.batch_size is 66; it should be a multiple of 8 \(4 ranks x optim.acc"):
-        choose_rank_batch(66, 4, 2, Shape(1000))
-    with pytest.raises(UserError, match=r"data.batch_size is 64, but x.h5 has 63 rows; use at most 63"):
-        choose_rank_batch(64, 1, 1, Shape(63))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +95,6 @@ def test_the_batch_of_a_rank_is_its_part_of_the_global_batch():
 def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, world_size, n_blocks, canonical_ranks):
     source = Shape(1000, n_blocks=n_blocks)
     assert choose_canonical_ranks(batch_size, world_size, source) == canonical_ranks
-
-
-def test_more_ranks_than_blocks_are_refused():
-    message = r"8 ranks are more than the 5 blocks \(chunks\) of x.h5; use at most 5 ranks"
-    with pytest.raises(UserError, match=message):
-        choose_canonical_ranks(64, 8, Shape(1000, n_blocks=5))
 
 
 @pytest.mark.parametrize(
@@ -113,41 +112,59 @@ def test_a_pool_has_256_mib_8_million_rows_all_rows_or_one_batch(pool_batches, b
 
 
 @pytest.mark.parametrize(
-    ("num_readers", "local_world_size", "chosen"), [("auto", 1, 8), ("auto", 8, 4), ("auto", 64, 1), (3, 8, 3)]
+    ("choose", "asked", "local_world_size", "chosen"),
+    [
+        (choose_readers, "auto", 1, 8),
+        (choose_readers, "auto", 8, 4),
+        (choose_readers, "auto", 64, 1),
+        (choose_readers, 3, 8, 3),
+        (choose_workers, "auto", 4, 8),
+        (choose_workers, "auto", 64, 1),
+        (choose_workers, 0, 1, 0),
+    ],
 )
-def test_readers_are_the_cpus_of_a_rank_and_at_most_8(memory, num_readers, local_world_size, chosen):
-    assert choose_readers(num_readers, local_world_size) == chosen
+def test_readers_are_the_cpus_of_a_rank_and_at_most_8_and_workers_are_all_of_them(
+    memory, choose, asked, local_world_size, chosen
+):
+    assert choose(asked, local_world_size) == chosen
 
 
-def test_workers_are_the_cpus_of_a_rank(memory):
-    assert choose_workers("auto", 4) == 8
-    assert choose_workers("auto", 64) == 1
-    assert choose_workers(3, 4) == 3
-    assert choose_workers(0, 1) == 0
+FREE = {"device": 10 * GIB, "host": 32 * GIB}
 
 
 @pytest.mark.parametrize(
-    ("tier", "need_gib", "tier_chosen"),
-    [("auto", 4, "device"), ("auto", 6, "host"), ("auto", 17, "disk"), ("disk", 1, "disk"), ("host", 17, "host")],
+    ("tier", "need_gib", "can_stay", "chosen"),
+    [
+        ("auto", 4, True, "device"),
+        ("auto", 6, True, "host"),
+        ("auto", 17, True, "disk"),
+        ("disk", 1, True, "disk"),
+        ("host", 17, True, "host"),
+        ("auto", 1, False, "disk"),  # rows that may change stay on the disk tier ...
+        ("host", 1, False, "host"),  # ... unless another one is chosen
+    ],
 )
-def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, tier_chosen):
-    free = {"device": 10 * GIB, "host": 32 * GIB}
-    assert choose_tier(tier, need_gib * GIB, free, "x.h5") == tier_chosen
+def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, can_stay, chosen):
+    assert choose_tier(tier, need_gib * GIB, FREE, "x.h5", can_stay=can_stay) == chosen
 
 
-def test_rows_that_may_change_stay_on_the_disk_tier_unless_it_is_chosen():
-    free = {"device": 10 * GIB, "host": 32 * GIB}
-    assert choose_tier("auto", GIB, free, "x.h5", can_stay=False) == "disk"
-    assert choose_tier("host", GIB, free, "x.h5", can_stay=False) == "host"
-
-
-def test_a_tier_without_room_is_refused():
-    free = {"device": 10 * GIB, "host": 9 * GIB}
-    message = "data.tier is device, but x.h5 needs 11.0 GiB a rank and 10.0 GiB are free; use data.tier=disk"
+@pytest.mark.parametrize(
+    ("choose", "arguments", "message"),
+    [
+        (choose_rank_batch, (66, 4, 2, Shape(1000)), r"data.batch_size is 66; .* multiple of 8 \(4 ranks x optim.acc"),
+        (choose_rank_batch, (64, 1, 1, Shape(63)), "data.batch_size is 64, .* use at most 63"),
+        (choose_canonical_ranks, (64, 8, Shape(1000, n_blocks=5)), r"the 5 blocks \(chunks\) .*; use at most 5 ranks"),
+        (
+            choose_tier,
+            ("device", 11 * GIB, FREE, "x.h5"),
+            "data.tier is device, .* 10.0 GiB are free; use data.tier",
+        ),
+        (choose_tier, ("host", 33 * GIB, FREE, "x.h5"), "data.tier is host, .* 33.0 GiB .* 32.0 GiB are free"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(choose, arguments, message):
     with pytest.raises(UserError, match=message):
-        choose_tier("device", 11 * GIB, free, "x.h5")
-    with pytest.raises(UserError, match="data.tier is host, but .* 9.0 GiB are free"):
-        choose_tier("host", 11 * GIB, free, "x.h5")
+        choose(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------- all of them
@@ -169,20 +186,14 @@ def test_all_sizes_together(memory):
     )
 
 
-def test_values_name_the_keys_that_were_chosen(memory):
-    chosen = sizes_of(data(), Loader(), (Shape(2000), Shape(10)), ALONE)
+def test_the_keys_are_named_that_were_chosen_or_given(memory):
+    sources = (Shape(2000), Shape(10))
+    chosen = sizes_of(data(), Loader(), sources, ALONE)
     assert chosen.chosen == {"data": {"tier": "device", "pool_batches": 31}, "loader": {"num_readers": 8}}
-    assert set(chosen.chosen["data"]) <= set(Data.model_fields)
-    assert set(chosen.chosen["loader"]) <= set(Loader.model_fields)
-
-
-def test_numbers_that_a_person_chose_are_kept(memory):
-    chosen = sizes_of(
-        data(tier="disk", pool_batches=3, batch_size=32), Loader(num_readers=5), (Shape(2000), Shape(10)), ALONE
-    )
-    assert chosen.chosen["data"] == {"tier": "disk", "pool_batches": 3}
-    assert chosen.chosen["loader"] == {"num_readers": 5}
-    assert chosen.batch_size == 32
+    given = data(tier="disk", pool_batches=3, batch_size=32)
+    kept = sizes_of(given, Loader(num_readers=5), sources, ALONE)
+    assert kept.chosen == {"data": {"tier": "disk", "pool_batches": 3}, "loader": {"num_readers": 5}}
+    assert kept.batch_size == 32
 
 
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
@@ -203,9 +214,7 @@ def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_ti
 
 
 def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, capsys):
-    source = Shape(2000)
-    source.fields["labels"] = Field(np.dtype(np.int64), ())
-    source.column = lambda name: np.arange(2000) // 200
+    source = with_labels(np.arange(2000) // 200)
     sizes_of(data(pool_batches=2), Loader(prefetch_pools=5), (source, Shape(10)), ALONE)
     printed = capsys.readouterr().out
     assert "warning: loader.prefetch_pools has no effect on the device tier" in printed
@@ -231,12 +240,6 @@ def test_nothing_is_read_to_choose_the_sizes(memory):
     ids=["sorted", "one pool", "mixed", "one class"],
 )
 def test_a_file_sorted_by_class_is_told_if_pools_cannot_mix_it(labels, pool_rows, is_told):
-    source = Shape(1000)
-    source.fields["labels"] = Field(np.dtype(np.int64), ())
-    source.column = lambda name: labels
-    warning = class_order_warning(source, pool_rows)
-    if is_told:
-        assert "x.h5 is sorted by class: 99 % of" in warning
-        assert "share a label, by chance it would be 10 %" in warning
-    else:
-        assert not warning
+    warning = class_order_warning(with_labels(labels), pool_rows)
+    expected = "x.h5 is sorted by class: 99 % of .* share a label, by chance it would be 10 %"
+    assert bool(re.search(expected, warning or "")) == bool(warning) == is_told

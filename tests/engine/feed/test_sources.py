@@ -31,9 +31,18 @@ def open_both(
     return open_splits(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(), 0)
 
 
-def refused(message: str, *arguments, **options) -> None:
-    with pytest.raises(UserError, match=message):
-        open_both(*arguments, **options)
+def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
+    with h5py.File(name, "w") as file:
+        file["images"] = numbered(len(labels))
+        file["labels"] = labels
+        file.attrs.update(attributes)
+
+
+def write_groups(*names: str) -> None:
+    """Write groups.h5 with a group of rows of each name."""
+    with h5py.File("groups.h5", "w") as file:
+        for name in names:
+            file[f"{name}/images"] = file[f"{name}/labels"] = np.arange(20)
 
 
 # ---------------------------------------------------------------------------------------------- a share for validation
@@ -47,13 +56,6 @@ def test_a_share_is_the_same_for_every_seed_of_a_run(write):
     numbers = val.selection.rows().tolist()
     assert numbers == open_both(val="12.5 %", batch_size=8)[1].selection.rows().tolist()
     assert not set(numbers) & {*train.selection.rows()}
-
-
-def test_a_share_that_cannot_be_is_refused(write):
-    write(100, name="a.h5")
-    refused("data.val is 10%, a share of data.train, so data.val_fields should be {}", val="10%", val_fields=FIELDS)
-    refused("data.val is 0%, which is 0 of the 100 rows of a.h5", val="0%")
-    refused(r"data.val: 1\.\.5% does not exist", val="1..5%")
 
 
 # ---------------------------------------------------------------------------------------------- weights and balance
@@ -90,52 +92,59 @@ def test_classes_are_groups_of_equal_weight(write):
     assert val.selection is None
 
 
-def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
-    with h5py.File(name, "w") as file:
-        file["images"] = numbered(len(labels))
-        file["labels"] = labels
-        file.attrs.update(attributes)
+COW_FIRST = r": number 0 of the labels is cow in b.h5 and cat in a.h5 \(attribute class_names\); convert them together"
+BALANCED = {"balance": "classes"}
 
 
-def test_mixtures_that_cannot_be_are_refused(write):
-    write(90, name="a.h5")
+@pytest.mark.parametrize(
+    ("message", "train", "options"),
+    [
+        (r"data.val is 10%, a share .* data.val_fields should be {}", "rows.h5", {"val": "10%", "val_fields": FIELDS}),
+        ("data.val is 0%, which is 0 of the 90 rows of rows.h5", "rows.h5", {"val": "0%"}),
+        (r"data.val: 1\.\.5% does not exist", "rows.h5", {"val": "1..5%"}),
+        ("data.val is 90%, which leaves no row of one.h5 to train on", {"rows.h5": 1, "one.h5": 1}, {"val": "90%"}),
+        ("data.train names rows.h5 2 times and data.val is 10%; name it", ["rows.h5", "./rows.h5"], {"val": "10%"}),
+        ("data.train names rows.h5 2 times", ["ro*.h5", "rows.h5"], {"val": "10%"}),
+        ("data.train names rows.h5 2 times", {"ro*.h5": 1, "one.h5": 1, "rows.h5": 2}, {"val": "10%"}),
+        ("data.train names groups.h5::x 2 times", ["groups.h5::x", "groups.h5::/x"], {"val": "10%"}),
+        ("needs a field `labels` .*rows.h5 has images", "rows.h5", BALANCED | {"fields": {"images": "images"}}),
+        (r"floats.h5 has .*labels, float64 \(N\)", "floats.h5", BALANCED),
+        (r"many.h5 has .*labels, int8 \(N, 2\)", "many.h5", BALANCED),
+        ("data.balance is classes and data.train has weights", {"rows.h5": 1}, BALANCED),
+        (
+            "data.train has weights, which work for HDF5 files only",
+            {"rows.h5": 1},
+            {"dataset": "torch.utils.data:Dataset"},
+        ),
+        ("data.train" + COW_FIRST, ["a.h5", "b.h5"], {}),
+        ("data.train" + COW_FIRST, {"a.h5": 1, "b.h5": 2}, {}),
+        ("data.val" + COW_FIRST, "a.h5", {"val": "b.h5"}),
+        ("data.train: photos is a folder; name the files in it, .* python convert.py --help", "photos", {}),
+    ],
+)
+def test_data_that_cannot_be_are_refused(write, message, train, options):
+    write(90, name="rows.h5")
+    write(1, name="one.h5")
     write_labels("floats.h5", np.arange(5) / 2)
     write_labels("many.h5", np.ones((5, 2), np.int8))
-    refused(r"needs a field `labels` .*a.h5 has images", fields={"images": "images"}, balance="classes")
-    refused(r"floats.h5 has .*labels, float64 \(N\)", "floats.h5", balance="classes")
-    refused(r"many.h5 has .*labels, int8 \(N, 2\)", "many.h5", balance="classes")
-    refused("data.balance is classes and data.train has weights", {"a.h5": 1}, balance="classes")
-    refused("data.train has weights, which work for HDF5 files only", {"a.h5": 1}, dataset="torch.utils.data:Dataset")
-
-
-def test_sources_whose_labels_mean_other_classes_are_refused():
     write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
     write_labels("b.h5", np.arange(5), class_names=["cow", "cat", "dog"])
+    write_groups("x")
+    Path("photos").mkdir()
+    with pytest.raises(UserError, match=message):
+        open_both(train, **{"val": "rows.h5"} | options)
+
+
+def test_a_class_may_have_no_rows_for_validation():
+    write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
     write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
-    message = (
-        r": number 0 of the labels is cow in b.h5 and cat in a.h5 \(attribute class_names\); convert them together"
-    )
-    refused("data.train" + message, ["a.h5", "b.h5"])
-    refused("data.train" + message, {"a.h5": 1, "b.h5": 2})
-    refused("data.val" + message, "a.h5", "b.h5")
-    open_both("a.h5", "few.h5")  # a class without rows for validation
-
-
-def test_a_source_that_loses_all_its_rows_to_validation_is_refused(write):
-    write(90, name="a.h5")
-    for name in ("b.h5", "c.h5", "d.h5"):
-        write(1, name=name)
-    refused(
-        "data.val is 90%, which leaves no row of b.h5 to train on", {"a.h5": 1, "b.h5": 1, "c.h5": 1, "d.h5": 1}, "90%"
-    )
+    open_both("a.h5", "few.h5")
 
 
 def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys):
     for name in ("p-train.h5", "p-val.h5", "q.h5"):
         write(20, name=name)
-    with h5py.File("groups.h5", "w") as file:
-        for name in ("train", "val"):
-            file[f"{name}/images"] = file[f"{name}/labels"] = np.arange(5)
+    write_groups("train", "val")
     for train in ("p-*.h5", ["q.h5", "./p-val.h5"], {"p-train.h5": 2, "p-val.h5": 1}):
         open_both(train, "p-val.h5", {"images": "images"})
         assert "warning: data.val has p-val.h5 of data.train: the val" in capsys.readouterr().out, train
@@ -150,30 +159,9 @@ def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_a_share_of_a_file_that_is_named_twice_is_refused(write):
-    """Each copy would hold out other rows, which are trained on in the other copy."""
-    for name in ("p-a.h5", "p-b.h5", "q.h5"):
-        write(40, name=name)
-    with h5py.File("groups.h5", "w") as file:
-        file["x/images"] = file["x/labels"] = np.arange(20)
-    for train in (["p-a.h5", "./p-a.h5"], ["p-*.h5", "p-a.h5"], {"p-*.h5": 1, "q.h5": 1, "p-a.h5": 2}):
-        refused(
-            r"data.train names p-a.h5 2 times and data.val is 10%; name it once.*: \{p-a.h5: 2, ...\}", train, "10%"
-        )
-        assert len(open_both(train, "q.h5")[0]) > 40  # without a share, no row is held out
-    refused("data.train names groups.h5::x 2 times", ["groups.h5::x", "groups.h5::/x"], "10%")
-    train, val = open_both({"p-a.h5": 2, "p-b.h5": 1}, "10%", {"labels": "labels", "images": "images"})
-    assert len(train) + len(val) == 80
-    assert not {*train.selection.rows()} & {*val.selection.rows()}
-
-
-def test_what_convert_should_read_first_is_refused():
-    Path("photos").mkdir()
-    Path("photos/1.jpg").touch()
-    refused(
-        "data.train: photos is a folder; name the files in it, .*, or convert it once: python convert.py --help",
-        "photos",
-    )
+def test_a_file_may_be_named_twice_where_no_row_is_held_out(write):
+    write(40, name="a.h5")
+    assert len(open_both(["a.h5", "./a.h5"])[0]) == 80
 
 
 class Ten(TorchDataset):

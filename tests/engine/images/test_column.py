@@ -1,6 +1,5 @@
 import io
-import threading
-from itertools import chain
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -16,7 +15,7 @@ from fastgpu.images.column import CENTRE_SHARE, ImageDecoder
 from fastgpu.images.decode import EncodedImage, decode_centre
 from fastgpu.images.parts import Box, draw, random_box
 from fastgpu.process.config import Config, Data, Loader
-from fastgpu.process.launch import HangError, RankError, UserError
+from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
@@ -44,19 +43,21 @@ FILES = photos()
 ONE_RANK = Shard(0, 1, 4)
 
 
-def write_encoded(path: Path, files: list[bytes], codec: str = "jpeg+png") -> Path:
+def write_encoded(path: Path, start: int = 0, stop: int = N_ROWS) -> Path:
+    """Write some of the files, with their numbers as labels."""
+    files = FILES[start:stop]
     with h5py.File(path, "w") as file:
         group = file.create_group("images")
-        group.attrs["codec"] = codec
+        group.attrs["codec"] = "jpeg+png"
         group["indptr"] = np.cumsum([0, *map(len, files)])
         group["values"] = np.frombuffer(b"".join(files), np.uint8)
-        file["labels"] = np.arange(len(files))
+        file["labels"] = np.arange(start, stop)
     return path
 
 
 @pytest.fixture
 def store(tmp_path) -> Dataset:
-    return open_store("data.train", str(write_encoded(tmp_path / "encoded.h5", FILES)), FIELDS)
+    return open_store("data.train", str(write_encoded(tmp_path / "encoded.h5")), FIELDS)
 
 
 def feed_of(source: Dataset, tier: str = "disk", n_readers: int = 2, shard: Shard = ONE_RANK) -> Feed:
@@ -81,26 +82,20 @@ def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
     return image.decode(random_box(draws, image.height, image.width, min_scale), SIZE).tobytes()
 
 
-def test_each_epoch_takes_the_random_part_that_seed_epoch_and_row_decide(store):
-    for epoch in (0, 1, 7):
-        rows = rows_of(feed_of(ImageDecoder(SIZE, 0.2).decoded(store)), epoch)
-        assert len(rows) == 88
+@pytest.mark.parametrize("cuts", [[N_ROWS], [40, N_ROWS]], ids=["one file", "two files"])
+@pytest.mark.parametrize("n_readers", [1, 4])
+def test_seed_epoch_and_row_decide_the_random_part_for_any_readers_world_and_start(tmp_path, cuts, n_readers):
+    paths = [str(write_encoded(tmp_path / f"{start}.h5", start, stop)) for start, stop in pairwise([0, *cuts])]
+    source = ImageDecoder(SIZE, 0.2).decoded(open_store("data.train", paths, FIELDS))
+    for shard, epoch, first_pool in (
+        (ONE_RANK, 0, 0),
+        (ONE_RANK, 7, 2),
+        (Shard(1, 2, 4), 7, 0),
+        (Shard(3, 4, 4), 7, 0),
+    ):
+        rows = rows_of(feed_of(source, n_readers=n_readers, shard=shard), epoch, first_pool)
+        assert len(rows) == (88 - 24 * first_pool) // shard.world_size
         assert rows == [(row, expected_pixels(row, epoch, 0.2)) for row, _ in rows]
-
-
-@pytest.mark.parametrize(("tier", "n_readers"), [("disk", 1), ("disk", 4)])
-def test_pixels_are_the_same_for_every_number_of_readers(store, tier, n_readers):
-    expected = rows_of(feed_of(ImageDecoder(SIZE, 0.2).decoded(store)), 3)
-    assert rows_of(feed_of(ImageDecoder(SIZE, 0.2).decoded(store), tier, n_readers), 3) == expected
-
-
-def test_pixels_are_the_same_for_every_world_size_and_for_a_resumed_run(store):
-    source = ImageDecoder(SIZE, 0.2).decoded(store)
-    expected = rows_of(feed_of(source), 2)
-    for world_size in (2, 4):
-        parts = [rows_of(feed_of(source, shard=Shard(rank, world_size, 4)), 2) for rank in range(world_size)]
-        assert sorted(chain(*parts)) == sorted(expected)
-    assert rows_of(feed_of(source), 2, first_pool=2) == expected[48:]
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -125,50 +120,35 @@ def test_a_field_may_have_any_name(store, tmp_path):
         np.testing.assert_array_equal(read_rows(ImageDecoder(SIZE).decoded(renamed))[name], expected)
 
 
-def test_a_row_that_hangs_ends_the_run(store, monkeypatch):
-    source = ImageDecoder(SIZE, 0.5).decoded(store)
-    released = threading.Event()
-    monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", lambda *arguments: released.wait())
-    order = BlockSampler(source.block_rows, 8, seed=5)
-    feed = make_feed(source, order, Placement("disk", CPU, 1), Loader(timeout_s=1))
-    with pytest.raises(HangError, match=r"no rows have come from \S+encoded\.h5: it hangs"):
-        next(feed.pools(0))
-    released.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("reader"):
-            thread.join()
-
-
-@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("can't allocate memory: 9 bytes")])
-def test_want_of_memory_is_no_damage(store, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError("no memory"), "no memory; free some memory"),  # is no damage
+        (RuntimeError("can't allocate memory: 9 bytes"), "9 bytes; free some memory"),
+        (ValueError("two\n  lines"), "the image in row 0 cannot be decoded: two lines; restore the file"),
+    ],
+)
+def test_what_the_decoder_raises_is_one_line(store, monkeypatch, error, message):
     def fail(*arguments: object) -> None:
         raise error
 
     monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", fail)
-    with pytest.raises(RankError, match=f"{error}; free some memory"):
+    with pytest.raises(RankError, match=message):
         read_rows(ImageDecoder(SIZE).decoded(store))
 
 
-def test_the_reason_is_one_line(store, monkeypatch):
-    def complain(*arguments: object) -> None:
-        raise ValueError("two\n  lines")
-
-    monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", complain)
-    with pytest.raises(RankError, match="the image in row 0 cannot be decoded: two lines; restore the file"):
-        read_rows(ImageDecoder(SIZE).decoded(store))
-
-
-@pytest.mark.parametrize("is_subset", [False, True])
-def test_a_damaged_image_is_named_by_its_row(tmp_path, is_subset):
-    files = [*FILES[:20], FILES[21][: len(FILES[21]) // 2], *FILES[21:40]]
-    store = open_store("data.train", str(write_encoded(tmp_path / "damaged.h5", files)), FIELDS)
-    source = ImageDecoder(SIZE, 0.5).decoded(store)
-    with pytest.raises(RankError, match=r"(damaged\.h5|part): the image in row 20 cannot be decoded: \w"):
+def test_a_damaged_image_is_named_by_its_row(tmp_path):
+    path = write_encoded(tmp_path / "damaged.h5")
+    with h5py.File(path, "a") as file:
+        begin, end = file["images/indptr"][20:22]
+        file["images/values"][(begin + end) // 2 : end] = 0
+    source = ImageDecoder(SIZE, 0.5).decoded(open_store("data.train", str(path), FIELDS))
+    with pytest.raises(RankError, match=r"damaged\.h5: the image in row 20 cannot be decoded: \w"):
         rows_of(feed_of(source), 0)
 
 
 def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", FILES[:3])
+    path = write_encoded(tmp_path / "x.h5", 0, 3)
     with h5py.File(path, "r+") as file:
         del file["images/values"]
         file["images/values"] = np.zeros(sum(map(len, FILES[:3])), np.int32)
@@ -185,7 +165,7 @@ def sizes_of(path: Path, **values: object) -> Sizes:
 
 
 def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", FILES)
+    path = write_encoded(tmp_path / "x.h5")
     fixed = sizes_of(path, image_size=16)
     random = sizes_of(path, image_size=16, min_crop_scale=0.3)
     assert (fixed.tier, random.tier) == ("device", "disk")
@@ -198,15 +178,15 @@ def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tm
 
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
     with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
-        sizes_of(write_encoded(tmp_path / "x.h5", FILES))
+        sizes_of(write_encoded(tmp_path / "x.h5"))
     sizes_of(write(90), min_crop_scale=0.5)
     assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
 
 
 def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", FILES)
+    path = write_encoded(tmp_path / "x.h5")
     with h5py.File(path, "a") as file:
-        file["masks"] = np.zeros((len(FILES), 16, 16), np.uint8)
+        file["masks"] = np.zeros((N_ROWS, 16, 16), np.uint8)
     fields = {"images": "images", "masks": "masks"}
     data = Data(train=str(path), val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=0.5)
     with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):

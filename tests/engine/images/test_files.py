@@ -2,7 +2,7 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from fastgpu.convert.images.masks import decode_pair
 from fastgpu.images.files import decode
@@ -67,13 +67,6 @@ def test_resizing_takes_the_part_it_should(shape, box):
     assert np.abs(found.transpose(1, 2, 0).astype(int) - expected).max() <= 1
 
 
-def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
-    large = Image.fromarray(pixels(800, 1000))
-    found = decode(encoded(large, "JPEG", quality=95), Preprocessing((100, 100)))
-    expected = np.asarray(ImageOps.fit(large, (100, 100), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    assert np.abs(found.astype(int) - expected).mean() < 6
-
-
 @pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "exact", 0.5)])
 def test_preprocessing_comes_back_from_json(value):
     assert Preprocessing.from_json(value.to_json()) == value
@@ -90,15 +83,7 @@ def test_ways_to_prepare_images_that_are_gone_are_refused(text):
 # ---------------------------------------------------------------------------------------------- masks
 
 
-@pytest.mark.parametrize(
-    "preprocessing",
-    [
-        Preprocessing(),
-        Preprocessing((15, 20)),
-        Preprocessing((10, 40)),
-        Preprocessing((15, 15), "exact"),
-    ],
-)
+@pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((10, 40)), Preprocessing((15, 15), "exact")])
 @pytest.mark.parametrize("mode", ["L", "P", "I;16"])
 def test_a_mask_stays_on_its_image(preprocessing, mode):
     image = np.zeros((30, 40, 3), np.uint8)
