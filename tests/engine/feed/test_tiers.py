@@ -97,7 +97,7 @@ def test_every_tier_gives_the_rows_in_order_also_resumed_and_left_early(source, 
                 for batch in pool.rows.batches(8):
                     numbers += numbers_in(batch)
             order.set_epoch(epoch)
-            assert numbers == list(order)[order.rows_before(first_pool) :]
+            assert numbers == list(order)[order.rows_before(0, first_pool) :]
             next(feed.pools(0), None)  # the loop leaves an epoch early
 
 
