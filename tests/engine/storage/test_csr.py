@@ -100,12 +100,7 @@ def test_rows_without_any_value_are_rows(write_ragged):
     assert rows["items"].offsets.tolist() == [0] * 21
 
 
-def break_attribute(path: str, name: str, value: object) -> None:
-    with h5py.File(path, "a") as file:
-        if value is None:
-            del file["items"].attrs[name]
-        else:
-            file["items"].attrs[name] = value
+DAMAGED = "items is damaged: its indptr should rise from 0 to the 40 values"
 
 
 @pytest.mark.parametrize(
@@ -115,41 +110,29 @@ def break_attribute(path: str, name: str, value: object) -> None:
         ("shape", None, r"should have the attribute shape, \(rows, items\)"),
         ("shape", (20, 0), "should have the attribute shape"),
         ("shape", (20,), "should have the attribute shape"),
+        ("indptr", np.arange(21)[::-1], DAMAGED),
+        ("indptr", np.array([*range(20), 3]), DAMAGED),  # falls at the end
+        ("indptr", np.arange(1, 22), DAMAGED),
+        ("indptr", np.zeros((21, 1), int), DAMAGED),
+        ("indptr", np.zeros(0, int), DAMAGED),
+        ("indices", None, "has no dataset items/indices; it has items, number"),
     ],
 )
-def test_a_matrix_with_other_attributes_is_refused(write_ragged, name, value, message):
-    path = write_ragged(20)
-    break_attribute(path, name, value)
-    with pytest.raises(UserError, match=message):
-        open_store("data.train", path, FIELDS)
-
-
-@pytest.mark.parametrize(
-    "indptr",
-    [np.arange(21)[::-1], np.array([*range(20), 3]), np.arange(1, 22), np.zeros((21, 1), int), np.zeros(0, int)],
-    ids=["falls", "falls at the end", "does not begin with 0", "has two dimensions", "is empty"],
-)
-def test_an_indptr_that_does_not_rise_to_the_number_of_values_is_refused(write_ragged, indptr):
-    path = write_ragged(20)
-    rewrite(path, "items/indptr", indptr)
-    with pytest.raises(UserError, match="items is damaged: its indptr should rise from 0 to the 40 values"):
-        open_store("data.train", path, FIELDS)
-
-
-def test_a_matrix_without_indices_is_refused(write_ragged):
+def test_a_matrix_that_cannot_be_is_refused(write_ragged, name, value, message):
     path = write_ragged(20)
     with h5py.File(path, "a") as file:
-        del file["items/indices"]
-    with pytest.raises(UserError, match="has no dataset items/indices; it has items, number"):
+        holder = file["items"] if name.startswith("ind") else file["items"].attrs
+        del holder[name]
+        if value is not None:
+            holder[name] = value
+    with pytest.raises(UserError, match=message):
         open_store("data.train", path, FIELDS)
 
 
 def test_a_row_with_more_values_than_fit_the_device_is_refused(write_ragged, monkeypatch):
     monkeypatch.setattr("fastgpu.storage.csr.MAX_VALUES", 3)
-    path = write_ragged(20)
-    break_attribute(path, "shape", (20, 3))
     with pytest.raises(UserError, match="items has a row of more than 3 values"):
-        open_store("data.train", path, FIELDS)
+        open_store("data.train", write_ragged(20, items=3), FIELDS)
 
 
 @pytest.mark.usefixtures("either_cached_or_not")
@@ -164,7 +147,9 @@ def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(
         read_scattered(store)
 
 
-def test_ragged_values_may_have_a_shape(tmp_path):
+@pytest.mark.parametrize("long_row_bytes", [0, 1 << 20], ids=["row by row", "by indices"])
+def test_ragged_values_may_have_a_shape(tmp_path, monkeypatch, long_row_bytes):
+    monkeypatch.setattr("fastgpu.storage.columns.LONG_ROW_BYTES", long_row_bytes)
     boxes = np.arange(200 * 4, dtype=np.float32).reshape(-1, 4)
     lengths = np.arange(40) % 11
     with h5py.File(tmp_path / "x.h5", "w") as file:

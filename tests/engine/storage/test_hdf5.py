@@ -15,31 +15,39 @@ from fastgpu.storage.store import open_store
 FIELDS = {"images": "images", "labels": "labels"}
 
 
-def refused(path: str | list[str], message: str, fields: dict[str, str] = FIELDS, **options) -> None:
+def refused(path: str, message: str, fields: dict[str, str] = FIELDS) -> None:
     with pytest.raises(UserError, match=message):
-        open_store("data.train", path, fields, **options)
+        open_store("data.train", path, fields)
 
 
-def write_datasets(tmp_path, **datasets) -> str:
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.h5", "data.train: nowhere.h5 does not exist"),
+        ("nowhere-*.h5", r"data.train: no file matches nowhere-\*.h5"),
+        ("text.h5", "is not an HDF5 file"),
+        (".", "is a folder; name the files in it"),
+        ("x.h5", "has no dataset labels; it has images, words, zero"),
+        ("x.h5::/train", "has no group /train; it has images, words, zero"),
+    ],
+)
+def test_files_that_cannot_be_opened(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    Path("text.h5").write_text("no")
+    with h5py.File("x.h5", "w") as file:
+        file["images"] = numbered(2)
+        file["zero"] = 3
+        file["words"] = ["a", "b"]
+    refused(path, message)
+
+
+def test_fields_that_are_no_rows_of_numbers(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        for name, value in datasets.items():
-            file[name] = value
-    return str(tmp_path / "x.h5")
-
-
-# ---------------------------------------------------------------------------------------------- files
-
-
-def test_missing_files_and_globs_without_a_match():
-    refused("nowhere.h5", "data.train: nowhere.h5 does not exist")
-    refused("nowhere-*.h5", r"data.train: no file matches nowhere-\*.h5")
-    refused(["nowhere.h5"], "does not exist")
-
-
-def test_folders_and_files_that_are_not_hdf5(tmp_path):
-    (tmp_path / "text.h5").write_text("no")
-    refused(str(tmp_path / "text.h5"), "is not an HDF5 file")
-    refused(str(tmp_path), "is a folder; name the files in it")
+        file["images"] = numbered(2)
+        file["zero"] = 3
+        file["words"] = ["a", "b"]
+    refused(f"{tmp_path}/x.h5", "is a single value", {"images": "images", "labels": "zero"})
+    refused(f"{tmp_path}/x.h5", "is of type object; allowed are bool", {"images": "images", "labels": "words"})
 
 
 def test_a_file_that_is_locked_by_its_writer(write):
@@ -53,34 +61,16 @@ def test_a_file_that_is_locked_by_its_writer(write):
         writer.communicate()
 
 
-# ---------------------------------------------------------------------------------------------- datasets
-
-
-def test_missing_datasets_and_groups(tmp_path):
-    path = write_datasets(tmp_path, images=numbered(5), other=np.arange(4))
-    refused(path, "has no dataset labels; it has images, other")
-    refused(f"{path}::/train", "has no group /train; it has images, other")
-
-
-def test_scalars_and_types_that_are_not_numbers(tmp_path):
-    refused(write_datasets(tmp_path, images=3, labels=3), "is a single value")
-    path = write_datasets(tmp_path, images=numbered(2), labels=["a", "b"])
-    refused(path, "is of type object; allowed are bool, integers and floats")
-
-
 def test_a_group_has_attributes_of_plain_python(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        group = file.create_group("train")
-        group["images"] = numbered(5)
-        group["labels"] = np.arange(5)
-        group.attrs["class_names"] = ["a", "b"]
-        group.attrs["bytes"] = np.bytes_(b"c")
-        group.attrs["mean"] = np.array([1.5])
-        group.attrs["fastgpu_format"] = np.int64(1)
+        file["train/images"] = numbered(5)
+        file["train/labels"] = np.arange(5)
+        attributes = {"class_names": ["a", "b"], "bytes": np.bytes_(b"c"), "mean": np.array([1.5]), "n": np.int64(1)}
+        file["train"].attrs.update(attributes)
     store = open_store("data.train", f"{tmp_path}/x.h5::/train", FIELDS)
     assert len(store) == 5
-    assert store.attributes == {"class_names": ["a", "b"], "bytes": "c", "mean": [1.5], "fastgpu_format": 1}
-    assert type(store.attributes["fastgpu_format"]) is int
+    assert store.attributes == {"class_names": ["a", "b"], "bytes": "c", "mean": [1.5], "n": 1}
+    assert type(store.attributes["n"]) is int
 
 
 @pytest.mark.parametrize(
@@ -162,34 +152,17 @@ def test_a_chunk_that_the_library_cannot_decode(write):
 # ---------------------------------------------------------------------------------------------- links
 
 
-def virtual_layout(source: str) -> h5py.VirtualLayout:
+@pytest.mark.parametrize(("group", "name"), [("", "link"), ("", "virtual"), ("", "external"), ("::/group", "images")])
+def test_bytes_of_other_files_are_not_followed(write, tmp_path, group, name):
+    source = write(10, name="source.h5")
+    (tmp_path / "raw").write_bytes(numbered(10).tobytes())
     layout = h5py.VirtualLayout((10, 1, 4, 2), "u1")
     layout[:] = h5py.VirtualSource(source, "images", (10, 1, 4, 2))
-    return layout
-
-
-def write_links(folder: Path, source: str, raw: str) -> str:
-    """Write a file with a link, a group, a virtual and an external dataset that lead to other files."""
-    with h5py.File(folder / "x.h5", "w") as file:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
         file["labels"] = np.arange(10)
         file["link"] = h5py.ExternalLink(source, "images")
         file["group"] = h5py.ExternalLink(source, "/")
-        file.create_virtual_dataset("virtual", virtual_layout(source))
-        file.create_dataset("external", (10, 1, 4, 2), "u1", external=[(raw, 0, 80)])
-    return str(folder / "x.h5")
-
-
-@pytest.fixture
-def linked(write, tmp_path) -> str:
-    """A file with links of all kinds that lead to files with numbered rows."""
-    (tmp_path / "raw").write_bytes(numbered(10).tobytes())
-    return write_links(tmp_path, write(10, name="source.h5"), str(tmp_path / "raw"))
-
-
-WAYS = [("", "link"), ("", "virtual"), ("", "external"), ("::/group", "images")]
-
-
-@pytest.mark.parametrize(("group", "name"), WAYS)
-def test_bytes_of_other_files_are_not_followed(linked, group, name):
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", (10, 1, 4, 2), "u1", external=[(str(tmp_path / "raw"), 0, 80)])
     fields = {"images": name, "labels": "labels"}
-    refused(linked + group, "takes its bytes from other files; name those files", fields)
+    refused(f"{tmp_path}/x.h5{group}", "takes its bytes from other files; name those files", fields)
