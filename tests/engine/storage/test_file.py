@@ -13,7 +13,7 @@ from fastgpu.process.launch import RankError
 from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile, is_in_page_cache, not_found, split_group
-from fastgpu.storage.store import HDF5Dataset, open_store
+from fastgpu.storage.store import open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
@@ -31,12 +31,9 @@ def file(tmp_path, content) -> OpenFile:
     return OpenFile(str(path))
 
 
-def test_a_path_may_name_a_group():
+def test_a_path_may_name_a_group_and_a_missing_file_is_told_with_its_folder(tmp_path, monkeypatch):
     assert split_group("a/x.h5::/train") == ("a/x.h5", "/train")
     assert split_group("a/x.h5") == ("a/x.h5", "/")
-
-
-def test_a_missing_file_is_told_with_the_folder_it_was_looked_for_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert str(not_found("x.h5")) == f"x.h5 does not exist (looked in {tmp_path})"
 
@@ -95,27 +92,18 @@ def test_what_the_kernel_says_about_the_page_cache(file, monkeypatch, answer, ex
         assert is_in_page_cache(opened.fileno(), 10) is expected
 
 
-def test_rows_are_copied_out_of_the_mapping_only_where_they_are_cached(write, monkeypatch):
-    path = write(40, BIG)
-    store = open_store("data.train", path, FIELDS)
-    read_offsets = answer_of_the_kernel(monkeypatch, 1)
+@pytest.mark.parametrize("answer", [1, BlockingIOError(errno.EAGAIN, "would wait for the disk")])
+def test_rows_are_copied_out_of_the_mapping_only_where_they_are_cached(write, monkeypatch, answer):
+    store = open_store("data.train", write(40, BIG), FIELDS)
+    read_offsets = answer_of_the_kernel(monkeypatch, answer)
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert not read_offsets
-    monkeypatch.undo()
-    store = open_store("data.train", path, FIELDS)
-    read_offsets = answer_of_the_kernel(monkeypatch, BlockingIOError(errno.EAGAIN, "would wait for the disk"))
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert read_offsets
+    assert bool(read_offsets) == (answer != 1)
 
 
 def test_a_file_system_that_does_not_tell_what_it_has_cached_is_asked_once(write, monkeypatch):
     store = open_store("data.train", write(40, BIG), FIELDS)
     probed_offsets = []
-
-    def cannot_tell(descriptor, offset):
-        probed_offsets.append(offset)
-
-    monkeypatch.setattr(file_module, "is_in_page_cache", cannot_tell)
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: probed_offsets.append(offset))
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
     assert len(probed_offsets) == 1
 
@@ -150,17 +138,13 @@ def pages_in_cache(path: str) -> set[int]:
         return set(np.flatnonzero(flags & 1).tolist())
 
 
-def open_around_page_cache(monkeypatch, path: str) -> HDF5Dataset:
-    monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
-    return open_store("data.train", path, FIELDS)
-
-
 def test_a_file_that_the_memory_cannot_hold_leaves_no_rows_in_the_page_cache(write, monkeypatch):
     path = write(1000, BIG)
     assert not open_store("data.train", path, FIELDS).around_page_cache
     if not has_direct_reads(path):
         pytest.skip("the file system of the tests has no direct reads")
-    store = open_around_page_cache(monkeypatch, path)
+    monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
+    store = open_store("data.train", path, FIELDS)
     assert store.around_page_cache
     with Path(path).open("rb") as file:
         os.fsync(file.fileno())
@@ -179,7 +163,8 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch)
         return real(path, flags, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    store = open_around_page_cache(monkeypatch, write(40, BIG))
+    monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
+    store = open_store("data.train", write(40, BIG), FIELDS)
     assert not store.around_page_cache
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
 
@@ -220,40 +205,43 @@ def test_short_reads_are_continued(write, monkeypatch):
 # ---------------------------------------------------------------------------------------------- changed files
 
 
-@pytest.mark.usefixtures("either_cached_or_not")
-def test_a_file_cut_while_in_use_is_an_error(write):
-    path = write(40, BIG)
-    store = open_store("data.train", path, FIELDS)
-    os.truncate(path, Path(path).stat().st_size // 2)
-    with pytest.raises(RankError, match=r"rows.h5 (was changed|.*was cut) while in use; restore the file"):
-        read_scattered(store)
-
-
 def test_bytes_behind_the_end_of_a_file_are_an_error(file):
     with pytest.raises(RankError, match="x.bin ends at byte 100000: it was cut while in use; restore the file"):
         file.read(99_990, 20)
 
 
+def cut(path: str) -> None:
+    os.truncate(path, Path(path).stat().st_size // 2)
+
+
+def grow(path: str) -> None:
+    os.truncate(path, Path(path).stat().st_size + 1)
+
+
+def overwrite(path: str) -> None:
+    with Path(path).open("r+b") as raw:
+        raw.write(b"x")
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"chunk": 8, "compression": "gzip"}])
-@pytest.mark.parametrize("change", ["grow", "write"])
+@pytest.mark.parametrize("change", [cut, grow, overwrite])
 def test_a_file_changed_while_in_use_is_an_error(write, options, change):
     path = write(40, BIG, **options)
     store = open_store("data.train", path, FIELDS)
     read_scattered(store)
-    with Path(path).open("r+b") as raw:
-        raw.seek(0, os.SEEK_END if change == "grow" else os.SEEK_SET)
-        raw.write(b"x")
-    with pytest.raises(RankError, match="was changed while in use"):
+    change(path)
+    with pytest.raises(RankError, match="was changed while in use; restore the file"):
         read_scattered(store)
 
 
 @pytest.mark.usefixtures("all_cached")
-@pytest.mark.parametrize("size", [0, 1 << 20])
-def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, size):
+@pytest.mark.parametrize("change", [cut, grow])
+def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, change):
     path = write(40, BIG)
     store = open_store("data.train", path, FIELDS)
     out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
     (job,) = store.jobs(PLAN._replace(n_rows=8, reads=reads_of((16, np.arange(8)))), out, 8)
-    os.truncate(path, size)
+    change(path)
     with pytest.raises(RankError, match="was changed while in use"):
         job()

@@ -109,6 +109,7 @@ def test_what_h5py_raises_is_one_line_and_a_bug_of_ours_is_not(write):
 def test_more_rows_and_chunks_than_a_file_can_hold(tmp_path):
     path = str(tmp_path / "x.h5")
     for n_rows, options, message in (
+        (40, {"chunks": (10,)}, "4 of 4 chunks were never written"),
         (2**34, {"chunks": (2**33,), "compression": "gzip"}, "2 of 2 chunks were never written"),
         (2**34, {}, "was never written"),
         (2**62, {"chunks": (1,)}, "4611686018427387904 of 4611686018427387904 chunks were never written"),

@@ -8,6 +8,7 @@ from harness import PLAN, numbered, numbers_of, reads_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
+from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 from fastgpu.storage.store import _gather as gather
@@ -16,23 +17,11 @@ FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-def refused(path: str | list[str], message: str, fields: dict[str, str] = FIELDS) -> None:
-    with pytest.raises(UserError, match=message):
-        open_store("data.train", path, fields)
-
-
 def test_a_path_names_files_and_a_group(write, tmp_path):
     paths = [write(4, name=f"part-{number}.h5") for number in range(2)]
-    assert expand("data.train", paths[0]) == [(paths[0], "/")]
     assert expand("data.train", f"{tmp_path}/part-*.h5::/train") == [(path, "/train") for path in paths]
-    assert expand("data.train", "nowhere.h5") == [("nowhere.h5", "/")]
-    odd = write(4, name="odd[1].h5")
-    assert expand("data.train", odd) == [(odd, "/")]
-
-
-def test_no_files_or_no_fields_are_refused(write):
-    refused([], "data.train: no file or no field is named")
-    refused(write(4), "data.train: no file or no field is named; data.fields maps names", {})
+    for path in (paths[0], "nowhere.h5", write(4, name="odd[1].h5")):
+        assert expand("data.train", path) == [(path, "/")]
 
 
 def test_several_files_are_one(write, tmp_path):
@@ -63,15 +52,25 @@ def test_the_identity_of_rows_is_that_of_their_copy_and_of_no_others(write, tmp_
     assert next(name for name in identity if fewer[name] != identity[name]) == "the number of rows"
 
 
-def test_shards_must_agree(write, tmp_path):
+@pytest.mark.parametrize(
+    ("paths", "fields", "message"),
+    [
+        ([], FIELDS, "data.train: no file or no field is named"),
+        (["a.h5"], {}, "data.train: no file or no field is named; data.fields maps names"),
+        (["a.h5", "b.h5"], FIELDS, r"b.h5 holds images as uint8 \(N, 1, 2, 4\).*files must agree"),
+        (["a.h5"], {"images": "images", "y": "four"}, r"unequal length \{'images': 10, 'y': 4\}; give each as many"),
+        (["a.h5"], {"images": "empty"}, "has no rows"),
+    ],
+)
+def test_files_and_fields_that_do_not_fit_are_refused(write, tmp_path, monkeypatch, paths, fields, message):
+    monkeypatch.chdir(tmp_path)
     write(10, name="a.h5")
     write(10, (1, 2, 4), name="b.h5")
-    refused(str(tmp_path / "?.h5"), r"b.h5 holds images as uint8 \(N, 1, 2, 4\).*files must agree")
-
-
-def test_fields_may_have_other_names_in_the_file(write):
-    store = open_store("data.train", write(10), {"pixels": "/images"})
-    assert store.fields["pixels"].shape == (1, 4, 2)
+    with h5py.File("a.h5", "a") as file:
+        file["four"] = np.arange(4)
+        file["empty"] = np.arange(0)
+    with pytest.raises(UserError, match=message):
+        open_store("data.train", paths, fields)
 
 
 def test_only_small_fields_are_in_memory(write, monkeypatch):
@@ -83,24 +82,14 @@ def test_only_small_fields_are_in_memory(write, monkeypatch):
         open_store("data.train", path, FIELDS).column("labels")
 
 
-def test_two_large_fields_with_different_chunks(tmp_path, monkeypatch):
+def test_two_large_fields_with_different_chunks_and_other_names(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "COLUMN_BYTES", 0)
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        file.create_dataset("images", data=numbered(50, BIG), chunks=(8, *BIG))
+        file.create_dataset("pixels", data=numbered(50, BIG), chunks=(8, *BIG))
         file.create_dataset("labels", data=np.arange(50), chunks=(3,))
-    rows = read_scattered(open_store("data.train", str(tmp_path / "x.h5"), FIELDS))
+    fields = {"images": "/pixels", "labels": "labels"}
+    rows = read_scattered(open_store("data.train", str(tmp_path / "x.h5"), fields))
     assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
-
-
-def test_fields_of_unequal_length_or_without_rows(tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["images"] = numbered(5)
-        file["other"] = np.arange(4)
-        file["empty"] = np.arange(0)
-    path = str(tmp_path / "x.h5")
-    fields = {"images": "images", "labels": "other"}
-    refused(path, r"fields of unequal length \{'images': 5, 'labels': 4\}; give each as many rows", fields)
-    refused(path, "has no rows", {"images": "empty"})
 
 
 def gathered(store: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> dict[str, np.ndarray]:
@@ -146,9 +135,13 @@ def is_found(path: str | list[str], fields: dict[str, str] = FIELDS) -> bool:
     return job.func is gather
 
 
-@pytest.mark.usefixtures("all_cached")
-def test_rows_that_do_not_lie_in_one_piece_as_they_are_cannot_be_gathered(write, tmp_path):
+def test_rows_that_do_not_lie_in_the_page_cache_in_one_piece_as_they_are_cannot_be_gathered(
+    write, tmp_path, monkeypatch
+):
     path = write(40, BIG)
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: False)
+    assert not is_found(path)
+    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: True)
     assert is_found(path)
     assert not is_found([path, write(40, BIG, name="more.h5")])
     assert not is_found(write(40, BIG, name="gzip.h5", compression="gzip"))
@@ -161,11 +154,6 @@ def test_rows_that_do_not_lie_in_one_piece_as_they_are_cannot_be_gathered(write,
                 file.flush()
     assert not is_found(str(tmp_path / "x.h5"), {"x": "one"})
     assert not is_found(str(tmp_path / "x.h5"), {"x": "big_endian"})
-
-
-@pytest.mark.usefixtures("nothing_cached")
-def test_rows_that_are_not_in_the_page_cache_are_not_found_in_memory(write):
-    assert not is_found(write(40, BIG))
 
 
 def open_with(write, *attributes):
