@@ -1,42 +1,14 @@
 import tracemalloc
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from cases import mixed, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastgpu.rows.order import BlockSampler, Shard
 
-
-class Case(NamedTuple):
-    """A file and the ranks that share it."""
-
-    block_rows: np.ndarray
-    world_size: int
-    canonical_per_rank: int
-    share: int
-    """Rows that a global batch takes from each canonical rank."""
-    pool_batches: int
-
-    def samplers(self, world_size: int | None = None, **options) -> list[BlockSampler]:
-        """A sampler for each rank. Another world size must divide the number of canonical ranks."""
-        world_size = world_size or self.world_size
-        canonical_ranks = self.world_size * self.canonical_per_rank
-        batch_size = self.share * canonical_ranks // world_size
-        samplers = []
-        for rank in range(world_size):
-            shard = Shard(rank, world_size, canonical_ranks)
-            samplers.append(
-                BlockSampler(self.block_rows, batch_size, shard=shard, pool_batches=self.pool_batches, **options)
-            )
-        return samplers
-
-
-small = st.integers(1, 4)
-block_rows = st.lists(st.integers(1, 9), min_size=1, max_size=20).map(np.array)
-cases = st.builds(Case, block_rows, small, small, small, small)
 seeds = st.none() | st.integers(0, 9)
 many = settings(max_examples=300, deadline=None)
 
@@ -45,35 +17,42 @@ many = settings(max_examples=300, deadline=None)
 
 
 @many
-@given(cases, seeds, st.booleans(), st.integers(0, 3))
-def test_every_row_once_and_equal_counts_on_all_ranks(case, seed, drop_last, epoch):
-    samplers = case.samplers(seed=seed, drop_last=drop_last)
-    real_rows = []
+@given(plain | mixed(), st.integers(0, 9), st.integers(0, 2))
+def test_each_place_of_a_pool_is_filled_once_and_pools_agree_on_all_ranks(case, seed, epoch):
+    stops = np.cumsum(case.block_rows)
     plans_of_ranks = []
-    for sampler in samplers:
+    for sampler in case.samplers(seed=seed):
         plans = list(sampler.pools(epoch))
-        plans_of_ranks.append([(plan.n_rows, plan.number, plan.is_last) for plan in plans])
         for plan in plans:
-            all_places = plan.reads.places
-            assert sorted(all_places) == list(range(plan.n_rows))  # each place of the pool is filled exactly once
-            rows = [start + np.arange(len(places)) for start, places in plan.reads.ranges()]
-            assert plan.row_ids[all_places].tolist() == np.concatenate(rows).tolist()
-            real_rows += plan.row_ids[: plan.n_real_rows].tolist()
+            assert sorted(plan.reads.places) == list(range(plan.n_rows))
+            row_ids = np.full(plan.n_rows, -1)
+            for start, places in plan.reads.ranges():
+                assert start + len(places) <= stops[np.searchsorted(stops, start, "right")]  # in one block
+                row_ids[places] = start + np.arange(len(places))
+            np.testing.assert_array_equal(plan.row_ids, row_ids)
         assert sum(plan.n_rows for plan in plans) == len(sampler)
+        plans_of_ranks.append([(plan.n_rows, plan.number, plan.is_last) for plan in plans])
     assert all(plans == plans_of_ranks[0] for plans in plans_of_ranks)
-    assert len(set(real_rows)) == len(real_rows)
-    n_rows = int(case.block_rows.sum())
-    if drop_last:
-        assert n_rows - len(real_rows) < samplers[0].canonical_ranks + samplers[0].global_batch_size
-    else:
-        assert sorted(real_rows) == list(range(n_rows))
 
 
 @many
-@given(cases, st.integers(0, 9))
+@given(plain, seeds, st.booleans(), st.integers(0, 3))
+def test_every_row_comes_once(case, seed, drop_last, epoch):
+    samplers = case.samplers(seed=seed, drop_last=drop_last)
+    plans = [plan for sampler in samplers for plan in sampler.pools(epoch)]
+    real_rows = [row for plan in plans for row in plan.row_ids[: plan.n_real_rows].tolist()]
+    assert len(set(real_rows)) == len(real_rows)
+    if drop_last:
+        assert case.n_rows - len(real_rows) < samplers[0].canonical_ranks + samplers[0].global_batch_size
+    else:
+        assert sorted(real_rows) == list(range(case.n_rows))
+
+
+@many
+@given(plain | mixed(), st.integers(0, 9))
 def test_global_batches_are_the_same_for_every_world_size_that_divides_the_canonical_ranks(case, seed):
     def global_batches(world_size: int) -> np.ndarray:
-        samplers = case.samplers(world_size, seed=seed)
+        samplers = case.samplers(world_size, seed)
         batches = [np.array(list(sampler), int).reshape(-1, sampler.batch_size) for sampler in samplers]
         return np.concatenate(batches, 1)
 
@@ -82,7 +61,7 @@ def test_global_batches_are_the_same_for_every_world_size_that_divides_the_canon
 
 
 @many
-@given(cases, st.data())
+@given(plain | mixed(), st.data())
 def test_resuming_goes_on_where_it_stopped(case, data):
     sampler = case.samplers()[-1]
     first_pool = data.draw(st.integers(0, sampler.pools_per_epoch))
@@ -92,15 +71,17 @@ def test_resuming_goes_on_where_it_stopped(case, data):
 
 
 @many
-@given(cases, seeds, st.booleans(), st.data())
+@given(plain | mixed(), seeds, st.booleans(), st.data())
 def test_no_pool_has_more_rows_or_values_than_it_says(case, seed, drop_last, data):
-    n_rows = int(case.block_rows.sum())
-    lengths = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n_rows, max_size=n_rows)), np.int32)
-    for sampler in case.samplers(seed=seed, drop_last=drop_last):
+    lengths = np.array(data.draw(st.lists(st.integers(0, 50), min_size=case.n_rows, max_size=case.n_rows)), np.int32)
+    options = {} if case.groups else {"seed": seed, "drop_last": drop_last}
+    for sampler in case.samplers(**options):
         plans = list(sampler.pools(0))
         assert len(plans) == sampler.pools_per_epoch
         if plans:
-            assert max(plan.n_rows for plan in plans) == sampler.max_pool_rows
+            most_rows = max(plan.n_rows for plan in plans)
+            assert most_rows <= sampler.max_pool_rows
+            assert most_rows == sampler.max_pool_rows or case.groups
             assert max(lengths[plan.row_ids].sum() for plan in plans) <= sampler.max_values(lengths)
 
 
