@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -6,34 +8,49 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.meaning import check_meaning
 
 
-def source(name, **attributes):
-    return ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
+def check(ours: dict[str, object], theirs: dict[str, object]) -> None:
+    """Compare the attributes of the sources a and b."""
+    sources = [
+        ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
+        for name, attributes in (("a", ours), ("b", theirs))
+    ]
+    check_meaning("data.val", *sources)
 
 
-def test_items_have_the_same_numbers_in_all_sources(capsys):
-    ids = np.array([7, 3, 9])
-    check_meaning("data.val", source("a", item_ids=ids), source("b", item_ids=[7, 3, 9]))
-    check_meaning("data.val", source("a", item_ids=[0, 1, 2]), source("b"))  # a matrix with all its columns
-    assert not capsys.readouterr().out
-    with pytest.raises(
-        UserError, match="number 0 of the items is 3 in b and 7 in a .attribute item_ids.; convert them together"
-    ):
-        check_meaning("data.val", source("a", item_ids=ids), source("b", item_ids=[3, 7, 9]))
-    check_meaning("data.val", source("a", item_ids=ids), source("b"))
-    assert "b has no item_ids; its items 0, 1, 2... are taken for 7, 3, 9 as in a" in capsys.readouterr().out
+IDS = np.array([7, 3, 9])
+SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'} for resize in ("shorter", "exact"))
 
 
-def test_images_that_were_prepared_in_two_ways_are_told(capsys):
-    pixels, others = (f'{{"size": [8, 8], "resize": "{resize}"}}' for resize in ("shorter", "exact"))
-    check_meaning("data.val", source("a", preprocessing=pixels), source("b", preprocessing=pixels), source("c"))
-    assert not capsys.readouterr().out
-    check_meaning("data.val", source("a", preprocessing=pixels), source("b", preprocessing=others))
-    assert f"the images of b were prepared with {others}, those of a with {pixels}" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ({"item_ids": IDS}, {"item_ids": [7, 3, 9]}, ""),
+        ({"item_ids": [0, 1, 2]}, {}, ""),  # a matrix with all its columns
+        ({"item_ids": IDS}, {}, "b has no item_ids; its items 0, 1, 2... are taken for 7, 3, 9 as in a"),
+        ({"class_names": ["0", "1", "2"]}, {}, ""),
+        ({"class_names": ["cat", "dog"]}, {}, "b has no class_names; its labels 0, 1, 2... are taken for cat, dog as"),
+        ({}, {"class_names": ["0", "1", "10", "2"]}, "a has no class_names; .* are taken for 0, 1, 10, 2 as in b"),
+        ({"target_names": ["row", "column"]}, {}, "b has no target_names; .* are taken for row, column as in a"),
+        (SHORTER, SHORTER, ""),
+        (SHORTER, {}, ""),
+        (SHORTER, EXACT, "the images of b were prepared with .*exact.*, those of a with .*shorter"),
+    ],
+)
+def test_rows_that_may_mean_something_else_are_told(ours, theirs, told, capsys):
+    check(ours, theirs)
+    printed = capsys.readouterr().out
+    assert re.search(told, printed)
+    assert bool(printed) == bool(told)
 
 
-def test_numbers_to_predict_have_one_order():
-    check_meaning("data.val", source("a", target_names=["row", "column"]), source("b"))
-    with pytest.raises(UserError, match="number 0 of the columns of labels is column in b and row in a"):
-        check_meaning(
-            "data.val", source("a", target_names=["row", "column"]), source("b", target_names=["column", "row"])
-        )
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs", "message"),
+    [
+        ("item_ids", [7, 3, 9], [3, 7, 9], r"items is 3 in b and 7 in a .attribute item_ids.; convert them together"),
+        ("class_names", ["a", "b"], ["b", "a"], "labels is b in b and a in a"),
+        ("target_names", ["row", "column"], ["column", "row"], "columns of labels is column in b and row in a"),
+    ],
+)
+def test_rows_that_mean_something_else_are_refused(name, ours, theirs, message):
+    with pytest.raises(UserError, match=f"number 0 of the {message}"):
+        check({name: ours}, {name: theirs})

@@ -181,14 +181,3 @@ def test_shards_of_one_conversion_keep_their_mean_and_a_file_without_one_is_name
     assert capsys.readouterr().out == ""
     assert open_with(write, {}, same).attributes["mean"] == pytest.approx(same["mean"])
     assert "0.h5 has no attributes mean and std" in capsys.readouterr().out
-
-
-def test_labels_that_may_mean_other_classes_are_not_mixed_in_silence(write, capsys):
-    open_with(write, {"class_names": ["0", "1", "2"]}, {})
-    assert capsys.readouterr().out == ""
-    open_with(write, {}, {"class_names": ["cat", "dog"]})
-    assert "0.h5 has no class_names; its labels 0, 1, 2... are taken for cat, dog as in" in capsys.readouterr().out
-    open_with(write, {"class_names": ["0", "1", "10", "2"]}, {})
-    assert "1.h5 has no class_names; its labels 0, 1, 2... are taken for 0, 1, 10, 2 as in" in capsys.readouterr().out
-    with pytest.raises(UserError, match="number 0 of the labels is b in .*1.h5 and a in .*0.h5"):
-        open_with(write, {"class_names": ["a", "b"]}, {"class_names": ["b", "a"]})
