@@ -238,7 +238,15 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
 # ---------------------------------------------------------------------------------------------- columns, types
 
 
+class Single(Numbered):
+    """Items that are one tensor alone, (1, 8, 8)."""
+
+    def __getitem__(self, row: int):
+        return torch.from_numpy(self.images[row])
+
+
 def test_columns_and_class_names():
+    assert ItemDataset("x", Single(), {"images": "images"}).fields["images"].shape == (1, 8, 8)
     source = source_of()
     assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
     assert numbers_of(source.column("images")) == list(range(N_ROWS))
@@ -318,18 +326,6 @@ def test_a_batch_with_rows_of_several_types_keeps_their_values(n_workers):
         assert next(feed.pools(0)).rows["x"].tolist() == [300 if row < 4 else 7 for row in rows]
 
 
-class Single(Numbered):
-    """Items that are one tensor alone, (1, 8, 8)."""
-
-    def __getitem__(self, row: int):
-        return torch.from_numpy(self.images[row])
-
-
-def test_an_item_that_is_a_tensor_is_one_value():
-    """Its first axis are no fields."""
-    assert ItemDataset("x", Single(), {"images": "images"}).fields["images"].shape == (1, 8, 8)
-
-
 @pytest.mark.parametrize(
     ("items", "fields", "message"),
     [
@@ -341,6 +337,7 @@ def test_an_item_that_is_a_tensor_is_one_value():
     ],
 )
 def test_items_that_are_no_rows_are_one_line(items, fields, message):
+    """A tensor is one value: its first axis are no fields."""
     with pytest.raises(UserError, match=message):
         ItemDataset("x", items, {name: name for name in fields})
 
@@ -361,9 +358,6 @@ class Empty(Numbered):
 class WithoutLength(Dataset):
     def __init__(self, path):
         pass
-
-    def __getitem__(self, row: int):
-        return row
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, numbered
+from harness import ALONE, numbered
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -82,10 +82,6 @@ def sizes_of(
 
 
 # ---------------------------------------------------------------------------------------------- one number each
-
-
-def test_the_batch_of_a_rank_is_its_part_of_the_global_batch():
-    assert choose_rank_batch(64, 4, 2, Shape(1000)) == 16
 
 
 @pytest.mark.parametrize(
@@ -221,12 +217,6 @@ def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, cap
     assert "warning: x.h5 is sorted by class" in printed
     sizes_of(data(tier="disk"), Loader(prefetch_pools=5), (Shape(2000), Shape(10)), ALONE)
     assert capsys.readouterr().out == ""
-
-
-def test_nothing_is_read_to_choose_the_sizes(memory):
-    source = Shape(2000)
-    source.read = lambda *_: pytest.fail("read")
-    sizes_of(data(tier="disk"), Loader(), (source, source), World(0, 2, 2, CPU))
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(
 @pytest.mark.parametrize("long_row_bytes", [0, 1 << 20], ids=["row by row", "by indices"])
 def test_ragged_values_may_have_a_shape(tmp_path, monkeypatch, long_row_bytes):
     monkeypatch.setattr("fastgpu.storage.columns.LONG_ROW_BYTES", long_row_bytes)
+    monkeypatch.setattr(store_module, "MIN_BLOCKS", 1)  # several rows in a block
     boxes = np.arange(200 * 4, dtype=np.float32).reshape(-1, 4)
     lengths = np.arange(40) % 11
     with h5py.File(tmp_path / "x.h5", "w") as file:
