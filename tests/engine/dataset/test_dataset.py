@@ -1,4 +1,5 @@
 import errno
+import gc
 import multiprocessing
 import os
 import random
@@ -28,11 +29,7 @@ from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 
-pytestmark = [
-    # The iterator that torch could not finish, because a worker could not be started, is deleted at any later time.
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <function _MultiProcessingDataLoaderIter.__del__"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 CPU = torch.device("cpu")
 FIELDS = {"images": "images", "labels": "labels"}
 DRAWN = {"a": "a", "b": "b", "c": "c"}
@@ -465,6 +462,18 @@ def test_closing_at_any_moment_leaves_no_thread_or_process():
         assert nothing_is_left()
 
 
+UNFINISHED = "ignore:Exception ignored in. <function _MultiProcessingDataLoaderIter.__del__"
+
+
+@pytest.fixture
+def unfinished() -> Iterator[None]:
+    """Delete here what torch leaves where a worker cannot be started. Its deletion fails, at any time otherwise."""
+    yield
+    gc.collect()
+
+
+@pytest.mark.filterwarnings(UNFINISHED)
+@pytest.mark.usefixtures("unfinished")
 def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(monkeypatch):
     start = multiprocessing.Process.start
 
@@ -481,7 +490,8 @@ def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(m
     assert nothing_is_left()
 
 
-@pytest.mark.filterwarnings("ignore:Got pickle error")
+@pytest.mark.filterwarnings("ignore:Got pickle error", UNFINISHED)
+@pytest.mark.usefixtures("unfinished")
 def test_a_dataset_that_cannot_be_sent_to_a_process_is_the_same_line_again():
     source = source_of()
     source.items.dataset.transform = lambda image: image
