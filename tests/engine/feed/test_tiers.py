@@ -98,7 +98,8 @@ def test_every_tier_gives_the_rows_in_order_also_resumed_and_left_early(source, 
                     numbers += numbers_in(batch)
             order.set_epoch(epoch)
             assert numbers == list(order)[order.rows_before(0, first_pool) :]
-            next(feed.pools(0), None)  # the loop leaves an epoch early
+            if first_pool:
+                next(feed.pools(2), None)  # the loop leaves an epoch early
 
 
 def test_an_epoch_of_a_mixture_has_the_turns_of_its_groups(sparse):
