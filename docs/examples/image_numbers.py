@@ -57,6 +57,11 @@ class Workload(images.Workload):
         self.check_options()
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
+    @property
+    def summary(self) -> str:
+        C, H, W = self.shape_CHW
+        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {self.label_summary}"
+
     def describe_numbers(self, labels: np.ndarray | None) -> str:
         text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict"
         if labels is None:

@@ -83,13 +83,18 @@ class Workload(workloads.Workload):
         for source in (train, val):
             check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
         self.is_pretrained = options.pretrained and len(train) > 0  # predict.py, which has no rows, loads its weights
-        if options.pretrained and not options.timm:
+        self.check_options()
+        self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
+
+    def check_options(self) -> None:
+        """Raise UserError if an option leaves nothing of an image, or has no effect."""
+        o = self.options
+        if o.pretrained and not o.timm:
             raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
         side = min(self.shape_CHW[1:])
-        for name in ("crop_padding", "cutout_size"):
-            if (pixels := getattr(options, name)) >= side:
+        for name, pixels in (("crop_padding", o.crop_padding), ("cutout_size", o.cutout_size)):
+            if pixels >= side:
                 raise UserError(f"model.{name} is {pixels}, but images are {side} pixels high or wide; use fewer")
-        self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
     @property
     def summary(self) -> str:
