@@ -12,7 +12,8 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.column import CENTRE_SHARE, ImageDecoder
-from fastgpu.images.decode import EncodedImage, decode_centre
+from fastgpu.images.decode import EncodedImage
+from fastgpu.images.files import decode_centre
 from fastgpu.images.parts import Box, draw, random_box
 from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import RankError, UserError

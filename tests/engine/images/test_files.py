@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from fastgpu.convert.images.masks import decode_pair
-from fastgpu.images.files import decode
+from fastgpu.images.files import decode, read_preprocessing
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 
@@ -69,7 +69,7 @@ def test_resizing_takes_the_part_it_should(shape, box):
 
 @pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "exact", 0.5)])
 def test_preprocessing_comes_back_from_json(value):
-    assert Preprocessing.from_json(value.to_json()) == value
+    assert read_preprocessing(value.to_json()) == value
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_preprocessing_comes_back_from_json(value):
 )
 def test_ways_to_prepare_images_that_are_gone_are_refused(text):
     with pytest.raises(UserError, match="images that were prepared with .* need the version that prepared them"):
-        Preprocessing.from_json(text)
+        read_preprocessing(text)
 
 
 # ---------------------------------------------------------------------------------------------- masks

@@ -8,6 +8,7 @@ from PIL import Image
 from fastgpu.convert.images.readers import ImageFolder, Kept
 from fastgpu.convert.images.table_readers import ImageTable
 from fastgpu.dataset.source import open_dataset
+from fastgpu.images.files import read_preprocessing
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
@@ -151,8 +152,8 @@ def test_the_file_says_how_its_images_were_prepared(tmp_path, convert):
     assert convert("images", "photos", "own.h5").returncode == 0
     assert convert("images", "photos", "small.h5", "--size", "4x5", "--resize", "exact").returncode == 0
     with h5py.File(tmp_path / "own.h5") as own, h5py.File(tmp_path / "small.h5") as small:
-        assert Preprocessing.from_json(own.attrs["preprocessing"]) == Preprocessing((8, 10))
-        assert Preprocessing.from_json(small.attrs["preprocessing"]) == Preprocessing((4, 5), "exact")
+        assert read_preprocessing(own.attrs["preprocessing"]) == Preprocessing((8, 10))
+        assert read_preprocessing(small.attrs["preprocessing"]) == Preprocessing((4, 5), "exact")
 
 
 def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):

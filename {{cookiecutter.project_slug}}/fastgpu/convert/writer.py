@@ -273,7 +273,7 @@ class ImageStatistics:
         self._name = next(iter(images), None)
         self._decode = None
         if self._name is not None and images[self._name].codec:
-            self._decode = import_module("fastgpu.images.decode").decode_whole
+            self._decode = import_module("fastgpu.images.files").decode_whole
         self._row_step = -(-n_rows // STATISTICS_ROWS)
         self._rng = np.random.default_rng(0)
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares

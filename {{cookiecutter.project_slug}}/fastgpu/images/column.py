@@ -41,10 +41,8 @@ class ImageDecoder:
     def __str__(self) -> str:
         part = "the centre"
         if self.min_scale < 1:
-            part = f"a random part of {100 * self.min_scale:g} to 100 % of the area"
-            part += f" (validation: the central {100 * self.centre_share:g} % of the sides)"
-        library = "simplejpeg and Pillow" if simplejpeg else "Pillow"
-        return f"decoded by {library} in the reader threads to {self.size[0]} x {self.size[1]} pixels: {part}"
+            part = f"random parts of {100 * self.min_scale:g} to 100 % of the area, the centre for validation"
+        return f"decoded in the reader threads to {self.size[0]} x {self.size[1]} pixels: {part}"
 
     def decoded(self, rows: Dataset) -> Dataset:
         """The same rows, with pixels in place of encoded images."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from fastgpu.images.parts import Box, centre_box
+from fastgpu.images.parts import Box
 from fastgpu.storage.file import scratch
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
@@ -118,19 +118,6 @@ def _may_have_exif(data: memoryview) -> bool:
             return True
         at += 2 + int.from_bytes(data[at + 2 : at + 4])
     return data[at : at + 1] != b"\xff"  # something unusual
-
-
-def decode_whole(data: np.ndarray) -> np.ndarray:
-    """All of an image: uint8 (3, H, W), valid until this thread decodes again."""
-    image = EncodedImage(data)
-    size = (image.height, image.width)
-    return image.decode(Box(0, 0, *size), size)
-
-
-def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.ndarray:
-    """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
-    image = EncodedImage(data)
-    return image.decode(centre_box(image.height, image.width, size, share), size)
 
 
 def open_image(file: IO[bytes]) -> ImageFile.ImageFile:

@@ -6,12 +6,13 @@ An alpha channel is dropped.
 Shapes: C channels, H and W pixels.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, get_args
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -21,17 +22,26 @@ from fastgpu.images.decode import (
     EXIF_ON_ITS_SIDE,
     EXIF_ORIENTATION,
     FORMATS,
-    decode_centre,
+    EncodedImage,
     open_image,
     resize_pixels,
     to_rgb,
 )
-from fastgpu.images.parts import Preprocessing
+from fastgpu.images.parts import Box, Preprocessing, Resize, centre_box
 from fastgpu.process.launch import UserError
 
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
 SIXTEEN_BITS = "16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)"
+
+
+def read_preprocessing(text: str) -> Preprocessing:
+    """What `Preprocessing.to_json` wrote. Raises UserError if this version does not know that way."""
+    values = json.loads(text)
+    if values.get("crop") or values["resize"] not in get_args(Resize):
+        raise UserError(f"images that were prepared with {text} need the version that prepared them")
+    size = tuple(values["size"]) if values["size"] else None
+    return Preprocessing(size, values["resize"], values.get("centre_share"))
 
 
 def is_image(name: str) -> bool:
@@ -132,6 +142,19 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
         ImageOps.exif_transpose(image, in_place=True)
         image_CHW = to_rgb(image)
     return fit(image_CHW, preprocessing).contiguous().numpy()
+
+
+def decode_whole(data: np.ndarray) -> np.ndarray:
+    """All of an image: uint8 (3, H, W), valid until this thread decodes again."""
+    image = EncodedImage(data)
+    size = (image.height, image.width)
+    return image.decode(Box(0, 0, *size), size)
+
+
+def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.ndarray:
+    """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
+    image = EncodedImage(data)
+    return image.decode(centre_box(image.height, image.width, size, share), size)
 
 
 def describe_changes(file: IO[bytes]) -> list[str]:

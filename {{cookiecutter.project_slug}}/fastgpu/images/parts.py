@@ -3,11 +3,9 @@
 import json
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
-
-from fastgpu.process.launch import UserError
 
 Resize = Literal["shorter", "exact"]
 
@@ -35,14 +33,6 @@ class Preprocessing(NamedTuple):
         if self.centre_share is None:
             del values["centre_share"]
         return json.dumps(values)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Preprocessing":
-        """Raises UserError if the images were prepared in a way that this version does not know."""
-        values = json.loads(text)
-        if values.get("crop") or values["resize"] not in get_args(Resize):
-            raise UserError(f"images that were prepared with {text} need the version that prepared them")
-        return cls(tuple(values["size"]) if values["size"] else None, values["resize"], values.get("centre_share"))
 
 
 class Box(NamedTuple):

@@ -108,7 +108,7 @@ def _open_images(paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[
         raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
     images = import_module("fastgpu.images.files")
     preprocessing = card["attributes"].get("preprocessing")
-    prepared = images.Preprocessing.from_json(preprocessing) if preprocessing else images.Preprocessing()
+    prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
     files: list[Path] = []
     for path in map(Path, paths):
         found = [path / name for name in images.list_images(path)] if path.is_dir() else [path]
