@@ -17,7 +17,6 @@ from fastgpu.feed.sizes import (
     choose_readers,
     choose_sizes,
     choose_tier,
-    choose_workers,
     class_order_warning,
 )
 from fastgpu.process.config import Config, Data, Loader, Optim
@@ -108,21 +107,13 @@ def test_a_pool_has_256_mib_8_million_rows_all_rows_or_one_batch(pool_batches, b
 
 
 @pytest.mark.parametrize(
-    ("choose", "asked", "local_world_size", "chosen"),
-    [
-        (choose_readers, "auto", 1, 8),
-        (choose_readers, "auto", 8, 4),
-        (choose_readers, "auto", 64, 1),
-        (choose_readers, 3, 8, 3),
-        (choose_workers, "auto", 4, 8),
-        (choose_workers, "auto", 64, 1),
-        (choose_workers, 0, 1, 0),
-    ],
+    ("asked", "local_world_size", "max_readers", "chosen"),
+    [("auto", 1, 8, 8), ("auto", 8, 8, 4), ("auto", 64, 8, 1), (3, 8, 8, 3), ("auto", 1, 32, 32), (0, 1, 32, 0)],
 )
 def test_readers_are_the_cpus_of_a_rank_and_at_most_8_and_workers_are_all_of_them(
-    memory, choose, asked, local_world_size, chosen
+    memory, asked, local_world_size, max_readers, chosen
 ):
-    assert choose(asked, local_world_size) == chosen
+    assert choose_readers(asked, local_world_size, max_readers) == chosen
 
 
 FREE = {"device": 10 * GIB, "host": 32 * GIB}

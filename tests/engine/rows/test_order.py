@@ -154,8 +154,8 @@ def test_is_a_distributed_sampler_for_a_plain_dataloader():
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (Shard(0, 2, 3), "3 canonical ranks do not divide among 2 ranks"),
-        (Shard(0, 1, 3), "a global batch of 4 rows does not divide among 3 canonical ranks"),
+        (Shard(0, 2, 3), "among 3 canonical ranks, or these among 2 ranks"),
+        (Shard(0, 1, 3), "4 rows of a global batch do not divide among 3 canonical"),
         (Shard(2, 2), "Invalid rank"),
     ],
 )

@@ -75,11 +75,9 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     if text := class_order_warning(source, pool_batches * data.batch_size):
         warn(text)
     uses_workers = isinstance(source, ItemDataset)
-    if uses_workers:
-        n_readers = choose_workers(loader.num_workers, world.local_world_size)
-    else:
-        max_readers = available_cpus() if source.decoding else MAX_READERS
-        n_readers = choose_readers(loader.num_readers, world.local_world_size, max_readers)
+    asked = loader.num_workers if uses_workers else loader.num_readers
+    max_readers = available_cpus() if uses_workers or source.decoding else MAX_READERS
+    n_readers = choose_readers(asked, world.local_world_size, max_readers)
     return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
 
 
@@ -136,15 +134,10 @@ def auto_pool_rows(source: Dataset) -> int:
 
 
 def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: int = MAX_READERS) -> int:
-    """Reader threads. auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them."""
+    """Reader threads, or workers. auto: the CPUs of this rank, at most 8 for copies; decoding takes all of them."""
     if num_readers != "auto":
         return num_readers
     return max(1, min(max_readers, available_cpus() // local_world_size))
-
-
-def choose_workers(num_workers: int | Auto, local_world_size: int) -> int:
-    """Worker processes of a Dataset. auto: the CPUs of this rank."""
-    return choose_readers(num_workers, local_world_size, available_cpus())
 
 
 def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str, *, can_stay: bool = True) -> Tier:

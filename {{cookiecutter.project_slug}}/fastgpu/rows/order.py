@@ -75,12 +75,10 @@ class BlockSampler(DistributedSampler):
         self.global_batch_size = batch_size * shard.world_size
         self.n_epochs: int | None = None
         """Number of epochs that are read at most. None: without end."""
-        if self.canonical_ranks % shard.world_size:
-            raise ValueError(f"{self.canonical_ranks} canonical ranks do not divide among {shard.world_size} ranks")
-        if self.global_batch_size % self.canonical_ranks:
+        if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
             raise ValueError(
-                f"a global batch of {self.global_batch_size} rows does not divide among {self.canonical_ranks} "
-                "canonical ranks"
+                f"{self.global_batch_size} rows of a global batch do not divide among {self.canonical_ranks} canonical "
+                f"ranks, or these among {shard.world_size} ranks"
             )
         self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
         if drop_last:

@@ -20,15 +20,11 @@ NAMES = {
     1: "gzip",
     2: "shuffle",
     3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
     32000: "lzf",
     32001: "blosc",
     32004: "lz4",
     32008: "bitshuffle",
     32015: "zstd",
-    32026: "blosc2",
 }
 
 Parameters = tuple[int, ...]

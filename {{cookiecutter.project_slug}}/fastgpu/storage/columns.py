@@ -39,12 +39,6 @@ class PlainColumn(Column, Protocol):
     def view(self, start: int, n_rows: int) -> np.ndarray | None:
         """The rows start, start + 1, ... where they lie in memory. None: `read` has to copy them."""
 
-    def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """Whether `gather` can copy the rows start, start + 1, ..."""
-
-    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows that are in memory to `out`, (n, *shape), in the order of `row_ids`. Thread-safe."""
-
 
 class InMemory:
     """Rows in an array, or in a mapped .npy file."""
@@ -66,7 +60,7 @@ class InMemory:
             out[index_of(places)] = rows[start : start + len(places)]
 
     def view(self, start: int, n_rows: int) -> np.ndarray:
-        """See `Column.view`."""
+        """See `PlainColumn.view`."""
         return self.rows[start : start + n_rows]
 
     def is_in_memory(self, start: int, n_rows: int) -> bool:
@@ -74,7 +68,7 @@ class InMemory:
         return True
 
     def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
-        """See `Column.gather`."""
+        """Copy rows to `out`, (n, *shape), in the order of `row_ids`. Thread-safe."""
         np.take(self.rows, row_ids, axis=0, out=out, mode="clip")
 
 

@@ -59,21 +59,14 @@ class OpenFile:
         self.path = path
         self._raw = Path(path).open("rb", buffering=0)  # noqa: SIM115
         self._direct = _open_direct(path) if around_page_cache else None
+        self.is_direct = self._direct is not None
+        """Whether bytes are read around the page cache."""
         self._stamp = self._current_stamp()
+        self.size = self._stamp[0]
         self._mapped: np.ndarray | None = None
         self._can_probe = True
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether bytes are read around the page cache."""
-        return self._direct is not None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file when it was opened."""
-        return self._stamp[0]
 
     def _current_stamp(self) -> tuple[int, int]:
         """(size, time of the last change in ns)"""

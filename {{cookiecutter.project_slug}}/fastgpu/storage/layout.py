@@ -246,11 +246,7 @@ class Layout:
     def read_all(self, dtype: np.dtype) -> np.ndarray:
         """All rows, (rows, *shape), as `dtype`. For small fields that are kept in memory."""
         out = np.empty((self._n_rows, *self.field.shape), dtype)
-        chunks_per_step = max(1, BLOCK_BYTES // max(1, self.chunk_rows * self.field.row_bytes))
-        step = self.chunk_rows * chunks_per_step  # in steps, since the places take 8 bytes per row
-        for start in range(0, self._n_rows, step):
-            part = out[start : start + step]
-            self.read([(start, np.arange(len(part)))], part)
+        self.read([(0, range(self._n_rows))], out)
         return out
 
     def _cut(self, ranges: Iterable[Range]) -> Iterator[tuple[int, int, np.ndarray | range]]:
