@@ -11,7 +11,7 @@ from fastgpu.process.config import Run, nested
 from fastgpu.process.launch import UserError
 from fastgpu.report import results
 from fastgpu.run import folder as folder_module
-from fastgpu.run.folder import find_changes, find_folder, lock
+from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another
 from fastgpu.telemetry import TensorBoard
 
 CONFIG: dict[str, Any] = {
@@ -118,3 +118,10 @@ def test_only_what_is_learned_is_compared():
         "data.fields={'images': 'y'} (was {'images': 'x'})",
         "optim.lr=0.1 (was 0.003)",
     ]
+
+
+def test_the_newest_run_is_not_taken_for_one_of_another_model_or_other_data():
+    refuse_another(Path("runs/a"), ["optim.lr=0.1 (was 0.003)", "train.epochs=3 (was 2)"])
+    for change in ("model.width=8 (was 32)", "data.train=b.h5 (was a.h5)"):
+        with pytest.raises(UserError, match="run.name=auto takes the newest run, runs/a, but this is .*: name the run"):
+            refuse_another(Path("runs/a"), [change])

@@ -28,6 +28,8 @@ PARTIAL = ".partial-"
 PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
+CHOSEN = ("workload", "model.", "data.train", "data.dataset")
+"""Beginnings of the keys by which a person knows a run, if nobody has named it."""
 
 
 def find_folder(settings: Run) -> Path:
@@ -121,3 +123,12 @@ def find_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[st
     """
     learned = [key for key in config if key in saved and key.startswith(LEARNED) and key != "data.tier"]
     return [f"{key}={config[key]} (was {saved[key]})" for key in learned if str(config[key]) != str(saved[key])]
+
+
+def refuse_another(folder: Path, changes: Sequence[str]) -> None:
+    """Raise UserError if the newest run, which nobody has named, has another model or other data."""
+    if changed := [change for change in changes if change.startswith(CHOSEN)]:
+        raise UserError(
+            f"run.name=auto takes the newest run, {folder}, but this is {', '.join(changed)}: name the run to resume "
+            "with run.name, or use run.resume=never"
+        )

@@ -52,6 +52,8 @@ class Run:
         with world.together():
             if intact:
                 changes = folder.find_changes(read_description(intact).get("config", {}), self.config)
+                if self._settings.name == "auto":
+                    folder.refuse_another(self.folder, changes)
                 refuse_other_meaning(intact, self._description)
                 self.progress = checkpoint.load(intact, state, self._order, world.device, changes=", ".join(changes))
         at = self.progress
