@@ -17,10 +17,10 @@ from fastgpu.process.world import World
 CASES = {
     "nothing differs": ((), None),
     "another place for the same rows": (("data.train=copy.h5::/train", "data.tier=host", "loader.num_readers=3"), None),
-    "seed": (("run.seed=3",), "run.seed is 3 on rank 1 ("),
-    "batch size": (("data.batch_size=64",), "data.batch_size is 64 on rank 1 ("),
-    "model": (("model.hidden_dim=8",), "model.hidden_dim is 8 on rank 1 ("),
-    "fewer rows": (("data.train=rows.h5::/val",), "data.train: the number of rows is 100 on rank 1 ("),
+    "seed": (("run.seed=3",), "run.seed is 3 on rank 1 and"),
+    "batch size": (("data.batch_size=64",), "data.batch_size is 64 on rank 1 and"),
+    "model": (("model.hidden_dim=8",), "model.hidden_dim is 8 on rank 1 and"),
+    "fewer rows": (("data.train=rows.h5::/val",), "data.train: the number of rows is 100 on rank 1 and"),
     "no rows": (("data.train=nowhere.h5",), "data.train: nowhere.h5 does not exist"),
     "other rows": (("data.train=other.h5::/train",), "data.train: the digest of the rows is "),
     "other rows to validate on": (("data.val=other.h5::/val",), "data.val: the digest of the rows is "),
@@ -28,7 +28,7 @@ CASES = {
 }
 """{case: (settings of rank 1 only, beginning of the error)}"""
 ON_ALL = {
-    "one process for all GPUs": (("dist.strategy=dp",), "dist.strategy is dp, which drives all GPUs from one process"),
+    "one process for all GPUs": (("dist.strategy=dp",), "dist.strategy is dp, which cuts the batches of one process"),
     "few blocks": (("data.train=one.h5", "data.val=one.h5", "data.batch_size=8"), "2 ranks are more than the 1 blocks"),
 }
 """The same, for settings of all ranks."""
@@ -82,5 +82,5 @@ def test_every_rank_that_differs_ends_with_the_same_exit_code(folder):
     done = run_ranks("train.epochs=1", ranks=2, cwd=folder, more_for_last=("run.seed=3",))
     assert [process.returncode for process in done] == [2, 2]
     (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
-    assert line.startswith("error: run.seed is 3 on rank 1 (")
+    assert line.startswith("error: run.seed is 3 on rank 1 and")
     assert not (folder / "runs").exists()

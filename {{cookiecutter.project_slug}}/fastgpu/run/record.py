@@ -38,10 +38,12 @@ def identify_job(
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
     readers = "worker processes" if sizes.uses_workers else "reader threads"
+    free = f"{format_bytes(sizes.free['host'])} of memory free"
+    if sizes.free["device"] != sizes.free["host"]:  # the device is not the CPU
+        free = f"{format_bytes(sizes.free['device'])} free on its device and {format_bytes(sizes.free['host'])} in RAM"
     lines = [
         f"rows: {source.name}, {format_bytes(sizes.need)} with the validation rows, kept on the {sizes.tier} tier "
-        f"(each rank has {format_bytes(sizes.free['device'])} free on its device and "
-        f"{format_bytes(sizes.free['host'])} in RAM)",
+        f"(each rank has {free})",
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} "
         f"batches in a pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}",
     ]
