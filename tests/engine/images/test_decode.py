@@ -61,8 +61,11 @@ def test_a_part_is_that_of_the_upright_image(orientation, kind):
     icc = b"x" * 40_000  # EXIF need not come first
     file = encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif, icc_profile=icc, **KINDS["full color"][2])
     upright = decode(file, Preprocessing())
-    image = EncodedImage(bytes_of(file))
+    image = EncodedImage(bytes_of(file), obeys_exif=True)
     assert (3, image.height, image.width) == upright.shape
+    as_stored = EncodedImage(bytes_of(file))  # rows of a converted file are upright
+    assert (as_stored.height, as_stored.width) == (60, 80)
+    assert as_stored.decode(Box(0, 0, 60, 80), (60, 80)).shape == (3, 60, 80)
     box = Box(5, 12, 40, 30)
     np.testing.assert_array_equal(image.decode(box, (40, 30)), upright[:, 5:45, 12:42])
     half = image.decode(box, (20, 15)).astype(int)

@@ -38,34 +38,36 @@ BITS_PER_SAMPLE = 258
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 JPEG_COLORS = ("YCbCr", "Gray", "RGB")
 """Colors of JPEG files that simplejpeg decodes as Pillow does."""
-EXIF_MAX = 8
-"""The largest EXIF orientation that means anything."""
 
 
 class EncodedImage:
-    """The bytes of an image file. `height` and `width` are those of the upright image, as its EXIF orientation says."""
+    """The bytes of an image file, and the `height` and `width` of the image."""
 
-    def __init__(self, data: np.ndarray):
-        """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
+    def __init__(self, data: np.ndarray, *, obeys_exif: bool = False):
+        """data: (bytes,) uint8. obeys_exif: turn the image as its EXIF orientation says; converted rows are upright.
+
+        Raises an exception of any kind if the bytes are no image, or one of too many pixels.
+        """
         self._data = data
+        self._obeys_exif = obeys_exif
         self.is_plain = False
-        """Whether it is an upright JPEG file that simplejpeg decodes. Pillow decodes all others."""
+        """Whether it is a JPEG file that simplejpeg decodes. Pillow decodes all others."""
         if simplejpeg and data[:2].tobytes() == b"\xff\xd8":
             with suppress(ValueError):  # Pillow may know better, or say what is wrong
                 self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
                 self.is_plain = colors in JPEG_COLORS
         if self.is_plain:
             check_size(self.height, self.width)
-        if not self.is_plain or _may_have_exif(data.data):
+        if obeys_exif or not self.is_plain:
             with open_image(io.BytesIO(data.data)) as image:
-                orientation = image.getexif().get(EXIF_ORIENTATION, 1)
+                orientation = image.getexif().get(EXIF_ORIENTATION, 1) if obeys_exif else 1
                 self.height, self.width = image.height, image.width
-            self.is_plain &= not 1 < orientation <= EXIF_MAX
-            if EXIF_ON_ITS_SIDE <= orientation <= EXIF_MAX:
+            self.is_plain &= orientation == 1
+            if orientation >= EXIF_ON_ITS_SIDE:
                 self.height, self.width = self.width, self.height
 
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
-        """A part of the upright image, resized to (height, width): uint8 (3, H, W), channels last in memory.
+        """A part of the image, resized to (height, width): uint8 (3, H, W), channels last in memory.
 
         It is valid until this thread decodes again. Raises an exception of any kind if the bytes are damaged.
         """
@@ -83,7 +85,7 @@ class EncodedImage:
         return resize_pixels(torch.from_numpy(part_CHW), size).numpy()
 
     def _decode_whole(self, factor: int) -> np.ndarray:
-        """All pixels, upright, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full."""
+        """All pixels, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full."""
         if self.is_plain:
             height, width = -(-self.height // factor), -(-self.width // factor)
             with suppress(ValueError):  # it may be harmless: Pillow decides
@@ -91,13 +93,14 @@ class EncodedImage:
                 return simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
         with open_image(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (image.width // factor, image.height // factor))
-            ImageOps.exif_transpose(image, in_place=True)
+            if self._obeys_exif:
+                ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image).permute(1, 2, 0).numpy()
 
 
 def decode_plain(data: np.ndarray, out_HWC: np.ndarray) -> bool:
-    """Decode an upright JPEG file of the size of `out_HWC`, uint8 (H, W, 3), right there. False: it is another one."""
-    if not simplejpeg or data[0] != 0xFF or data[1] != 0xD8 or _may_have_exif(data.data):
+    """Decode a JPEG file of the size of `out_HWC`, uint8 (H, W, 3), right there. False: it is another one."""
+    if not simplejpeg:
         return False
     try:
         return simplejpeg.decode_jpeg(data, buffer=out_HWC).shape == out_HWC.shape
@@ -108,16 +111,6 @@ def decode_plain(data: np.ndarray, out_HWC: np.ndarray) -> bool:
 def _reduction(part: tuple[int, int], size: tuple[int, int]) -> int:
     """1, 2, 4 or 8: the most by which a part, (height, width), may be decoded smaller and still fill `size`."""
     return max(n for n in (1, 2, 4, 8) if n == 1 or (part[0] >= n * size[0] and part[1] >= n * size[1]))
-
-
-def _may_have_exif(data: memoryview) -> bool:
-    """Whether one of the first segments of a JPEG file is EXIF data, which stands before all tables."""
-    at = 2
-    while at + 8 < len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
-        if data[at + 1] == 0xE1 and data[at + 4 : at + 8] == b"Exif":
-            return True
-        at += 2 + int.from_bytes(data[at + 2 : at + 4])
-    return data[at : at + 1] != b"\xff"  # something unusual
 
 
 def open_image(file: IO[bytes]) -> ImageFile.ImageFile:

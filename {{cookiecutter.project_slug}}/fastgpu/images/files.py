@@ -153,7 +153,7 @@ def decode_whole(data: np.ndarray) -> np.ndarray:
 
 def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.ndarray:
     """The centre of an image, resized (see `centre_box`): uint8 (3, H, W), valid until this thread decodes again."""
-    image = EncodedImage(data)
+    image = EncodedImage(data, obeys_exif=True)
     return image.decode(centre_box(image.height, image.width, size, share), size)
 
 

@@ -179,7 +179,7 @@ def keep(data: bytes, kept: Kept) -> bytes:
     Files that are not upright, or of other colors than RGB and grey, are written anew: JPEG files as such, others as
     PNG. Raises an exception of any kind if the file is damaged.
     """
-    image = EncodedImage(np.frombuffer(data, np.uint8))
+    image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
     height, width = image.height, image.width
     whole = Box(0, 0, height, width)
     if kept.side and min(height, width) > kept.side:
