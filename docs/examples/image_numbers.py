@@ -34,7 +34,7 @@ class Workload(images.Workload):
         if labels.is_ragged or labels.dtype.kind != "f" or len(labels.shape) > 1:
             raise UserError(f"{train.name}: labels are {labels}; allowed are floats, (N,) or (N, K)")
         for source in (train, val):
-            values = source.in_memory("labels")
+            values = source.column("labels")
             if values is not None and not np.isfinite(values).all():
                 rows = np.unique(np.argwhere(~np.isfinite(values))[:, 0])
                 raise UserError(
@@ -52,7 +52,7 @@ class Workload(images.Workload):
         self.names = [str(name) for name in train.attributes.get("target_names") or []]
         self.has_attributes = True  # of which mixup blends all
         self.n_outputs = labels.shape[0] if labels.shape else 1
-        self.label_summary = self.describe_numbers(train.in_memory("labels"))
+        self.label_summary = self.describe_numbers(train.column("labels"))
         self.is_pretrained = options.pretrained and len(train) > 0
         self.check_options()
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)

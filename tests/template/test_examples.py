@@ -71,7 +71,7 @@ def load(path: str) -> ModuleType:
 def described(batch: Rows, **attributes: object) -> SimpleNamespace:
     """A source of which a workload sees the fields and attributes alone. batch: some of its rows."""
     fields = {name: Field(batch[name].numpy().dtype, tuple(batch[name].shape[1:])) for name in batch.columns}
-    return SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, in_memory=lambda name: None)
+    return SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, column=lambda name: None)
 
 
 # ---------------------------------------------------------------------------------------------- segmentation

@@ -213,7 +213,7 @@ def count_classes(source: Dataset) -> int:
     n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
     if n_classes:
         return int(n_classes)
-    labels = source.in_memory("labels")
+    labels = source.column("labels")
     if labels is None:
         raise UserError(
             f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
@@ -227,7 +227,7 @@ def count_classes(source: Dataset) -> int:
 
 def check_range(source: Dataset, highest: int) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`."""
-    labels = source.in_memory("labels")
+    labels = source.column("labels")
     if labels is not None and (labels.min() < 0 or labels.max() > highest):
         raise UserError(
             f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}, as in the "

@@ -39,9 +39,6 @@ class Shape(Dataset):
     def __len__(self) -> int:
         return int(self.block_rows.sum())
 
-    def column(self, name: str) -> np.ndarray:
-        raise KeyError(name)
-
 
 def with_labels(labels: np.ndarray) -> Shape:
     """A source with labels that are in memory."""

@@ -6,14 +6,16 @@ import pytest
 import torch
 from harness import CPU, TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, numbers_of
 
-from fastgpu.feed import prefetch, tiers
+from fastgpu.feed import tiers
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Loader, Tier
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import RankError, UserError
+from fastgpu.rows import rows as rows_module
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.rows.selection import Groups, Mixture, hold_out
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import HDF5Dataset, open_store
 
 TIERS = ("device", "host", "disk")
@@ -136,23 +138,31 @@ def test_batches_are_views_of_a_pool_on_a_cpu(store):
         assert next(pool.rows.batches(8))["images"].data_ptr() == pool.rows["images"].data_ptr()
 
 
-def test_the_memory_for_values_is_tight_if_long_rows_lie_together():
-    order = BlockSampler(np.full(50, 100, np.int32), 10, pool_batches=30)
-    lengths = np.sort(np.random.default_rng(0).pareto(1, 5000).astype(np.int32))
-    largest = max(int(lengths[plan.row_ids].sum()) for epoch in range(50) for plan in order.pools(epoch))
-    assert largest <= order.max_values(lengths) < lengths.sum()
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_memory_for_values_grows_with_the_pools(tier):
+    offsets = np.cumsum(np.arange(101))  # row n has n values
+    values = np.arange(offsets[-1], dtype=np.int32)
+    source = ArrayDataset("x.npy", {"items": RaggedArray(values, offsets), "number": np.arange(100)})
+    order = BlockSampler(source.block_rows, 10, seed=None)
+    with closing(make_feed(source, order, Placement(tier, CPU, 2))) as feed:
+        for epoch in range(2):
+            for pool in feed.pools(epoch):
+                start, stop = offsets[pool.rows["number"][0]], offsets[pool.rows["number"][-1] + 1]
+                items = pool.rows["items"]
+                assert items.values[: items.host_offsets[-1]].tolist() == values[start:stop].tolist()
 
 
 def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypatch):
     monkeypatch.setattr(tiers, "MAX_VALUES", 100)
-    monkeypatch.setattr(prefetch, "MAX_VALUES", 100)
+    monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
     message = "has 1,400 values, and at most 100 fit the device or host tier; use data.tier=disk"
     with pytest.raises(UserError, match=message):
         feed_of(sparse, "device")
-    message = "data.pool_batches is 500: a pool of .* may have 1,400 values and at most 100 fit"
-    with pytest.raises(UserError, match=message):
-        feed_of(sparse, pool_batches=500)
-    feed_of(sparse, pool_batches=1).close()
+    message = r"a pool has 1,\d+ values of items and at most 100 fit; use fewer data.pool_batches"
+    with closing(feed_of(sparse, pool_batches=500)) as feed, pytest.raises(RankError, match=message):
+        list(feed.pools(0))
+    with closing(feed_of(sparse, pool_batches=1)) as feed:
+        list(feed.pools(0))
 
 
 @pytest.mark.gpu

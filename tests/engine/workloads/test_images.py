@@ -318,9 +318,7 @@ def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(rows
     store = rows_of(numbered(12, (3, 8, 8)), labels)
     workload = make_workload(store)
     attributes = store.attributes | workload.card()
-    described = SimpleNamespace(
-        name="model.json", fields=store.fields, attributes=attributes, in_memory=lambda name: None
-    )
+    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=lambda name: None)
     again = make_workload(described).model()
     again.load_state_dict(workload.model().state_dict())
     assert workload.summary.startswith(make_workload(described).summary)

@@ -4,7 +4,7 @@ It reads HDF5 files in whole blocks, and Datasets in worker processes, since the
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 
 import torch
 
@@ -28,8 +28,9 @@ class FeedReader(Reader):
         self.attributes = rows.attributes
         self.fields = rows.fields
         self.block_rows = rows.block_rows
-        with suppress(KeyError):  # they are not in memory
-            self.labels = rows.column("labels")
+        labels = rows.column("labels")
+        if labels is not None:
+            self.labels = labels
         self._rows = rows
 
     def __len__(self) -> int:

@@ -107,8 +107,6 @@ class ItemDataset(Dataset):
     Dataset has it, and so are arrays with the name of a field (or `targets`) if they have the values of the items.
     """
 
-    may_vary = True
-
     def __init__(self, name: str, dataset: TorchDataset, names: Mapping[str, str], *, timeout_s: float = 300):
         """names: {field: its key in the items}. timeout_s: for an answer of the workers."""
         self.name = name
@@ -140,8 +138,8 @@ class ItemDataset(Dataset):
         """See `Dataset.jobs`. A job is what a worker is asked for."""
         return super().jobs(plan, out, self._rows_per_ask)
 
-    def column(self, name: str) -> np.ndarray:
-        """One field of all rows, if the Dataset has it as an attribute. Raises KeyError if it has not.
+    def column(self, name: str) -> np.ndarray | None:
+        """One field of all rows, if the Dataset has it as an attribute.
 
         An attribute counts only if it has numbers of the shape of the field, and what the item of the first row has:
         others are file names, names of classes, or classes that the items number in another way.
@@ -151,7 +149,7 @@ class ItemDataset(Dataset):
                 values = np.asarray(getattr(self.items.dataset, attribute, None))
                 if self._agrees(values, name):
                     return values
-        raise KeyError(name)
+        return None
 
     def _agrees(self, values: np.ndarray, name: str) -> bool:
         """Whether an array can be a field of all rows, as far as the first row tells."""

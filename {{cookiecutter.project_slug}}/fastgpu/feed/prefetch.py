@@ -17,9 +17,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from math import ceil
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -27,10 +26,10 @@ import numpy as np
 import torch
 
 from fastgpu.process.config import Loader
-from fastgpu.process.launch import HangError, UserError
-from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan
+from fastgpu.process.launch import HangError
+from fastgpu.rows.contract import Dataset, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import MAX_VALUES, RaggedArray, Rows
+from fastgpu.rows.rows import RaggedArray, Rows
 
 JOB_BYTES = 1 << 20
 """A reader thread is given at least this much at a time, ..."""
@@ -38,8 +37,6 @@ JOBS_PER_READER = 8
 """... or this fraction of its part of a pool, whichever is more."""
 READERS_NICE = 5
 """How much lower the priority of the readers is than that of the loop, in steps of nice(1)."""
-UNKNOWN_ROOM = 1.25
-"""Room in a pool for values of a Dataset, in means of the first items. It grows where they do not fit."""
 CLOSE_S = 3.0
 """How long `close` waits for threads. Those that hang are left behind: they are daemons."""
 
@@ -51,27 +48,15 @@ class _Slot(NamedTuple):
     used: torch.cuda.Event | None
 
 
-class _Filling:
+class _Filling(NamedTuple):
     """A pool whose rows are being read: by jobs, which any reader thread takes."""
 
-    def __init__(self, plan: PoolPlan, slot: _Slot, out: dict[str, Any], jobs: Sequence[Callable[[], None]]):
-        self.plan = plan
-        self.slot = slot
-        self.out = out
-        self.jobs = jobs
-        self.done = threading.Event()
-        """Whether all jobs have ended, or one has failed."""
-        self.error: BaseException | None = None
-        self._n_left = len(jobs)
-        self._lock = threading.Lock()
-
-    def end(self, error: BaseException | None) -> None:
-        """Note that a job has ended."""
-        with self._lock:
-            self._n_left -= 1
-            self.error = self.error or error
-            if self.error or not self._n_left:
-                self.done.set()
+    plan: PoolPlan
+    slot: _Slot
+    out: dict[str, Any]
+    jobs: Sequence[Callable[[], None]]
+    ended: SimpleQueue[BaseException | None]
+    """An entry for each job that has ended: its error."""
 
 
 class PrefetchLoader:
@@ -82,7 +67,7 @@ class PrefetchLoader:
     """
 
     def __init__(self, source: Dataset, order: BlockSampler, device: torch.device, n_threads: int, *, loader: Loader):
-        """loader: prefetch_pools and timeout_s are used. Raises UserError if a pool is too large."""
+        """loader: prefetch_pools and timeout_s are used."""
         self.order = order
         self._source = source
         self._timeout_s = loader.timeout_s
@@ -101,7 +86,8 @@ class PrefetchLoader:
         self._pools: Iterator[Pool] = iter(())
 
     def _make_slot(self) -> _Slot:
-        host = empty_pool(self._source, self.order, torch.device("cpu"), pinned=self._stream is not None)
+        is_pinned = self._stream is not None
+        host = Rows.empty(self._source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=is_pinned)
         if self._stream is None:
             return _Slot(host, host, None, None)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
@@ -128,7 +114,6 @@ class PrefetchLoader:
             raise self._hang_error()
         self._closing = threading.Event()
         self._todo: SimpleQueue[tuple[Callable[[], None], _Filling] | None] = SimpleQueue()
-        self._last_read = time.monotonic()
         self._free: SimpleQueue[_Slot | None] = SimpleQueue()
         self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
         for slot in self._slots:
@@ -214,24 +199,40 @@ class PrefetchLoader:
                     continue
                 if slot.copied:
                     slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
+                self._write_offsets(plan, slot)
                 out = slot.host.numpy() | {name: [] for name in self._unknown}
-                self._write_offsets(plan, out)
-                pool = _Filling(plan, slot, out, [*self._source.jobs(plan, out, self._rows_per_job)])
+                jobs = [*self._source.jobs(plan, out, self._rows_per_job)]
+                pool = _Filling(plan, slot, out, jobs, SimpleQueue())
                 filling.append(pool)
-                for job in pool.jobs:
+                for job in jobs:
                     self._todo.put((job, pool))
         except BaseException as error:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
 
-    def _write_offsets(self, plan: PoolPlan, out: Mapping[str, Out]) -> None:
+    def _write_offsets(self, plan: PoolPlan, slot: _Slot) -> None:
         """Write the offsets of ragged rows, which say where the values of each row go."""
-        if self._source.lengths:
-            row_ids = plan.row_ids
+        row_ids = plan.row_ids if self._source.lengths else None
         for name, lengths in self._source.lengths.items():
-            column = out[name]
-            assert isinstance(column, RaggedArray)
-            np.cumsum(lengths[row_ids], out=column.offsets[1 : plan.n_rows + 1])
+            counts = lengths[row_ids]
+            self._make_room(slot, name, int(counts.sum(dtype=np.int64)))
+            np.cumsum(counts, out=slot.host[name].host_offsets[1 : plan.n_rows + 1])
+
+    def _join(self, plan: PoolPlan, slot: _Slot, name: str, parts: Sequence[tuple[np.ndarray, RaggedArray]]) -> None:
+        """Write the parts of a ragged column of a Dataset, (places, rows), to a slot."""
+        self._make_room(slot, name, sum(int(rows.offsets[-1]) for _, rows in parts))
+        column = slot.host[name].numpy()
+        for places, rows in parts:
+            column.offsets[places + 1] = np.diff(rows.offsets)
+        np.cumsum(column.offsets[1 : plan.n_rows + 1], out=column.offsets[1 : plan.n_rows + 1])
+        for places, rows in parts:
+            column.values[column.places(places)] = rows.values
+
+    def _make_room(self, slot: _Slot, name: str, n_values: int) -> None:
+        """Give a slot more memory if the values of a pool do not fit: the pools themselves say how much they need."""
+        slot.host.make_room(name, n_values)
+        if slot.device.make_room(name, n_values) and self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # kernels of a previous owner may run
 
     def _run_jobs(self) -> None:
         """Read one job after the other, in a reader thread."""
@@ -244,20 +245,21 @@ class PrefetchLoader:
                     job()
             except BaseException as raised:
                 error = raised
-            self._last_read = time.monotonic()
-            pool.end(error)
+            pool.ended.put(error)
 
     def _hand_over(self, pool: _Filling) -> None:
         """Wait until a pool has been read, copy it to the device and give it to the loop."""
-        while not pool.done.wait(self._timeout_s):
-            if time.monotonic() - self._last_read >= self._timeout_s:
+        for _ in pool.jobs:
+            try:
+                error = pool.ended.get(timeout=self._timeout_s)
+            except Empty:
                 faulthandler.dump_traceback(all_threads=True)  # where the readers hang
-                raise self._hang_error()
-        if pool.error:
-            raise pool.error
+                raise self._hang_error() from None
+            if error:
+                raise error
         plan, slot = pool.plan, pool.slot
         for name in self._unknown:
-            _join(plan, slot, name, pool.out[name])
+            self._join(plan, slot, name, pool.out[name])
         if self._closing.is_set():  # the readers may have left out rows
             return
         if self._stream and slot.copied and slot.used:
@@ -266,37 +268,6 @@ class PrefetchLoader:
                 slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
                 slot.copied.record(self._stream)
         self._ready.put((plan, slot))
-
-
-def empty_pool(source: Dataset, order: BlockSampler, device: torch.device, *, pinned: bool = False) -> Rows:
-    """Memory for the largest pool of this rank. Raises UserError if its values exceed 32-bit offsets."""
-    n_values = {name: order.max_values(lengths) for name, lengths in source.lengths.items()}
-    for name, field in source.fields.items():
-        if field.mean_values is not None and name not in n_values:  # items of a Dataset: an estimate, which may grow
-            n_values[name] = ceil(UNKNOWN_ROOM * field.mean_values * order.max_pool_rows)
-    most = max(n_values.values(), default=0)
-    if most > MAX_VALUES:
-        raise UserError(
-            f"data.pool_batches is {order.pool_batches}: a pool of {source.name} may have {most:,} values and at most "
-            f"{MAX_VALUES:,} fit; use fewer"
-        )
-    return Rows.empty(source.fields, order.max_pool_rows, device, pinned=pinned, n_values=n_values)
-
-
-def _join(plan: PoolPlan, slot: _Slot, name: str, parts: Sequence[tuple[np.ndarray, RaggedArray]]) -> None:
-    """Write the parts of a ragged column, (places, rows), to a slot, whose memory grows if they do not fit."""
-    host = slot.host.columns[name]
-    offsets = host.host_offsets[: plan.n_rows + 1]
-    for places, rows in parts:
-        offsets[places + 1] = np.diff(rows.offsets)
-    np.cumsum(offsets[1:], out=offsets[1:])
-    if offsets[-1] > len(host.values):
-        slot.host.columns[name] = host = host.grown(2 * int(offsets[-1]))
-        if slot.device is not slot.host:
-            slot.device.columns[name] = host.empty_like(slot.device.device)
-    column = host.numpy()
-    for places, rows in parts:
-        column.values[column.places(places)] = rows.values
 
 
 def _lower_priority() -> None:

@@ -67,8 +67,10 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     free_host = free_host_bytes() // world.local_world_size
     free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
     free = {"device": free_device, "host": free_host}
-    tier = choose_tier(data.tier, need, free, source.name, can_stay=all(may_stay(each) for each in sources))
-    if tier != "disk" and source.may_vary:
+    may_vary = isinstance(source, ItemDataset) or (bool(source.decoding) and data.min_crop_scale < 1)
+    can_stay = not may_vary and all(fits_offsets(each) for each in sources)
+    tier = choose_tier(data.tier, need, free, source.name, can_stay=can_stay)
+    if tier != "disk" and may_vary:
         _warn_of_frozen_rows(source, tier)
     if tier == "device" and loader.prefetch_pools != Loader().prefetch_pools:
         warn("loader.prefetch_pools has no effect on the device tier")
@@ -143,7 +145,7 @@ def choose_readers(num_readers: int | Auto, local_world_size: int, max_readers: 
 def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str, *, can_stay: bool = True) -> Tier:
     """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
 
-    need: bytes of the rows. free: {"device": bytes, "host": bytes} for each rank. can_stay: see `may_stay`.
+    need: bytes of the rows. free: {"device": bytes, "host": bytes} for each rank. can_stay: whether auto may keep rows.
     """
     if tier == "auto":
         if can_stay and need <= RESIDENT_SHARE * free["device"]:
@@ -159,10 +161,9 @@ def choose_tier(tier: Tier | Auto, need: int, free: Mapping[str, int], name: str
     return tier
 
 
-def may_stay(source: Dataset) -> bool:
-    """Whether rows may stay in memory: if each epoch has the same ones, and 32-bit offsets can count their values."""
-    n_values = [int(lengths.sum(dtype=np.int64)) for lengths in source.lengths.values()]
-    return not source.may_vary and max(n_values, default=0) <= MAX_VALUES
+def fits_offsets(source: Dataset) -> bool:
+    """Whether 32-bit offsets can count the values of all rows."""
+    return all(lengths.sum(dtype=np.int64) <= MAX_VALUES for lengths in source.lengths.values())
 
 
 def class_order_warning(source: Dataset, pool_rows: int) -> str:
@@ -171,7 +172,7 @@ def class_order_warning(source: Dataset, pool_rows: int) -> str:
     The file counts as sorted if neighbouring rows share their label far more often than by chance.
     """
     is_mixed = pool_rows >= len(source) or source.block_rows.max() == 1
-    labels = None if is_mixed else source.in_memory("labels")
+    labels = None if is_mixed else source.column("labels")
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
         return ""
     sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)

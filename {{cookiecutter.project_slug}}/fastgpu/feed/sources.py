@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
 from typing import Literal
 
@@ -156,9 +155,7 @@ def _mix_sources(weights: Mapping[str, float], source: HDF5Dataset) -> Groups:
 
 def _balance_classes(source: Dataset) -> Groups:
     """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
-    labels = None
-    with suppress(KeyError):
-        labels = source.column("labels")
+    labels = source.column("labels")
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
         raise UserError(
             f"data.balance is classes, which needs a field `labels` with one whole number for each row; {source.name} "

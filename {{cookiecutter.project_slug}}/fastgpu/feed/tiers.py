@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed.prefetch import PrefetchLoader, empty_pool
+from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.launch import UserError
@@ -35,15 +35,20 @@ class Placement(NamedTuple):
 class ResidentLoader:
     """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
 
-    def __init__(self, rows: Rows, order: BlockSampler, pool: Rows):
-        """pool: memory for the largest pool. One is enough: kernels that fill and use it run in order."""
+    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler):
+        """rows: those of `source`, on the device."""
         self.order = order
         self._rows = rows
-        self._pool = pool
+        self._lengths = source.lengths
+        # Memory for one pool is enough: kernels that fill and use it run in order.
+        self._pool = Rows.empty(source.fields, order.max_pool_rows, rows.device)
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         for plan in self.order.pools(epoch, first_pool):
-            yield Pool(plan, self._rows.take(torch.from_numpy(plan.row_ids), out=self._pool))
+            row_ids = plan.row_ids
+            for name, lengths in self._lengths.items():
+                self._pool.make_room(name, int(lengths[row_ids].sum(dtype=np.int64)))
+            yield Pool(plan, self._rows.take(torch.from_numpy(row_ids), out=self._pool))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -58,7 +63,7 @@ def open_loaders(
 ) -> list[Feed]:
     """The loaders of a training run. Raises UserError if the rows cannot be read or kept."""
     placement = Placement(sizes.tier, device, sizes.n_readers)
-    kept: dict[Dataset, Rows] = {}
+    kept: dict[int, Rows] = {}
     return [
         make_feed(source, order, placement, loader, kept=kept) for source, order in zip(sources, orders, strict=True)
     ]
@@ -70,26 +75,27 @@ def make_feed(
     placement: Placement,
     loader: Loader | None = None,
     *,
-    kept: dict[Dataset, Rows] | None = None,
+    kept: dict[int, Rows] | None = None,
 ) -> Feed:
     """The rows of `source` in the given order, kept on a tier, as pools on a device.
 
-    loader: prefetch_pools and timeout_s are used; the numbers of readers come from `placement`. kept: rows that are in
-    memory for other feeds; those of this one are added.
+    loader: prefetch_pools and timeout_s are used; the numbers of readers come from `placement`. kept: all rows that
+    are in memory for other feeds, by the `id` of their block_rows, which the parts of a split share; those of this one
+    are added.
     """
     loader = loader or Loader()
     kept = {} if kept is None else kept
     tier, device, n_readers = placement
     if tier == "disk":
         return _prefetch(source, order, placement, loader)
-    stored = source.whole or source
-    if stored not in kept:
+    key = id(source.block_rows)
+    if key not in kept:
         home = placement if tier == "device" else placement._replace(device=torch.device("cpu"))
-        kept[stored] = _read_all(stored, home, loader)
+        kept[key] = _read_all(source, home, loader)
     if tier == "device":
-        return ResidentLoader(kept[stored], order, empty_pool(source, order, device))
+        return ResidentLoader(kept[key], source, order)
     rows: Dataset = ArrayDataset(
-        stored.name, kept[stored].numpy(), stored.attributes, block_rows=stored.block_rows, fields=stored.fields
+        source.name, kept[key].numpy(), source.attributes, block_rows=source.block_rows, fields=source.fields
     )
     return _prefetch(rows, order, placement._replace(n_readers=max(1, n_readers)), loader)
 
@@ -104,7 +110,7 @@ def _prefetch(source: Dataset, order: BlockSampler, placement: Placement, loader
 
 
 def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
-    """Every row in the order of the file, through the same readers and copy stream.
+    """Every row, selected or not, in the order of the file, through the same readers and copy stream.
 
     Besides the rows it takes 128 MiB of host memory, and for a Dataset the answers of its workers, of 4 MiB each.
     """
@@ -121,10 +127,11 @@ def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
             f"{source.name} has {most:,} values, and at most {MAX_VALUES:,} fit the device or host tier; use "
             "data.tier=disk"
         )
-    batch_size = min(len(source), max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
+    n_rows = int(source.block_rows.sum())
+    batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
     order.n_epochs = 1
-    rows = Rows.empty(source.fields, len(source), placement.device, n_values=n_values)
+    rows = Rows.empty(source.fields, n_rows, placement.device, n_values=n_values)
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))

@@ -50,7 +50,6 @@ class ImageDecoder:
         other = copy(rows)
         names = {name for name, field in rows.fields.items() if field.codec}
         other.decoding = str(self)
-        other.may_vary = self.min_scale < 1
         other.fields = {**rows.fields, **dict.fromkeys(names, self.field)}
         other.lengths = {name: lengths for name, lengths in rows.lengths.items() if name not in names}
         preprocessing = Preprocessing(self.size, centre_share=self.centre_share).to_json()

@@ -107,12 +107,8 @@ class Dataset:
     """{ragged field: (rows,) int32, number of values in each row}."""
     selection: "Share | Mixture | None" = None
     """The rows of each epoch. None: each row once."""
-    whole: "Dataset | None" = None
-    """All rows, if only some of them are selected: what is kept in memory serves all parts of a split."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
-    may_vary: bool = False
-    """Whether a row may be another one in another epoch, so that it cannot be kept in memory."""
 
     def __len__(self) -> int:
         """Number of rows that may be in an epoch."""
@@ -123,13 +119,7 @@ class Dataset:
         part = copy(self)
         part.selection = selection
         part.name = name
-        part.whole = self.whole or self
         return part
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields; the mean for ragged fields."""
-        return sum(field.row_bytes for field in self.fields.values())
 
     @property
     def digest(self) -> str:
@@ -137,25 +127,19 @@ class Dataset:
         return ""
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields; the mean for ragged fields."""
+        return sum(field.row_bytes for field in self.fields.values())
+
+    @property
     def identity(self) -> dict[str, object]:
         """What tells these rows from others. All ranks must have the same."""
         fields = {f"field {name}": field for name, field in self.fields.items()}
         return {"the number of rows": len(self), **fields, "the digest of the rows": self.digest}
 
-    def column(self, name: str) -> np.ndarray:
-        """One small field of all rows, selected or not: (rows, *shape). Raises KeyError if it is not in memory."""
-        raise KeyError(name)
-
-    def in_memory(self, name: str) -> np.ndarray | None:
-        """One small field of the rows that may be in an epoch, (n, *shape), in the order of the file.
-
-        None if there is no such field, or it is not in memory.
-        """
-        try:
-            values = self.column(name)
-        except KeyError:
-            return None
-        return values[self.selection.rows()] if self.selection else values
+    def column(self, name: str) -> np.ndarray | None:
+        """One field of all rows, selected or not: (rows, *shape). None if it is not in memory."""
+        return None
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places. Thread-safe.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from fastgpu.rows.contract import Dataset, PoolPlan, Reads, runs
+from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.selection import AllRows, Extents, Mixture, Share
 
 
@@ -127,29 +127,6 @@ class BlockSampler(DistributedSampler):
         """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""
         for plan in self.pools(self.epoch):
             yield from plan.row_ids.tolist()
-
-    def max_values(self, lengths: np.ndarray) -> int:
-        """An upper bound on the values in a pool of this rank, where row n has lengths[n] values: (rows,).
-
-        The smaller of two bounds: the sum of the n longest rows, where n is the size of a pool; and the values in the
-        densest units, where the two units that a pool may cut in each canonical rank count in full. The second bound
-        does not hold for a mixture, whose units change from epoch to epoch.
-        """
-        n_rows = self.max_pool_rows
-        if isinstance(self.selection, Mixture):
-            return int(np.sort(lengths[self.selection.most_rows()])[-n_rows:].sum(dtype=np.int64))
-        extents = self.selection.extents(0)
-        if not isinstance(self.selection, AllRows):
-            lengths = lengths[runs(extents.starts, extents.counts)]
-        longest = np.partition(lengths, len(lengths) - min(n_rows, len(lengths)))[-n_rows:].sum(dtype=np.int64)
-        unit_rows = np.add.reduceat(extents.counts, extents.units, dtype=np.int64)
-        values = np.add.reduceat(lengths, np.cumsum(unit_rows) - unit_rows, dtype=np.int64)
-        fullest = np.argsort(-values / unit_rows, kind="stable")
-        cut_rows = 2 * self.canonical_ranks // self.num_replicas * int(unit_rows.max())
-        ends = np.cumsum(unit_rows[fullest])
-        full = values[fullest][: int(np.searchsorted(ends, n_rows + cut_rows)) + 1].sum()
-        padding = 0 if self.drop_last else self.canonical_ranks // self.num_replicas * int(lengths.max())
-        return int(min(longest, full)) + padding
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`."""

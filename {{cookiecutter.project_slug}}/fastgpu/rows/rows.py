@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpu.process.launch import RankError
+
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 """First byte of an encoded image -> its format."""
 LONG_ROW_BYTES = 4096
 """Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
 """Type of the offsets of ragged rows on the device: torch's embedding_bag wants the type of the values."""
+ROOM = 1.25
+"""New memory for ragged values has room for so many times as many: the next pool may have more."""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 """Maximum number of ragged values that lie together on a device."""
 
@@ -169,12 +173,6 @@ class Ragged:
         offsets[1:].copy_(moves[2])
         return Ragged(values, offsets, host_offsets)
 
-    def grown(self, n_values: int) -> "Ragged":
-        """Memory for more values in host memory, page-locked as before. The offsets stay where they are."""
-        shape = (n_values, *self.values.shape[1:])
-        values = _empty(shape, _numpy_dtype(self.values), torch.device("cpu"), self.values.is_pinned())
-        return Ragged(values, self.offsets, self.host_offsets)
-
     def to(self, device: torch.device, non_blocking: bool = False) -> "Ragged":
         values = self.values.to(device, non_blocking=non_blocking)
         return Ragged(values, self.offsets.to(device, non_blocking=non_blocking), self.host_offsets)
@@ -211,11 +209,14 @@ class Rows:
         pinned: bool = False,
         n_values: Mapping[str, int] | None = None,
     ) -> "Rows":
-        """Memory for `n_rows` rows, page-locked if `pinned`. n_values: {ragged field: values of all rows together}."""
+        """Memory for `n_rows` rows, page-locked if `pinned`.
+
+        n_values: {ragged field: values of all rows together}. Without it, `make_room` has to be called.
+        """
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
             if field.is_ragged:
-                values_shape = ((n_values or {})[name], *field.shape)
+                values_shape = ((n_values or {}).get(name, 0), *field.shape)
                 columns[name] = Ragged.empty(field.dtype, n_rows, values_shape, device, pinned=pinned)
             else:
                 columns[name] = _empty_column(field, n_rows, device, pinned)
@@ -228,6 +229,24 @@ class Rows:
             is_ragged = isinstance(column, Ragged)
             columns[name] = column.empty_like(device) if is_ragged else torch.empty_like(column, device=device)
         return Rows(columns)
+
+    def make_room(self, name: str, n_values: int) -> bool:
+        """Give a ragged column of a pool new memory for so many values if they do not fit. Returns whether it did.
+
+        Raises RankError if 32-bit offsets cannot count them.
+        """
+        column: Ragged = self.columns[name]
+        if n_values <= len(column.values):
+            return False
+        if n_values > MAX_VALUES:
+            raise RankError(
+                f"a pool has {n_values:,} values of {name} and at most {MAX_VALUES:,} fit; use fewer data.pool_batches"
+            )
+        shape = (min(int(ROOM * n_values), MAX_VALUES), *column.values.shape[1:])
+        is_pinned = column.values.is_pinned() if column.values.device.type == "cpu" else False
+        values = _empty(shape, _numpy_dtype(column.values), column.device, is_pinned)
+        self.columns[name] = Ragged(values, column.offsets, column.host_offsets)
+        return True
 
     def __getitem__(self, name: str) -> Any:
         return self.columns[name]

@@ -148,10 +148,6 @@ class Mixture:
         """(n,) int64: the rows of all groups, in the order of the file."""
         return np.sort(self._rows)
 
-    def most_rows(self) -> np.ndarray:
-        """(n,) int64: each row as often as an epoch may have it."""
-        return np.repeat(self._rows, np.repeat(-(-self.turns // self._group_rows), self._group_rows))
-
     def uses(self, epoch: int) -> np.ndarray:
         """(rows,) whole numbers: how often each row is used in an epoch."""
         passes, extra = np.divmod(self.turns, self._group_rows)

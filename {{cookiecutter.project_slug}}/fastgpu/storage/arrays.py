@@ -51,9 +51,7 @@ class ArrayDataset(ColumnDataset):
             block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
         self.block_rows = block_rows
 
-    def column(self, name: str) -> np.ndarray:
-        """One field of all rows, (rows, *shape). Raises KeyError if it is ragged."""
-        array = self.arrays[name]
-        if isinstance(array, RaggedArray):
-            raise KeyError(name)
-        return array
+    def column(self, name: str) -> np.ndarray | None:
+        """One field of all rows, (rows, *shape). None if it is ragged."""
+        array = self.arrays.get(name)
+        return None if isinstance(array, RaggedArray) else array

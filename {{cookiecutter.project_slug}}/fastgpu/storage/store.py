@@ -81,12 +81,10 @@ class HDF5Dataset(ColumnDataset):
             targets = {name: column[part] for name, column in out.items() if isinstance(column, np.ndarray)}
             yield partial(_gather, columns, row_ids[part], targets)
 
-    def column(self, name: str) -> np.ndarray:
-        """One small field of all rows, (rows, *shape). Raises KeyError if it is not in memory."""
-        columns = [part[name] for part in self.parts]
-        if not all(isinstance(column, InMemory) for column in columns):
-            raise KeyError(name)
-        return np.concatenate([column.rows for column in columns if isinstance(column, InMemory)])
+    def column(self, name: str) -> np.ndarray | None:
+        """One small field of all rows, (rows, *shape). None if it is not in memory."""
+        columns = [column for part in self.parts if isinstance(column := part.get(name), InMemory)]
+        return np.concatenate([column.rows for column in columns]) if len(columns) == len(self.parts) else None
 
 
 def _gather(columns: Mapping[str, InMemory | Layout], row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
