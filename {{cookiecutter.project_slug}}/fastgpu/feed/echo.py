@@ -20,7 +20,7 @@ def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
     """
     if not len(rows):
         return  # a run that is resumed at the end of an epoch: splitting nothing would give an empty batch
-    device = torch.device("cpu") if rows.has_ragged else next(iter(rows.columns.values())).device
+    device = torch.device("cpu") if rows.has_ragged else rows.device
     rng = torch.Generator(device).manual_seed(seed)
     yield from rows.batches(batch_size)
     for _ in range(passes - 1):

@@ -230,7 +230,7 @@ class PrefetchLoader:
 
     def _make_room(self, slot: _Slot, name: str, n_values: int) -> None:
         """Give a slot more memory if the values of a pool do not fit: the pools themselves say how much they need."""
-        slot.host.make_room(name, n_values)
+        slot.host.make_room(name, n_values, pinned=self._stream is not None)
         if slot.device.make_room(name, n_values) and self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # kernels of a previous owner may run
 

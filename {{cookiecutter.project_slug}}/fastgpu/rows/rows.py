@@ -129,10 +129,6 @@ class Ragged:
     def device(self) -> torch.device:
         return self.values.device
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.offsets.nbytes
-
     def __len__(self) -> int:
         return len(self.host_offsets) - 1
 
@@ -230,7 +226,7 @@ class Rows:
             columns[name] = column.empty_like(device) if is_ragged else torch.empty_like(column, device=device)
         return Rows(columns)
 
-    def make_room(self, name: str, n_values: int) -> bool:
+    def make_room(self, name: str, n_values: int, *, pinned: bool = False) -> bool:
         """Give a ragged column of a pool new memory for so many values if they do not fit. Returns whether it did.
 
         Raises RankError if 32-bit offsets cannot count them.
@@ -243,8 +239,7 @@ class Rows:
                 f"a pool has {n_values:,} values of {name} and at most {MAX_VALUES:,} fit; use fewer data.pool_batches"
             )
         shape = (min(int(ROOM * n_values), MAX_VALUES), *column.values.shape[1:])
-        is_pinned = column.values.is_pinned() if column.values.device.type == "cpu" else False
-        values = _empty(shape, _numpy_dtype(column.values), column.device, is_pinned)
+        values = _empty(shape, _numpy_dtype(column.values), column.device, pinned)
         self.columns[name] = Ragged(values, column.offsets, column.host_offsets)
         return True
 
@@ -257,10 +252,6 @@ class Rows:
     @property
     def device(self) -> torch.device:
         return next(iter(self.columns.values())).device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.columns.values())
 
     @property
     def has_ragged(self) -> bool:
