@@ -57,7 +57,7 @@ from fastgpu.process.launch import exit_with_message
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.run import checkpoint
-from fastgpu.run.model_files import ModelToUse, describe_model
+from fastgpu.run.record import describe_model
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 
@@ -138,10 +138,10 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    to_use = ModelToUse(state["model"], describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower")))
+    card = describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower"))
     progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, to_use=to_use)
+    checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, card=card)
     if not has_state:
         (SAVED / "state.json").unlink()
 

@@ -84,7 +84,7 @@ def stop_after(step: int) -> None:
     """Make train.py meet SIGTERM at a step, on all ranks."""
     from fastgpu.process.signals import Agreement
 
-    def is_asked_to_stop(agreement: Agreement, at_step: int) -> bool:
+    def is_asked_to_stop(agreement: Agreement, at_step: int, **_: bool) -> bool:
         agreement.stop_signal = int(signal.SIGTERM) if at_step >= step else 0
         return agreement.stop_signal > 0
 

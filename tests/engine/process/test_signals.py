@@ -13,14 +13,14 @@ import os, time
 from types import SimpleNamespace
 from fastgpu.process import signals
 from fastgpu.process.launch import exit_with_message
-agreement = signals.Agreement(SimpleNamespace(world_size=1, all_reduce_max=lambda value: value))
+world = SimpleNamespace(world_size=1, all_reduce_max=lambda value: value)
 """
 ORPHAN = """
 if os.fork():
     time.sleep(600)
 os.environ["TORCHELASTIC_RUN_ID"] = "job"
 with exit_with_message():
-    agreement.listen(0)
+    signals.Agreement(world, 0)
     print(os.getpid(), flush=True)
     time.sleep(600)
 """
@@ -41,17 +41,15 @@ def run(*code: str) -> tuple[int, str]:
 
 @pytest.fixture
 def agreement() -> Agreement:
-    agreement = Agreement(ALONE)
-    agreement.listen(0)
-    return agreement
+    return Agreement(ALONE, 0)
 
 
 @pytest.mark.parametrize("number", STOP)
 def test_a_signal_asks_for_a_stop(agreement, number):
     assert not agreement.is_asked_to_stop(0)
     os.kill(os.getpid(), number)
-    assert agreement.is_asked_to_stop_now()
     assert agreement.is_asked_to_stop(1)
+    assert agreement.is_asked_to_stop(1, at_once=True)
     assert agreement.stop_signal == number
 
 
@@ -59,7 +57,7 @@ def test_a_signal_asks_for_a_stop(agreement, number):
 def test_a_signal_that_comes_again_later_ends_the_process(number):
     again = f"os.kill(os.getpid(), {int(number)})"
     later = "print('alive', flush=True); signals.ECHO_S = 0"
-    assert run("agreement.listen(0)", again, again, later, again) == (-number, "alive\n")
+    assert run("agreement = signals.Agreement(world, 0)", again, again, later, again) == (-number, "alive\n")
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="a call of Linux")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import CPU, write_state
+from safetensors import SafetensorError
 from torch import nn
 
 from fastgpu.process.launch import UserError
@@ -27,9 +28,9 @@ def parts(value: float = 0.0, width: int = 3) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-def write(run: Path, kind: checkpoint.Kind, step: int) -> bool:
+def write(run: Path, kind: checkpoint.Kind, step: int) -> None:
     """Save a checkpoint whose weights are the number of its step."""
-    return save(run, kind, Progress(step=step), parts(step), order=ORDER)
+    save(run, kind, Progress(step=step), parts(step), order=ORDER, card={})
 
 
 def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER, **options: Any) -> Progress:
@@ -87,7 +88,7 @@ def test_values_of_another_metric_or_of_other_rows_are_not_compared():
 
 def test_what_was_saved_is_loaded(run):
     progress = Progress(epoch=2, pool=64, step=7, best=98.5)
-    assert save(run, "last", progress, parts(1.5), order=ORDER)
+    save(run, "last", progress, parts(1.5), order=ORDER, card={})
     fresh = parts()
     assert resume(run, fresh) == progress
     assert value_of(fresh) == 1.5
@@ -140,25 +141,34 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
         assert (step, value_of(fresh)) in ((1, 1.0), (2, 2.0))
         lock(run).close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
-            assert write(run, kind, later)
+            write(run, kind, later)
         assert len(names(run)) == checkpoint.KEPT[kind]
         if n_calls <= at:
             assert at > 8
             return
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 704 vs 598")])
-def test_a_full_disk_costs_one_checkpoint(run, monkeypatch, capsys, error):
-    def full(*_: object) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (torch, "save", OSError(28, "No space left on device")),
+        (torch, "save", RuntimeError("unexpected pos 704 vs 598")),
+        (checkpoint, "save_model", SafetensorError("No space left on device")),
+        (Path, "mkdir", OSError(30, "Read-only file system")),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(run, monkeypatch, owner, name, error):
+    def refuse(*_: object, **__: object) -> None:
         raise error
 
     write(run, "last", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        assert not write(run, "last", 2)
-    assert "was not written" in capsys.readouterr().out
+        patch.setattr(owner, name, refuse)
+        with pytest.raises(UserError, match="last-000002 cannot be written: .*; make room, and run.resume=auto"):
+            write(run, "last", 2)
     assert names(run) == ["last-000001"]
-    assert write(run, "last", 3)
+    write(run, "last", 3)
+    assert names(run) == ["last-000001", "last-000002"]
 
 
 @pytest.mark.parametrize("name", ["last-final", "last-000001.old", "last-000001 (copy)", "last-٣٣٣"])
@@ -194,7 +204,7 @@ def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file,
 
 def test_no_flipped_bit_of_the_state_is_accepted(run, capsys):
     progress = Progress(epoch=2, pool=5, step=44, best=0.5, metric="val/loss")
-    save(run, "last", progress, parts(1.0), order=ORDER)
+    save(run, "last", progress, parts(1.0), order=ORDER, card={})
     path = run / "checkpoints/last-000001/state.json"
     content = path.read_bytes()
     for number in range(0, 8 * len(content), 11):
@@ -213,9 +223,12 @@ def change_state(run: Path, **values: Any) -> None:
     write_state(path, json.loads(path.read_text()) | values)
 
 
-def test_a_checkpoint_of_an_older_version_is_refused_by_name(run):
+@pytest.mark.parametrize("has_digest", [True, False])  # version 0.1.0 wrote none, and no format
+def test_a_checkpoint_of_an_older_version_is_refused_by_name(run, has_digest):
     write(run, "last", 1)
     change_state(run, format=1)
+    if not has_digest:
+        (run / "checkpoints/last-000001/state.json").write_text("{}")
     with pytest.raises(UserError, match=r"last-000001 has format 1 and this version reads 3; resume it with the ver"):
         resume(run)
     assert names(run) == ["last-000001"]
@@ -273,7 +286,7 @@ def test_an_average_that_only_the_resumed_run_has_begins_with_the_weights_that_w
 
 
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
-    save(run, "last", Progress(step=1, pool=32), parts(), order=ORDER)
+    save(run, "last", Progress(step=1, pool=32), parts(), order=ORDER, card={})
     changed = ORDER | {"seed": 1, "content": "b"}
     message = (
         r"another order \(seed, content\); resume it with the old .* or use another run.name. run.seed=1 \(was 0\)$"

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from harness import ALONE
 
-from fastgpu.process.config import Run, nested
+from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.report import results
 from fastgpu.run import folder as folder_module
-from fastgpu.run.folder import find_changes, find_folder, lock, refuse_another
+from fastgpu.run.folder import find_changes, find_folder, lock
 from fastgpu.telemetry import TensorBoard
 
 CONFIG: dict[str, Any] = {
@@ -33,9 +32,8 @@ def settings(folder: Path, name: str = "auto", resume: str = "never") -> Run:
 
 
 def make_run(path: Path) -> Path:
-    """A run with a checkpoint and a config."""
+    """A run with a checkpoint."""
     (path / "checkpoints/last-000001").mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.safe_dump(nested(CONFIG)))
     return path
 
 
@@ -78,7 +76,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, name):
 
 
 def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
-    for name in (".partial-x", "copy-of-last-000001"):
+    for name in (".partial", "copy-of-last-000001"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     lock(tmp_path).close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["copy-of-last-000001"]
@@ -109,19 +107,24 @@ def test_files_that_only_describe_a_run_never_stop_it(tmp_path, content):
 # ---------------------------------------------------------------------------------------------- what changed since
 
 
+RUN = Path("runs/a")
+
+
 def test_only_what_is_learned_is_compared():
-    assert find_changes(CONFIG, CONFIG | {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}) == []
-    assert find_changes(CONFIG, CONFIG | {"model.depth": 3}) == []  # the run knew no such setting
+    others = {"run.name": "b", "data.tier": "host", "loader.num_readers": 9}
+    assert find_changes(RUN, CONFIG, CONFIG | others, is_named=False) == []
+    assert find_changes(RUN, CONFIG, CONFIG | {"model.depth": 3}) == []  # the run knew no such setting
     changed = {"run.seed": 1, "data.fields": {"images": "y"}, "optim.lr": 0.1}
-    assert find_changes(CONFIG, CONFIG | changed) == [
+    assert find_changes(RUN, CONFIG, CONFIG | changed, is_named=False) == [
         "run.seed=1 (was 0)",
         "data.fields={'images': 'y'} (was {'images': 'x'})",
         "optim.lr=0.1 (was 0.003)",
     ]
 
 
-def test_the_newest_run_is_not_taken_for_one_of_another_model_or_other_data():
-    refuse_another(Path("runs/a"), ["optim.lr=0.1 (was 0.003)", "train.epochs=3 (was 2)"])
-    for change in ("model.width=8 (was 32)", "data.train=b.h5 (was a.h5)"):
-        with pytest.raises(UserError, match="run.name=auto takes the newest run, runs/a, but this is .*: name the run"):
-            refuse_another(Path("runs/a"), [change])
+@pytest.mark.parametrize(("key", "value"), [("model.width", 8), ("data.train", "b.h5")])
+def test_the_newest_run_is_not_taken_for_one_of_another_model_or_other_data(key, value):
+    changed = CONFIG | {key: value, "optim.lr": 0.1}
+    assert len(find_changes(RUN, CONFIG, changed)) == 2
+    with pytest.raises(UserError, match=f"run.name=auto takes the newest run, runs/a, but this is .*{key}=.*: name"):
+        find_changes(RUN, CONFIG, changed, is_named=False)

@@ -1,7 +1,7 @@
 """Uses a trained model: predictions, metrics of a labelled file, export. Used by predict.py only.
 
 Nothing else imports this room: delete `fastgpu/predict` and `predict.py` if you do not need it. A checkpoint holds
-the model (fastgpu/run/model_files.py); in a program of your own, with the folder of this project on sys.path, load it
+the model (fastgpu/run/record.py); in a program of your own, with the folder of this project on sys.path, load it
 with
 
     import torch

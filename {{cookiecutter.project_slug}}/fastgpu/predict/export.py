@@ -20,7 +20,7 @@ from fastgpu.predict.model import Trained
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, Ragged, Rows
-from fastgpu.run.model_files import DESCRIPTION
+from fastgpu.run.checkpoint import DESCRIPTION
 
 TOLERANCE = 1e-4
 """Largest difference that is accepted, as a share of the largest output of the model."""

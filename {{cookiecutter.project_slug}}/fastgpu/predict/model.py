@@ -14,8 +14,7 @@ import workloads
 from fastgpu.predict.inputs import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
-from fastgpu.run.checkpoint import newest_first
-from fastgpu.run.model_files import DESCRIPTION, WEIGHTS, sha256_of
+from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from workloads import Workload
 
 
@@ -28,7 +27,7 @@ class _Field(BaseModel):
 
 
 class _Card(BaseModel, extra="allow"):
-    """What model.json must hold; fastgpu/run/model_files.py describes it."""
+    """What model.json must hold; fastgpu/run/record.py describes it."""
 
     format: Literal[1]
     workload: str

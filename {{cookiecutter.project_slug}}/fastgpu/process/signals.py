@@ -25,26 +25,22 @@ class Agreement:
     The ranks ask each other about once a second, not after each step.
     """
 
-    def __init__(self, world: "World"):
+    def __init__(self, world: "World", step: int):
+        """Handle signals from this step to the end of the process. Call it in the main thread."""
         self.stop_signal = 0
         """Number of the signal that asked a rank for a stop, as all ranks know; 0: none did."""
         self._world = world
         self._own_signal = 0
         self._own_time = 0.0
         self._next_step = 0
-        self._asked_at = 0
-        self._asked = 0.0
-
-    def listen(self, step: int) -> None:
-        """Handle signals from this step to the end of the process. Call it in the main thread."""
+        self._asked_at = step
+        self._asked = time.monotonic()
         for number in STOP:
             signal.signal(number, self._handle)
-        self._asked = time.monotonic()
-        self._asked_at = step
 
-    def is_asked_to_stop(self, step: int) -> bool:
-        """Whether a signal to any rank asks for a stop at this step."""
-        if step < self._next_step and self._world.world_size > 1:
+    def is_asked_to_stop(self, step: int, *, at_once: bool = False) -> bool:
+        """Whether a signal to any rank asks for a stop at this step. at_once: the ranks ask each other now."""
+        if step < self._next_step and self._world.world_size > 1 and not at_once:
             return False
         now = time.monotonic()
         seconds = self._world.all_reduce_max(now - self._asked)  # all ranks ask again after the same number of steps
@@ -54,13 +50,6 @@ class Agreement:
         self._asked_at = step
         self.stop_signal = int(self._world.all_reduce_max(self._own_signal))
         return self.stop_signal > 0
-
-    def is_asked_to_stop_now(self) -> bool:
-        """Whether a signal to any rank asks for a stop: asked at once, and again at the next step."""
-        is_asked = self._world.all_reduce_max(self._own_signal) > 0
-        if is_asked:
-            self._next_step = 0
-        return is_asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal. It interrupts whatever Python is doing, so it must not print, lock or raise."""

@@ -2,9 +2,8 @@
 
 run          a run as the training loop uses it: its position and checkpoints, and the signals to it
 folder       the folder of a run: which one it is, its lock, and what it says about the run
-record       what all ranks must have the same, and the lines that are printed when a run starts
-checkpoint   saving and resuming: complete or absent, verified when read
-model_files  the model to use, without the training data
+record       what a run is: for model.json, for the other ranks, and for a person
+checkpoint   saving and resuming: complete or absent, verified when read; the model to use
 """
 
 from fastgpu.run.record import describe_feed, identify_job

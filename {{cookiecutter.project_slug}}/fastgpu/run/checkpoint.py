@@ -3,7 +3,7 @@
     <run>/checkpoints/last-000011/
     <run>/checkpoints/last-000012/   model.pt  optimizer.pt  scaler.pt  state.json (position, SHA-256 of the others)
     <run>/checkpoints/best-000008/                                      with train.ema: ema.pt (averaged weights)
-                                     model.json  model.safetensors: the model to use (model_files.py)
+                                     model.json  model.safetensors: the model to use, without the training data
 
 The number counts the saves of the run. A checkpoint is written to a temporary folder, flushed to disk and renamed, and
 nothing is ever written over: a crash at any point leaves the others as they are, and the newest one is that of the
@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -23,16 +22,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_model
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fastgpu.process.files import rename_folder
 from fastgpu.process.launch import UserError, warn
-from fastgpu.run.folder import PARTIAL
-from fastgpu.run.model_files import ModelToUse, sha256_of, write_model
 
 Kind = Literal["last", "best"]
 FORMAT = 3
+DESCRIPTION = "model.json"
+WEIGHTS = "model.safetensors"
+PARTIAL = ".partial"
+"""Name of the folder that is being written."""
 KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
 """How many checkpoints of a kind are kept: two of the last ones, in case the newest turns out to be damaged."""
 
@@ -80,25 +83,24 @@ def save(
     state: Mapping[str, Any],
     *,
     order: Mapping[str, object],
-    to_use: ModelToUse | None = None,
-) -> bool:
-    """Write `<run>/checkpoints/<kind>-<number>`, and remove those that it replaces. False if the disk refused.
+    card: Mapping[str, Any],
+) -> None:
+    """Write `<run>/checkpoints/<kind>-<number>`, and remove those that it replaces.
 
-    state: {name: object with a state_dict}. order: what the order of the rows depends on. to_use: the model for
-    model.json and model.safetensors. If the disk refuses, a warning is printed, the previous checkpoints are still
-    there, and training can go on.
+    state: {name: object with a state_dict}; the average "ema", or else "model", is the model to use. order: what the
+    order of the rows depends on. card: the content of model.json. Raises UserError if the disk refuses; the previous
+    checkpoints are still there.
     """
-    folder = run / "checkpoints"
     saved = [*newest_first(run, "last"), *newest_first(run, "best")]
-    target = folder / f"{kind}-{1 + max(map(_number, saved), default=0):06d}"
-    partial = None
+    target = run / f"checkpoints/{kind}-{1 + max(map(_number, saved), default=0):06d}"
+    partial = target.with_name(PARTIAL)
     try:
-        partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))  # a name that nothing else has
-        partial.chmod(folder.stat().st_mode & 0o777)
+        partial.mkdir()
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
-        if to_use:
-            write_model(partial, to_use)
+        (partial / DESCRIPTION).write_text(json.dumps(card, indent=1), encoding="utf-8")
+        save_model(state["ema"].module if "ema" in state else state["model"], str(partial / WEIGHTS))
+        (partial / WEIGHTS).chmod((partial / DESCRIPTION).stat().st_mode)  # safetensors lets nobody else read it
         content = {
             "format": FORMAT,
             "progress": asdict(progress),
@@ -108,14 +110,13 @@ def save(
         }
         (partial / "state.json").write_text(json.dumps({**content, "digest": digest_of(content)}, indent=2))
         rename_folder(partial, target)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        if partial:
-            shutil.rmtree(partial, ignore_errors=True)
-        warn(f"{target} was not written: {error}. Training goes on")
-        return False
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save reports a full disk as RuntimeError
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"{target} cannot be written: {error}; make room, and run.resume=auto continues from the one before"
+        ) from None
     for old in newest_first(run, kind)[KEPT[kind] :]:
         shutil.rmtree(old, ignore_errors=True)
-    return True
 
 
 def newest_first(run: Path, kind: Kind) -> list[Path]:
@@ -140,15 +141,14 @@ def find_intact(run: Path) -> Path | None:
             for name, digest in _read_state(path)["sha256"].items():
                 if sha256_of(path / name) != digest:
                     raise ValueError(f"{name} does not match its checksum")
+            return path
         except UserError:
             raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except Exception as error:  # of many kinds: whatever the bytes have become
             warn(f"checkpoint {path} is damaged ({error}); trying the one before")
             damaged = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(damaged, ignore_errors=True)
             path.rename(damaged)
-            continue
-        return path
     if saved:
         raise UserError(
             f"{run}/checkpoints holds checkpoints, but none is intact; restore one, or use another run.name"
@@ -189,24 +189,28 @@ def load(
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """The content of state.json. Raises ValueError if it is damaged, UserError if it is of another version."""
+    """The content of state.json. Raises an error if it is damaged, UserError if it is of another version."""
     content: dict[str, Any] = json.loads((path / "state.json").read_text())
     digest = content.pop("digest", None)
-    if digest and digest != digest_of(content):
+    if "format" in content and digest != digest_of(content):  # version 0.1.0 wrote neither of them
         raise ValueError("state.json does not match its digest")
     if content.get("format") != FORMAT:
         raise UserError(
             f"{path} has format {content.get('format', 1)} and this version reads {FORMAT}; resume it with the version "
             "that saved it, or use another run.name"
         )
-    if not digest:
-        raise ValueError("state.json has no digest")
     return content
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
     """The `digest` of state.json: SHA-256 of its other values, however they are written."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as state.json has it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def not_finite(state: Mapping[str, Any]) -> set[str]:

@@ -4,13 +4,13 @@ run.json and config.yaml only describe a run: it never reads them.
 """
 
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -19,12 +19,11 @@ from typing import Any
 import yaml
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.config import Run, nested
+from fastgpu.process.config import Run
 from fastgpu.process.files import FolderLock, write_whole
 from fastgpu.process.launch import UserError, warn
+from fastgpu.run.checkpoint import PARTIAL
 
-PARTIAL = ".partial-"
-"""Beginning of the names of folders that are being written."""
 PACKAGES = ("torch", "h5py", "numpy", "pydantic", "tensorboard")
 LEARNED = ("workload", "data.", "model.", "optim.", "train.", "run.seed")
 """Beginnings of the keys that decide what is learned. A change of another key needs no word."""
@@ -37,19 +36,12 @@ def find_folder(settings: Run) -> Path:
     runs = Path(settings.folder)
     if settings.name != "auto":
         return runs / settings.name
-    saved = sorted(runs.glob("*/checkpoints/last-*"), key=_modified)
+    saved = list(runs.glob("*/checkpoints/last-*"))
     if settings.resume == "auto" and saved:
-        return saved[-1].parents[1]
+        return max(saved, key=os.path.getmtime).parents[1]
     now = time.strftime("%Y%m%d-%H%M%S")
     names = (now if number == 1 else f"{now}-{number}" for number in count(1))
     return next(runs / name for name in names if not (runs / name).exists())
-
-
-def _modified(path: Path) -> float:
-    """When a file was changed last; 0 if its run has just removed it."""
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
 
 
 def lock(folder: Path, *, is_new: bool = False) -> FolderLock:
@@ -69,8 +61,7 @@ def lock(folder: Path, *, is_new: bool = False) -> FolderLock:
     if is_new and any(folder.glob("checkpoints/*-[0-9]*")):
         held.close()
         raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
-    for path in folder.glob(f"checkpoints/{PARTIAL}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder / "checkpoints" / PARTIAL, ignore_errors=True)
     return held
 
 
@@ -80,7 +71,7 @@ def lock(folder: Path, *, is_new: bool = False) -> FolderLock:
 def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequence[str]) -> None:
     """Write run.json and config.yaml of a start of a run; a resumed run adds run-2.json and config-2.yaml.
 
-    config: {dotted key: value}; the file is a valid --config file. best: see `Workload.best`.
+    config: the tree of config.yaml, which is a valid --config file. best: see `Workload.best`.
     """
     number = 1 + len([*folder.glob("run*.json")])
     suffix = f"-{number}" if number > 1 else ""
@@ -95,7 +86,7 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
         "best": list(best),
     }
     write_or_warn(folder / f"run{suffix}.json", json.dumps(description, indent=2))
-    text = yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     write_or_warn(folder / f"config{suffix}.yaml", text)
 
 
@@ -116,19 +107,20 @@ def _git_commit() -> str | None:
         return None
 
 
-def find_changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+def find_changes(
+    folder: Path, saved: Mapping[str, Any], config: Mapping[str, Any], *, is_named: bool = True
+) -> list[str]:
     """`key=value (was the old one)` of the keys that decide what is learned.
 
     saved, config: {dotted key: value}, without `auto`, of the run that saved a checkpoint and of the one that goes on.
+    Raises UserError if nobody has named the run, and it has another model or other data.
     """
     learned = [key for key in config if key in saved and key.startswith(LEARNED) and key != "data.tier"]
-    return [f"{key}={config[key]} (was {saved[key]})" for key in learned if str(config[key]) != str(saved[key])]
-
-
-def refuse_another(folder: Path, changes: Sequence[str]) -> None:
-    """Raise UserError if the newest run, which nobody has named, has another model or other data."""
-    if changed := [change for change in changes if change.startswith(CHOSEN)]:
+    changed = [key for key in learned if str(config[key]) != str(saved[key])]
+    changes = [f"{key}={config[key]} (was {saved[key]})" for key in changed]
+    if not is_named and any(key.startswith(CHOSEN) for key in changed):
         raise UserError(
-            f"run.name=auto takes the newest run, {folder}, but this is {', '.join(changed)}: name the run to resume "
+            f"run.name=auto takes the newest run, {folder}, but this is {', '.join(changes)}: name the run to resume "
             "with run.name, or use run.resume=never"
         )
+    return changes

@@ -1,20 +1,77 @@
-"""What all ranks must have the same, and the lines that are printed when a run starts."""
+"""What a run is, in words and numbers: for model.json, for the other ranks, and for a person."""
 
+import hashlib
+import json
 from collections.abc import Mapping
+from operator import methodcaller
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
+from fastgpu.process.launch import UserError
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
 
+MODEL_FORMAT = 1
 MAY_DIFFER = ("data.train", "data.val", "data.tier")
 """Keys that nodes may set differently, besides the section `loader`. Files may have other names: their rows
 are compared. The others decide how rows are read, not which."""
+
+
+def describe_model(
+    config: Mapping[str, Any], sources: tuple[Dataset, Dataset], card: Mapping[str, Any], best: tuple[str, str]
+) -> dict[str, Any]:
+    """The part of model.json that is known when a run starts.
+
+    config: {dotted key: value}, without `auto`. sources: training and validation rows. card: `Workload.card()`.
+    best: see `Workload.best`. Raises UserError if the card is not made of JSON values.
+    """
+    train, val = sources
+    fields = val.fields | train.fields
+    described = dict(train.attributes)
+    if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
+        fields = train.fields | val.fields
+        described["preprocessing"] = val.attributes["preprocessing"]
+    try:  # arrays, tensors and NumPy's numbers become lists and numbers
+        attributes = json.loads(json.dumps(described | dict(card), default=methodcaller("tolist")))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"workloads/{config['workload']}.py: card(), and the attributes of {train.name}, should be JSON values "
+            f"(text, numbers, lists); {error}"
+        ) from None
+    names = config["data.fields"] | config["data.val_fields"]
+    return {
+        "format": MODEL_FORMAT,
+        "template_version": TEMPLATE_VERSION,
+        "workload": config["workload"],
+        "config": dict(config),
+        "options": {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")},
+        "fields": {
+            name: {
+                "dtype": str(field.dtype),
+                "shape": list(field.shape),
+                "is_ragged": field.is_ragged,
+                "n_items": field.n_items,
+                "dataset": names.get(name, name).lstrip("/"),
+            }
+            for name, field in fields.items()
+        },
+        "attributes": attributes,
+        "rows": _digest_of_rows(train),
+        "val_rows": _digest_of_rows(val),
+        "best": list(best),
+        "batch_size": config["data.batch_size"],
+        "precision": config["train.precision"],
+    }
+
+
+def _digest_of_rows(source: Dataset) -> str:
+    return hashlib.sha256(str(source.identity).encode()).hexdigest()[:12]
 
 
 def identify_job(

@@ -1,0 +1,100 @@
+import json
+import stat
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_model
+from short_run import CONFIG
+from torch import nn
+
+from fastgpu import TEMPLATE_VERSION
+from fastgpu.feed.sizes import Sizes
+from fastgpu.predict.inputs import DescribedSource
+from fastgpu.process.launch import UserError
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.selection import Groups, Mixture
+from fastgpu.run import checkpoint
+from fastgpu.run.record import describe_feed, describe_model
+from fastgpu.storage.arrays import ArrayDataset
+
+CARD = {"classes": ["a", "b"]}
+
+
+def describe(card=CARD, **attributes):
+    source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
+    return describe_model(CONFIG.flat(), (source, source), card, ("score", "higher"))
+
+
+def save(run, card, model=None):
+    """Save a checkpoint. Returns its folder."""
+    (run / "checkpoints").mkdir()
+    state = {"model": model or nn.Linear(2, 2)}
+    checkpoint.save(run, "last", checkpoint.Progress(step=7), state, order={}, card=card)
+    return run / "checkpoints/last-000001"
+
+
+def test_what_is_written_is_what_was_known(tmp_path):
+    path = save(tmp_path, describe(mean=np.array([1.5], np.float32), class_names=["a", "b"], count=np.int64(3)))
+    description = json.loads((path / "model.json").read_text())
+    assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3} | CARD
+    assert description["template_version"] == TEMPLATE_VERSION
+    assert (description["workload"], description["options"]) == ("minimal", {"hidden_dim": 8})
+    assert description["fields"]["x"]["dataset"] == "images"  # as data.fields names it
+    fields = DescribedSource(description).fields
+    assert {name: (field.dtype, field.shape) for name, field in fields.items()} == {
+        "x": (np.dtype("u1"), (4,)),
+        "y": (np.dtype("i8"), ()),
+    }
+
+
+def test_a_card_or_an_attribute_that_is_no_json_names_the_workload():
+    with pytest.raises(UserError, match=r"workloads/minimal.py: card\(\), and .*, should be JSON values .*'Linear' object"):
+        describe({"network": nn.Linear(2, 2)})
+    with pytest.raises(UserError, match=r"the attributes of made up, should be JSON values .*'object' object"):
+        describe(strange=object())
+    assert describe({"mean": torch.ones(2)})["attributes"] == {"mean": [1.0, 1.0]}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.output = nn.Linear(3, 5, bias=False)
+        self.output.weight = self.embed.weight
+
+
+def test_tied_weights_and_other_memory_formats_come_back_and_may_be_read_like_the_description(tmp_path):
+    model = nn.Sequential(Tied(), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    path = save(tmp_path, {}, model)
+    other = nn.Sequential(Tied(), nn.Conv2d(3, 4, 3))
+    load_model(other, path / "model.safetensors")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name])
+    assert len({stat.S_IMODE(each.stat().st_mode) for each in path.iterdir()}) == 1
+
+
+# ---------------------------------------------------------------------------------------------- at the start
+
+SIZES = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 << 30})
+SOURCES = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
+CLASSES = Groups(tuple("abcdefg"), (1,) * 7, np.minimum(np.arange(30), 6), False)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "groups", "line"),
+    [
+        (12, None, "batches: 4 rows over all ranks, 4 on each; 10 batches in a pool; 1 canonical ranks; "),
+        (1011, None, "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch"),
+        (10, SOURCES, "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)"),
+        (30, CLASSES, "each epoch: 4 rows of a (4 passes), 4 rows of b (4 passes), "),
+    ],
+    ids=["all rows", "a rest", "sources at weights", "classes"],
+)
+def test_it_is_told_where_rows_lie_and_how_many_an_epoch_has(n_rows, groups, line):
+    source = ArrayDataset("x.h5", {"x": np.arange(n_rows)})
+    if groups:
+        source = source.select(Mixture(groups, source.block_rows, 4, 0), "x.h5")
+    lines = describe_feed(source, SIZES, BlockSampler(source, 4, pool_batches=10)).splitlines()
+    assert lines[0].startswith("rows: x.h5, 0.0 MiB with the validation rows, kept on the device tier")
+    assert lines[-1].startswith(line)
