@@ -3,6 +3,7 @@
 Workloads that only some projects have stand between the Jinja conditions under which the hook keeps them.
 """
 
+import json
 from typing import Any
 
 from template import PROJECT, condition_of
@@ -62,9 +63,10 @@ def print_table(root: type[Section], prefix: str = "") -> None:
     """Print one line for each key."""
     print(TABLE_HEAD)
     allowed_of = allowed_values(root, prefix)
-    for key, (default, description) in keys(root, prefix).items():
-        allowed = allowed_of[key]
-        cells = [f"`{key}`", "required" if default == "(required)" else f"`{default}`", allowed, description]
+    for key, field in keys(root, prefix).items():
+        default = json.dumps(field.get_default(call_default_factory=True), default=str)
+        shown = "required" if field.is_required() else f"`{default}`"
+        cells = [f"`{key}`", shown, allowed_of[key], field.description or ""]
         escaped = [" ".join(cell.split()).replace("|", r"\|") for cell in cells]
         print(f"| {' | '.join(escaped)} |")
 

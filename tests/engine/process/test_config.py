@@ -1,6 +1,6 @@
 import pytest
 
-from fastgpu.process.config import SECTIONS, Config, Data, Optim, Section, nested
+from fastgpu.process.config import SECTIONS, Config, Data, Optim, Section
 from fastgpu.process.config_loader import keys
 
 
@@ -18,11 +18,6 @@ def test_sections_are_typed_and_frozen_and_refuse_unknown_keys(config):
         Optim(rate=0.1)
 
 
-def test_required_keys_have_no_default():
-    required = {key for key, (default, _) in keys().items() if default == "(required)"}
-    assert required == {"workload", "data.train", "data.val", "data.fields"}
-
-
 def test_resolved_replaces_the_values_of_sections_and_leaves_the_original(config):
     config.origins["data.train"] = "command line"
     resolved = config.resolved(data={"tier": "disk", "pool_batches": 7}, model={"depth": 2})
@@ -32,8 +27,7 @@ def test_resolved_replaces_the_values_of_sections_and_leaves_the_original(config
     assert (config.data.tier, config.data.pool_batches, config.model) == ("auto", "auto", {"width": 3})
 
 
-def test_flat_holds_every_key_once_and_nested_is_its_inverse(config):
+def test_flat_holds_every_key_once(config):
     values = config.flat()
     assert set(values) == {*keys(), "model.width"}
     assert (values["workload"], values["data.fields"], values["model.width"]) == ("minimal", {"x": "x"}, 3)
-    assert nested(values) == config.model_dump()

@@ -49,7 +49,7 @@ def test_what_is_written_is_what_was_known(tmp_path):
 
 
 def test_a_card_or_an_attribute_that_is_no_json_names_the_workload():
-    with pytest.raises(UserError, match=r"workloads/minimal.py: card\(\), and .*, should be JSON values .*'Linear' object"):
+    with pytest.raises(UserError, match=r"workloads/minimal.py: card\(\), and .*, should be JSON values .*'Linear'"):
         describe({"network": nn.Linear(2, 2)})
     with pytest.raises(UserError, match=r"the attributes of made up, should be JSON values .*'object' object"):
         describe(strange=object())

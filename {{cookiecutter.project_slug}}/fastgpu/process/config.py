@@ -6,7 +6,6 @@ workloads/__init__.py). This module does not import torch, so a typing error in 
 """
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -197,18 +196,6 @@ class Config(Section):
         tree = self.model_dump()
         values = {f"{section}.{key}": value for section in SECTIONS for key, value in tree[section].items()}
         return {"workload": self.workload, **values}
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of config.yaml for {dotted key: value}: the inverse of `Config.flat`."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        if name:
-            tree.setdefault(section, {})[name] = value
-        else:
-            tree[key] = value
-    return tree
 
 
 SECTIONS = tuple(name for name in Config.model_fields if name != "workload")

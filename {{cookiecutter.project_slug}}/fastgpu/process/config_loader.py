@@ -1,15 +1,16 @@
 """From YAML files and `section.key=value` words to one checked `Config`. An error names file, line, key and cure."""
 
-import difflib
 import json
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from fastgpu.process.config import SECTIONS, Config, Section, nested
+from fastgpu.process.config import SECTIONS, Config, Section
 from fastgpu.process.launch import UserError
 
 OptionsT = TypeVar("OptionsT", bound=Section)
@@ -30,7 +31,7 @@ def load_config(argv: list[str]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, origins, list(keys())) from None
+        raise _explain(error, origins, [*keys()]) from None
     config.origins.update(origins)
     return config
 
@@ -40,23 +41,19 @@ def read_options(config: Config, options: type[OptionsT]) -> OptionsT:
     try:
         return options.model_validate(config.model)
     except ValidationError as error:
-        known = [*keys(), *keys(options, "model.")]
-        raise _explain(error, config.origins, known, "model.") from None
+        raise _explain(error, config.origins, [*keys(), *keys(options, "model.")], "model") from None
 
 
-def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, tuple[str, str]]:
-    """{dotted key: (default as JSON, or "(required)"; description)} of every key."""
-    described: dict[str, tuple[str, str]] = {}
+def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """{dotted key: its field} of every key. Those of the section `model` are fields of the workload's `Options`."""
+    fields: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            described |= keys(kind, f"{prefix}{name}.")
+            fields |= keys(kind, f"{prefix}{name}.")
         elif name not in SECTIONS or prefix:
-            default = "(required)"
-            if not field.is_required():
-                default = json.dumps(field.get_default(call_default_factory=True), default=str)
-            described[prefix + name] = (default, field.description or "")
-    return described
+            fields[prefix + name] = field
+    return fields
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -67,15 +64,18 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     paths, words = _split(argv)
     run = words.get("run.resume", "never")
     if run not in ("never", "auto", ""):
-        paths.insert(0, _recorded(run))
+        recorded = Path(run).glob("config*.yaml")  # a run that was resumed has a config-2.yaml, too
+        newest = max(recorded, key=lambda path: (len(path.name), path.name), default=Path(run, "config.yaml"))
+        paths.insert(0, str(newest))
         words |= {"run.resume": "auto", "run.folder": json.dumps(str(Path(run).parent)), "run.name": Path(run).name}
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for path in paths or ["config.yaml"]:
         _merge(tree, _read_file(path, origins))
     for key, text in words.items():
-        section, _, _ = key.partition(".")
-        _merge(tree, nested({key: _parse(text, f"{COMMAND_LINE}: {key}", key, origins)}))
+        section, _, name = key.partition(".")
+        value = _parse(text, f"{COMMAND_LINE}: {key}", key, origins)
+        _merge(tree, {section: {name: value} if name else value})
         origins |= {section: origins.get(section, COMMAND_LINE), key: COMMAND_LINE}
     return tree, origins
 
@@ -101,14 +101,11 @@ def _split(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     return paths, values
 
 
-def _recorded(run: str) -> str:
-    """The newest config.yaml in the folder of a run: a resumed run adds config-2.yaml. Raises UserError for none."""
-    paths = sorted(Path(run).glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
-    if not paths:
-        raise UserError(
-            f"{COMMAND_LINE}: run.resume is {run}, which is no run with a config.yaml; use its folder, or auto"
-        )
-    return str(paths[-1])
+def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Merge key by key. The value of a key is replaced as a whole, so that data.fields can lose a field."""
+    for section, values in layer.items():
+        old = tree.get(section)
+        tree[section] = old | values if isinstance(old, dict) and isinstance(values, dict) else values
 
 
 def _read_file(path: str, origins: dict[str, str]) -> dict[str, Any]:
@@ -166,51 +163,36 @@ def _parse(text: str, origin: str, prefix: str, origins: dict[str, str]) -> Any:
         raise UserError(f"{origin}{line}: is not YAML: {problem}") from None
 
 
-def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Merge key by key. The value of a key is replaced as a whole, so that data.fields can lose a field."""
-    for key, value in layer.items():
-        if key in SECTIONS and isinstance(value, dict) and isinstance(tree.get(key), dict):
-            tree[key] |= value
-        else:
-            tree[key] = value
-
-
 # ---------------------------------------------------------------------------------------------- messages
 
 
-def _explain(error: ValidationError, origins: dict[str, str], known: list[str], prefix: str = "") -> UserError:
+def _explain(error: ValidationError, origins: dict[str, str], known: list[str], section: str = "") -> UserError:
     """One line for each wrong key; the branches of a union (`int or "auto"`) become one line."""
     lines: dict[str, str] = {}
     allowed: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        place = prefix + ".".join(map(str, item["loc"]))
+        place = [section, *map(str, item["loc"])] if section else [*map(str, item["loc"])]
+        key = ".".join(place[:2])  # branches of a union, or positions in a list, may follow
+        origin = origins.get(key, "config")
         if item["type"] == "missing":
-            lines[place] = f"config: {place} is missing; set it in the file or on the command line"
+            lines[key] = f"{origin}: {key} is missing; set it in the file or on the command line"
         elif item["type"] == "extra_forbidden":
-            origin = origins.get(place, "config")
-            lines[place] = f"{origin}: unknown key {place} ({_near(place, [*SECTIONS, *known])})"
+            lines[key] = f"{origin}: unknown key {key} ({_near(key, [*SECTIONS, *known])})"
         else:
-            # the place may end with branches of a union or positions in a list
-            key = next((key for key in known if f"{place}.".startswith(f"{key}.")), place)
-            origin = origins.get(key, "config")
             allowed.setdefault(key, []).append(re.sub(r"^\w+ should ", "", item["msg"]))
             wishes = " or ".join(dict.fromkeys(allowed[key]))
+            close = get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", wishes), 1)
+            hint = f' (did you mean "{close[0]}"?)' if close else ""
             value = json.dumps(item["input"], default=str)
-            hint = _suggest(item["input"], re.findall(r"'([^']+)'", wishes))
             lines[key] = f"{origin}: {key} is {value}; it should {wishes}{hint}"
     return UserError("\n       ".join(lines.values()))
-
-
-def _suggest(value: object, choices: list[str]) -> str:
-    close = difflib.get_close_matches(value, choices, 1) if isinstance(value, str) else []
-    return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def _near(key: str, known: list[str]) -> str:
     """What an unknown key should have been."""
     section, _, name = key.rpartition(".")
     close = [each for each in known if each.rpartition(".")[2] == name]  # in another section
-    close = close or difflib.get_close_matches(key, known, 1, 0.75)
+    close = close or get_close_matches(key, known, 1, 0.75)
     if close:
         return f"did you mean {close[0]}?"
     siblings = [each for each in known if each.rpartition(".")[0] == section]

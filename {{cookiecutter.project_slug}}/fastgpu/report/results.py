@@ -105,7 +105,7 @@ def best_of(run: Run) -> tuple[str, float, float] | None:
 
 def changed_settings(run: Run) -> dict[str, Any]:
     """{key: value} of what differs from the defaults, and of all settings of the workload, but not names of files."""
-    defaults = {key: json.loads(default) for key, (default, _) in keys().items() if default != "(required)"}
+    defaults = {key: field.get_default() for key, field in keys().items() if not field.is_required()}
     return {
         key: value
         for key, value in run.config.items()
