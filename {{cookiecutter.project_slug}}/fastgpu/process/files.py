@@ -3,11 +3,11 @@
 import fcntl
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from fastgpu.process.launch import UserError
 
@@ -36,13 +36,10 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
         raise UserError(f"{target} is a folder; name a file")
     if not replace and os.path.lexists(target):
         raise UserError(f"{target} exists; --force replaces it")
-    mode = target.parent.stat().st_mode & 0o666
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.stem[:200]}.", suffix=target.suffix, dir=target.parent)
-    os.close(descriptor)
-    partial = Path(name)
+    partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex[:8]}{target.suffix}")
+    partial.touch(exist_ok=False)
     try:
         yield partial
-        partial.chmod(mode)
         flush(partial)
         partial.replace(target)
     except BaseException:

@@ -1,6 +1,7 @@
 """The CPUs and the memory that this process may use."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def available_cpus() -> int:
     """CPUs that this process may use: its affinity mask, or the quota of its cgroup if that is less."""
-    if hasattr(os, "sched_getaffinity"):
-        n_cpus = len(os.sched_getaffinity(0))
-    else:  # macOS
-        n_cpus = os.cpu_count() or 1
+    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = (CGROUPS / "cpu.max").read_text().split()
         n_cpus = max(1, min(n_cpus, int(quota) // int(period)))  # ValueError: the quota is `max`
@@ -42,10 +40,8 @@ def _free_in_cgroups() -> Iterator[int]:
         with suppress(OSError, ValueError):
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
-            stat = (folder / "memory.stat").read_text().split()
-            values = dict(zip(stat[::2], stat[1::2], strict=True))
-            cached = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
-            yield max(0, limit - used + cached)
+            cached = re.findall(r"(?m)^(?:in)?active_file (\d+)", (folder / "memory.stat").read_text())
+            yield max(0, limit - used + sum(map(int, cached)))
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -45,15 +45,11 @@ class World:
     def backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-
     def __str__(self) -> str:
-        text = f"{self.world_size} x {self.device_name}"
-        return f"{text} over {self.backend}" if self.world_size > 1 else text
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return f"{self.world_size} x {name}" + (f" over {self.backend}" if self.world_size > 1 else "")
 
-    def print_once(self, text: str | None) -> None:
+    def print_once(self, text: str) -> None:
         """Print once for the whole job, if there is something to print."""
         if self.is_main and text:
             print(text, flush=True)
@@ -63,11 +59,6 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
-
-    def means(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """The mean of each scalar over all ranks. The host waits for the device, once."""
-        sums = self.all_reduce_sum(torch.stack([value.float() for value in values.values()])).tolist()
-        return {name: total / self.world_size for name, total in zip(values, sums, strict=True)}
 
     def all_reduce_max(self, value: float) -> float:
         """The largest value of any rank."""
@@ -84,9 +75,9 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of one rank on every rank."""
-        return self.all_gather(value)[source]
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0 on every rank."""
+        return self.all_gather(value)[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ class Run(AbstractContextManager["Run"]):
         world.check_same({"the last checkpoint": at}, cure)
         if world.is_main:
             (self.folder / STOPPED).unlink(missing_ok=True)
-            folder.write_record(self.folder, parts.config.model_dump(), world.device_name, workload.best)
+            folder.write_record(self.folder, parts.config.model_dump(), str(world), workload.best)
         self.progress = at
         self._infinite = checkpoint.not_finite(state)  # a mask, for instance
         self._saved_step = at.step

@@ -48,7 +48,9 @@ def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Datase
 
 def mean_over_ranks(steps: Sequence[Mapping[str, Tensor]], world: World) -> dict[str, float]:
     """The mean of each number over some steps and all ranks. The host waits for the device, once."""
-    return world.means({tag: torch.stack([step[tag] for step in steps]).mean() for tag in steps[0]})
+    means = [torch.stack([step[tag] for step in steps]).mean().float() for tag in steps[0]]
+    sums = world.all_reduce_sum(torch.stack(means)).tolist()
+    return {tag: total / world.world_size for tag, total in zip(steps[0], sums, strict=True)}
 
 
 def average_statistics(model: nn.Module, world: World) -> None:
