@@ -164,8 +164,7 @@ class Bench:
         self.spec = spec
         world = World(rank=0, world_size=1, local_world_size=1, device=device)
         self.clock = Clock(world)
-        self.monitor = Monitor(world, poll_s=0.2)
-        stack.callback(self.monitor.close)
+        self.monitor = stack.enter_context(Monitor(world, poll_s=0.2))
         self.loops: dict[str, Iterator[None]] = {}
         self.failed: dict[str, str] = {}
         sources = {}

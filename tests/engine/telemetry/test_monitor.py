@@ -48,7 +48,7 @@ def start() -> Iterator[Callable[[Counters], Monitor]]:
 
     yield make
     for monitor in monitors:
-        monitor.close()
+        monitor.__exit__()
 
 
 def wait_for(get: Callable[[], T]) -> T:
@@ -160,7 +160,7 @@ def test_closing_ends_the_thread_and_other_ranks_read_nothing(start):
         assert other.take() == {}
     monitor = start({"host/rss": lambda: {"host/rss_gib": 1.0}})
     assert threads()
-    monitor.close()
+    monitor.__exit__()
     assert not threads()
 
 
@@ -179,7 +179,7 @@ def test_on_a_gpu_its_counters_are_there():
     query = ["nvidia-smi", f"--id=GPU-{gpus[0]}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     used_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
     scalars = monitor.take()
-    monitor.close()
+    monitor.__exit__()
     assert scalars["gpu0/util_pct"] > 50
     assert scalars["gpu0/mem_used_gib"] == pytest.approx(used_mib / 1024, abs=1)
     assert scalars["gpu0/mem_used_gib"] > 0

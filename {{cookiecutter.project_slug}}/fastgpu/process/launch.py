@@ -47,8 +47,7 @@ def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
-    rank, world_size, local_rank, local_world_size, attempt = numbers
-    return Launch(rank, world_size, local_rank, local_world_size, attempt, "TORCHELASTIC_RUN_ID" in os.environ)
+    return Launch._make([*numbers, "TORCHELASTIC_RUN_ID" in os.environ])
 
 
 def warn(text: str) -> None:

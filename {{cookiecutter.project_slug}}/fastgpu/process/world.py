@@ -25,8 +25,6 @@ class World:
     world_size: int
     local_world_size: int
     device: torch.device
-    is_launched: bool = False
-    """Whether torchrun started this process and waits for its end."""
 
     @property
     def is_main(self) -> bool:
@@ -117,7 +115,7 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     """
     launch = launch or read_launch()
     device = _choose_device(launch, settings.device)
-    world = World(launch.rank, launch.world_size, launch.local_world_size, device, launch.is_launched)
+    world = World(launch.rank, launch.world_size, launch.local_world_size, device)
     if world.world_size == 1:
         yield world
         return

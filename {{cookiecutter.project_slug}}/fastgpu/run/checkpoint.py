@@ -173,11 +173,8 @@ def load(
             f"the old settings, rows and number of ranks, or use another run.name. {changes}".strip()
         )
     for name, part in state.items():
-        if name == "ema" and name not in content["classes"]:  # train.ema is new: the average begins with these weights
-            part.module.load_state_dict(state["model"].state_dict())
-            continue
         try:
-            kind, now = content["classes"][name], type(part).__name__
+            kind, now = content["classes"].get(name), type(part).__name__
             if kind != now and isinstance(part, torch.optim.Optimizer):
                 raise ValueError(f"it is of {kind}, and optim.name now stands for {now}.")
             part.load_state_dict(torch.load(path / f"{name}.pt", map_location=device, weights_only=True))

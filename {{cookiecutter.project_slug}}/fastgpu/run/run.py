@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fastgpu.process.files import FolderLock
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, read_launch
 from fastgpu.process.signals import Agreement
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
@@ -128,7 +128,7 @@ class Run(AbstractContextManager["Run"]):
             folder.write_or_warn(self.folder / STOPPED, json.dumps({"step": step, "time": time.time()}))
         self._world.print_once(f"asked to stop at step {step}, which is saved; run.resume=auto continues from there")
         is_one_machine = self._world.world_size == self._world.local_world_size
-        return 0 if self._world.is_launched and is_one_machine else 128 + self._agreement.stop_signal
+        return 0 if read_launch().is_launched and is_one_machine else 128 + self._agreement.stop_signal
 
     def finish(self) -> int:
         """Print the end of the run. Returns the exit code."""

@@ -5,10 +5,10 @@ A counter that a GPU, its driver or this system does not have is named once and 
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
@@ -21,8 +21,8 @@ Counters = dict[str, Callable[[], dict[str, float]]]
 """{name for a message: function that returns {tag: value}}"""
 
 
-class Monitor:
-    """Reads counters in a thread from its creation to `close`."""
+class Monitor(AbstractContextManager["Monitor"]):
+    """Reads counters in a thread, from its creation to the end of the context."""
 
     def __init__(self, world: World, counters: Counters | None = None, *, poll_s: float = 1.0):
         """counters: None stands for those of this machine, on rank 0, and for none on others."""
@@ -35,12 +35,6 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def take(self) -> dict[str, float]:
         """{tag: mean of the values since the last call}, the minimum for `*_min_pct`."""
         values: dict[str, list[float]] = {}
@@ -49,7 +43,7 @@ class Monitor:
                 values.setdefault(tag, []).append(value)
         return {tag: min(samples) if tag.endswith("_min_pct") else fmean(samples) for tag, samples in values.items()}
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the thread."""
         self._is_closing.set()
         self._thread.join()

@@ -7,9 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -24,7 +24,7 @@ LINE_EVERY_S = 5.0
 """Seconds between two progress lines if the output is not a terminal."""
 
 
-class TensorBoard:
+class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
     def __init__(self, run: Any, planned_rows: int, world: World):
@@ -60,9 +60,6 @@ class TensorBoard:
                 self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
                 lines = [f"    {key}: {json.dumps(value)}" for key, value in run.config.items()]
                 self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close the bar and the files."""
