@@ -33,10 +33,10 @@ def write(run: Path, kind: checkpoint.Kind, step: int) -> None:
     save(run, kind, Progress(step=step), parts(step), order=ORDER, card={})
 
 
-def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER, **options: Any) -> Progress:
+def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER) -> Progress:
     """Load the newest intact checkpoint, as a run does."""
     path = find_intact(run)
-    return load(path, state or parts(), order, CPU, **options) if path else Progress()
+    return load(path, state or parts(), order, CPU) if path else Progress()
 
 
 @pytest.fixture
@@ -270,25 +270,22 @@ def other_parts(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.opti
 )
 def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, message):
     write(run, "last", 1)
-    with pytest.raises(UserError, match=rf"last-000001/{message} see there$") as error:
-        resume(run, state, changes="see there")
+    with pytest.raises(UserError, match=rf"last-000001/{message}$") as error:
+        resume(run, state)
     assert len(str(error.value)) - len(str(run)) < 250
 
 
 def test_an_average_that_only_the_resumed_run_has_is_refused(run):
     write(run, "last", 15)
     fresh = parts()
-    with pytest.raises(UserError, match="ema.pt does not fit: .*No such file.* train.ema=0.9"):
-        resume(run, fresh | {"ema": AveragedModel(fresh["model"], 0.9)}, changes="train.ema=0.9 (was 0)")
+    with pytest.raises(UserError, match="ema.pt does not fit: .*No such file"):
+        resume(run, fresh | {"ema": AveragedModel(fresh["model"], 0.9)})
 
 
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
     save(run, "last", Progress(step=1, pool=32), parts(), order=ORDER, card={})
     changed = ORDER | {"seed": 1, "content": "b"}
-    message = (
-        r"another order \(seed, content\); resume it with the old .* or use another run.name. run.seed=1 \(was 0\)$"
-    )
-    with pytest.raises(UserError, match=message):
-        resume(run, order=changed, changes="run.seed=1 (was 0)")
+    with pytest.raises(UserError, match=r"another order \(seed, content\); resume it with .* another run.name$"):
+        resume(run, order=changed)
     write(run, "last", 2)
     assert resume(run, order=changed).step == 2

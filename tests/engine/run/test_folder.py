@@ -49,7 +49,7 @@ def log_to(run: Path) -> TensorBoard:
 def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_module.time, "strftime", lambda _: "20260102-030405")
     assert find_folder(settings(tmp_path)).name == "20260102-030405"
-    lock(tmp_path / "20260102-030405").close()
+    (tmp_path / "20260102-030405").mkdir()
     assert find_folder(settings(tmp_path)).name == "20260102-030405-2"
     assert find_folder(settings(tmp_path, "mine")).name == "mine"
     make_run(tmp_path / "mine")

@@ -156,13 +156,11 @@ def find_intact(run: Path) -> Path | None:
     return None
 
 
-def load(
-    path: Path, state: Mapping[str, Any], order: Mapping[str, object], device: torch.device, *, changes: str = ""
-) -> Progress:
+def load(path: Path, state: Mapping[str, Any], order: Mapping[str, object], device: torch.device) -> Progress:
     """Load an intact checkpoint into `state`.
 
-    changes: settings that differ from those of the run that saved it, for messages. Raises UserError if the checkpoint
-    belongs to another model or optimizer, or if it was saved inside an epoch with other rows or another order of them.
+    Raises UserError if it belongs to another model or optimizer, or if it was saved inside an epoch with other rows or
+    another order of them.
     """
     content = _read_state(path)
     progress, saved = Progress(**content["progress"]), content["order"]
@@ -170,7 +168,7 @@ def load(
     if changed and (progress.pool or progress.pool_steps):
         raise UserError(
             f"{path} was saved inside an epoch, whose rows would now come in another order ({changed}); resume it with "
-            f"the old settings, rows and number of ranks, or use another run.name. {changes}".strip()
+            "the old settings, rows and number of ranks, or use another run.name"
         )
     for name, part in state.items():
         try:
@@ -181,7 +179,7 @@ def load(
         except Exception as error:  # of many kinds
             lines = str(error).replace('", ', '"\n').splitlines()  # torch names every key: the first is enough
             reason = lines[min(1, len(lines) - 1)].strip()
-            raise UserError(f"{path}/{name}.pt does not fit: {reason} {changes}".strip()) from None
+            raise UserError(f"{path}/{name}.pt does not fit: {reason}") from None
     return progress
 
 

@@ -51,16 +51,16 @@ class Run(AbstractContextManager["Run"]):
                 found = path, None if is_new else checkpoint.find_intact(path)
         self.folder, intact = world.broadcast(found)
         at = checkpoint.Progress()
-        changes: list[str] = []
         with world.together():
             if intact:
                 saved = json.loads((intact / checkpoint.DESCRIPTION).read_text(encoding="utf-8"))
                 is_named = self._settings.name != "auto"
-                changes = folder.find_changes(self.folder, saved["config"], self.config, is_named=is_named)
+                for change in folder.find_changes(self.folder, saved["config"], self.config, is_named=is_named):
+                    world.print_once(f"resumed with {change}")
                 then = SimpleNamespace(name=str(intact), attributes=saved["attributes"])
                 now = SimpleNamespace(name="data.train", attributes=self._card["attributes"])
                 check_meaning("run.resume", then, now, preparation=False)  # the numbers of classes and items
-                at = checkpoint.load(intact, state, self._order, world.device, changes=", ".join(changes))
+                at = checkpoint.load(intact, state, self._order, world.device)
         cure = f"put run.folder ({self._settings.folder}) on a file system that all nodes share"
         world.check_same({"the last checkpoint": at}, cure)
         if world.is_main:
@@ -75,8 +75,7 @@ class Run(AbstractContextManager["Run"]):
         self.first_step = at.step
         self.first_row = order.rows_before(at.epoch, at.pool)
         """Fresh rows of all ranks before this process began."""
-        lines = [f"{self.folder}: {world}, {parts.precision.name}, at step {at.step}"]
-        world.print_once("\n".join(lines + [f"resumed with {change}" for change in changes]))
+        world.print_once(f"{self.folder}: {world}, {parts.precision.name}, at step {at.step}")
 
     def __exit__(self, *error: object) -> None:
         """End the loaders, and unlock the folder."""
