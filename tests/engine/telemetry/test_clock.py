@@ -7,7 +7,7 @@ from harness import ALONE, needs_gpu
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import clock as clock_module
-from fastgpu.telemetry.clock import Clock, Throughput
+from fastgpu.telemetry.clock import Clock
 
 
 class FakeTime:
@@ -66,10 +66,6 @@ def test_the_wait_is_that_of_the_slowest_rank(time):
     time.now += 4
     clock.count(8, 8)
     assert clock.take().scalars()["data/wait_pct"] == 25
-
-
-def test_intervals_add_up():
-    assert Throughput(1, 2, 3, 4, 5).plus(Throughput(10, 20, 30, 40, 50)) == (11, 22, 33, 44, 55)
 
 
 @pytest.mark.gpu

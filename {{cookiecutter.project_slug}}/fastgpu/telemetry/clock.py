@@ -19,18 +19,15 @@ T = TypeVar("T")
 class Throughput(NamedTuple):
     """An interval of training, as sums. Rows are counted over all ranks."""
 
-    seconds: float = 0.0
-    wait_s: float = 0.0
+    seconds: float
+    wait_s: float
     """Part of `seconds` spent waiting for rows."""
-    fresh_rows: float = 0.0
+    fresh_rows: float
     """Rows read."""
-    trained_rows: float = 0.0
+    trained_rows: float
     """Rows trained on: fresh rows x echo."""
-    steps: float = 0.0
+    steps: int
     """Optimizer steps."""
-
-    def plus(self, other: "Throughput") -> "Throughput":
-        return Throughput(*(a + b for a, b in zip(self, other, strict=True)))
 
     def scalars(self) -> dict[str, float]:
         """{tag: value}."""

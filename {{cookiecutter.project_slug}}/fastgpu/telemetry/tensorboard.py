@@ -35,8 +35,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         self._folder: Path | None = run.folder if world.is_main else None
         self._planned_rows = planned_rows
         self._row = float(run.first_row)
-        self._epoch = Throughput()
-        self._epoch_loss = 0.0  # the sum over its steps
+        self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
         self._has_warned = False
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
@@ -97,8 +96,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
 
     def _count_interval(self, step: int, loss: float, interval: Throughput) -> None:
         """Add the interval to the epoch. Show it beside the bar, or as a line if there is no terminal."""
-        self._epoch = self._epoch.plus(interval)
-        self._epoch_loss += loss * interval.steps
+        self._epoch.append((loss, interval))
         text = f"step {step}: loss {loss:.4f}, {interval}"
         self._bar.set_postfix_str(text)
         if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
@@ -110,13 +108,14 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             return
         self.write(step, metrics)
         text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        if self._epoch.steps:  # none have been made if the run was resumed at the end of an epoch
-            text = f"train/loss {self._epoch_loss / self._epoch.steps:.4g}, {text}, {self._epoch}"
-        if self._epoch.wait_s > INPUT_BOUND * self._epoch.seconds:
-            text += " (input-bound: run `python diagnose.py`)"
+        if self._epoch:  # no step has been made if the run was resumed at the end of an epoch
+            total = Throughput(*map(sum, zip(*(interval for _, interval in self._epoch), strict=True)))
+            loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
+            text = f"train/loss {loss:.4g}, {text}, {total}"
+            if total.wait_s > INPUT_BOUND * total.seconds:
+                text += " (input-bound: run `python diagnose.py`)"
         self._print(f"epoch {epoch} {text}")
-        self._epoch = Throughput()
-        self._epoch_loss = 0.0
+        self._epoch.clear()
 
     def _print(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
