@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-from fastgpu.process.files import LOCK, FolderLock
+from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
 
 HOLD = """
@@ -52,8 +52,3 @@ def test_a_second_process_is_refused_and_told_whom_to_stop(tmp_path):
 def test_a_child_does_not_keep_the_lock_of_a_dead_process(tmp_path):
     with hold(tmp_path, "fork"):
         FolderLock(tmp_path).close()
-
-
-def test_a_closed_lock_names_nobody(tmp_path):
-    FolderLock(tmp_path).close()
-    assert (tmp_path / LOCK).read_bytes() == b""

@@ -28,7 +28,6 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        protected_namespaces=(),
     )
 
 

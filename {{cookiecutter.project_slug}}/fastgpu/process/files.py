@@ -11,10 +11,6 @@ from uuid import uuid4
 
 from fastgpu.process.launch import UserError
 
-LOCK = "lock"
-"""Name of the file that is locked."""
-MAX_HOLDER_BYTES = 512
-
 
 def rename_folder(partial: Path, target: Path) -> None:
     """Flush a folder of files to disk and rename it to `target`. Raises OSError if the disk refuses."""
@@ -70,16 +66,14 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path):
-        self._path = folder / LOCK
+        self._path = folder / "lock"
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._descriptor, MAX_HOLDER_BYTES, 0).decode(errors="replace")
+            holder = os.pread(self._descriptor, 512, 0).decode(errors="replace")
             os.close(self._descriptor)
-            raise UserError(
-                f"{folder} is in use by {holder or 'a process'}; stop it, or use another run.name"
-            ) from None
+            raise UserError(f"{folder} is in use by {holder}; stop it, or use another run.name") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._holder = f"process {os.getpid()} on {socket.gethostname()} since {since}".encode()
         os.ftruncate(self._descriptor, 0)
@@ -89,7 +83,7 @@ class FolderLock:
         """Raise UserError if the lock is no longer that of the folder: it was removed, or the folder was moved."""
         try:
             is_own = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-            is_own = is_own and os.pread(self._descriptor, MAX_HOLDER_BYTES, 0) == self._holder
+            is_own = is_own and os.pread(self._descriptor, 512, 0) == self._holder
         except OSError:
             is_own = False
         if not is_own:
@@ -100,5 +94,4 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the lock. Call it once."""
-        os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)

@@ -136,11 +136,10 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
         )
         yield world
         dist.barrier()
-    except RankError:  # this rank alone cannot go on
-        raise
-    except UserError as error:  # raised on every rank, see `together`
-        traceback.clear_frames(error.__traceback__)  # they hold what `_leave` collects
-        _leave()
+    except UserError as error:
+        if not isinstance(error, RankError):  # raised on every rank, see `together`
+            traceback.clear_frames(error.__traceback__)  # they hold what `_leave` collects
+            _leave()
         raise
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
