@@ -77,30 +77,27 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
     def write(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
         """Log one point: {tag: value} at this optimizer step.
 
-        interval: the steps that the values are about. Its rates are logged, too, and its sums are written to
-        metrics.jsonl, so that a mean over the run can be computed from sums.
+        interval: the steps that the values are about. Its rates are logged, and shown beside the bar or as a line; its
+        sums are written to metrics.jsonl, so that a mean over the run can be computed from sums.
         """
         if not self._folder:
             return
         point: dict[str, float] = {"step": step, "time_s": round(time.time(), 3), "part": self._part}
         if interval:
+            loss = values["train/loss"]
+            self._epoch.append((loss, interval))
+            text = f"step {step}: loss {loss:.4f}, {interval}"
+            self._bar.set_postfix_str(text)
+            if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:  # there is no terminal
+                self._print(f"{text}, {100 * self._row / self._planned_rows:.0f} % done")
             values = {**values, **interval.scalars()}
             point |= interval._asdict()
-            self._count_interval(step, values["train/loss"], interval)
         with self._forgiving():
             with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**point, **values}) + "\n")
             for tag, value in values.items():
                 if self._writer:
                     self._writer.add_scalar(tag, value, step)
-
-    def _count_interval(self, step: int, loss: float, interval: Throughput) -> None:
-        """Add the interval to the epoch. Show it beside the bar, or as a line if there is no terminal."""
-        self._epoch.append((loss, interval))
-        text = f"step {step}: loss {loss:.4f}, {interval}"
-        self._bar.set_postfix_str(text)
-        if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
-            self._print(f"{text}, {100 * self._row / self._planned_rows:.0f} % done")
 
     def end_epoch(self, epoch: str, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the validation, and print them with the means of the epoch. epoch: such as 3/20."""
