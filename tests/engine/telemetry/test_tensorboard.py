@@ -228,12 +228,13 @@ def test_wandb_that_refuses_is_one_line(board, monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_has_the_points(board, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with board(config=CONFIG | {"log.wandb": "mine"}) as log:
         for step, loss in ((5, 1.0), (10, 0.5)):
             log.write(step, {"train/loss": loss})
+    wandb.finish()  # as at the end of the process
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
 
     def values_of(name: bytes) -> list[float]:

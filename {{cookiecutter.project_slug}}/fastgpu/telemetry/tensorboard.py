@@ -51,7 +51,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             disable=not world.is_main or not sys.stderr.isatty(),
         )
         with world.together():
-            self._wandb = _start_wandb(run) if self._folder and run.config["log.wandb"] else None
+            if self._folder and run.config["log.wandb"]:
+                _start_wandb(run)
         self._writer: SummaryWriter | None = None
         if self._folder:
             with self._forgiving():
@@ -60,14 +61,12 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 lines = [f"    {key}: {json.dumps(value)}" for key, value in run.config.items()]
                 self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the bar and the files."""
         self._bar.close()
         if self._writer:
             with self._forgiving():
                 self._writer.close()
-        if self._wandb:
-            self._wandb.finish(exit_code=int(kind is not None))
 
     def count(self, fresh_rows: float) -> None:
         """Advance the bar by these rows, which the host has queued for the device. It is drawn once a second."""
@@ -131,13 +130,13 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             self._has_warned = True
 
 
-def _start_wandb(run: Any) -> Any:
+def _start_wandb(run: Any) -> None:
     """Let wandb take over what SummaryWriter writes from here on. A resumed run is another one of the same group."""
     project = run.config["log.wandb"]
     try:
         import wandb
 
         config, group = dict(run.config), run.folder.name
-        return wandb.init(project=project, group=group, dir=run.folder, config=config, sync_tensorboard=True)
+        wandb.init(project=project, group=group, dir=run.folder, config=config, sync_tensorboard=True)
     except Exception as error:
         raise UserError(f'log.wandb is {project}, but {error}; use log.wandb="" to train without it') from None
