@@ -89,14 +89,14 @@ def test_anchors_and_merge_keys_work():
 
 def test_a_run_is_resumed_with_the_config_that_it_recorded():
     recorded = Config.model_validate(yaml.safe_load(BASE)).resolved(run={"name": "other"}, optim={"lr": 0.5})
-    run = Path("runs/a")
+    run = Path("runs/7")
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(recorded.resolved(optim={"lr": 0.1}).model_dump()))
     (run / "config-2.yaml").write_text(yaml.safe_dump(recorded.model_dump()))
-    config = load_config(["run.resume=runs/a", "train.epochs=7"])
-    assert (config.run.folder, config.run.name, config.run.resume) == ("runs", "a", "auto")
+    config = load_config(["run.resume=runs/7", "train.epochs=7"])
+    assert (config.run.folder, config.run.name, config.run.resume) == ("runs", "7", "auto")
     assert (config.optim.lr, config.train.epochs) == (0.5, 7)
-    with pytest.raises(UserError, match="runs/b/config.yaml: cannot be read .*No such file"):
+    with pytest.raises(UserError, match="run.resume is runs/b, which is no run with a config.yaml; use its folder"):
         load_config(["run.resume=runs/b"])
 
 

@@ -27,7 +27,26 @@ def load_config(argv: list[str]) -> Config:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         raise SystemExit(0)
-    tree, origins = _read(argv)
+    paths, words = _split(argv)
+    resume = words.get("run.resume", "never")
+    if resume not in ("never", "auto", ""):
+        run = Path(resume)
+        recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
+        if not recorded:
+            raise UserError(
+                f"{COMMAND_LINE}: run.resume is {run}, which is no run with a config.yaml; use its folder, or auto"
+            )
+        paths.insert(0, str(recorded[-1]))  # a run that was resumed has a config-2.yaml, too
+        words |= {"run.resume": "auto", "run.folder": json.dumps(str(run.parent)), "run.name": json.dumps(run.name)}
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for path in paths or ["config.yaml"]:
+        _merge(tree, _read_file(path, origins))
+    for key, text in words.items():
+        section, _, name = key.partition(".")
+        value = _parse(text, f"{COMMAND_LINE}: {key}", key, origins)
+        _merge(tree, {section: {name: value} if name else value})
+        origins |= {section: origins.get(section, COMMAND_LINE), key: COMMAND_LINE}
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -57,27 +76,6 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]
 
 
 # ---------------------------------------------------------------------------------------------- reading
-
-
-def _read(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The merged tree of all files and words, and {dotted key: where it was set last}."""
-    paths, words = _split(argv)
-    run = words.get("run.resume", "never")
-    if run not in ("never", "auto", ""):
-        recorded = Path(run).glob("config*.yaml")  # a run that was resumed has a config-2.yaml, too
-        newest = max(recorded, key=lambda path: (len(path.name), path.name), default=Path(run, "config.yaml"))
-        paths.insert(0, str(newest))
-        words |= {"run.resume": "auto", "run.folder": json.dumps(str(Path(run).parent)), "run.name": Path(run).name}
-    tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for path in paths or ["config.yaml"]:
-        _merge(tree, _read_file(path, origins))
-    for key, text in words.items():
-        section, _, name = key.partition(".")
-        value = _parse(text, f"{COMMAND_LINE}: {key}", key, origins)
-        _merge(tree, {section: {name: value} if name else value})
-        origins |= {section: origins.get(section, COMMAND_LINE), key: COMMAND_LINE}
-    return tree, origins
 
 
 def _split(argv: list[str]) -> tuple[list[str], dict[str, str]]:
