@@ -138,7 +138,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    card = describe_model(CONFIG.flat(), (source, source), {}, ("mse", "lower"))
+    card = describe_model(CONFIG.flat(), source, source, {})
     progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, card=card)

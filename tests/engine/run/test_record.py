@@ -23,7 +23,7 @@ CARD = {"classes": ["a", "b"]}
 
 def describe(card=CARD, **attributes):
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    return describe_model(CONFIG.flat(), (source, source), card, ("score", "higher"))
+    return describe_model(CONFIG.flat(), source, source, card)
 
 
 def save(run, card, model=None):

@@ -23,15 +23,12 @@ MAY_DIFFER = ("data.train", "data.val", "data.tier")
 are compared. The others decide how rows are read, not which."""
 
 
-def describe_model(
-    config: Mapping[str, Any], sources: tuple[Dataset, Dataset], card: Mapping[str, Any], best: tuple[str, str]
-) -> dict[str, Any]:
+def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card: Mapping[str, Any]) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
-    config: {dotted key: value}, without `auto`. sources: training and validation rows. card: `Workload.card()`.
-    best: see `Workload.best`. Raises UserError if the card is not made of JSON values.
+    config: {dotted key: value}, without `auto`. train, val: the rows. card: `Workload.card()`. Raises UserError if the
+    card is not made of JSON values.
     """
-    train, val = sources
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
@@ -64,7 +61,6 @@ def describe_model(
         "attributes": attributes,
         "rows": _digest_of_rows(train),
         "val_rows": _digest_of_rows(val),
-        "best": list(best),
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
     }

@@ -39,8 +39,8 @@ class Run(AbstractContextManager["Run"]):
         self._settings = parts.config.run
         self._lock: FolderLock | None = None
         self.config: Mapping[str, Any] = parts.config.flat()
-        workload, order = parts.workload, parts.loader.order
-        self._card = describe_model(self.config, (parts.train_rows, parts.val_rows), workload.card(), workload.best)
+        self._card = describe_model(self.config, parts.train_rows, parts.val_rows, parts.workload.card())
+        order = parts.loader.order
         self._order = order.identity | {"content": self._card["rows"]}
         found = None
         with world.together():
@@ -65,7 +65,7 @@ class Run(AbstractContextManager["Run"]):
         world.check_same({"the last checkpoint": at}, cure)
         if world.is_main:
             (self.folder / STOPPED).unlink(missing_ok=True)
-            folder.write_record(self.folder, parts.config.model_dump(), str(world), workload.best)
+            folder.write_record(self.folder, parts.config.model_dump(), str(world), parts.workload.best)
         self.progress = at
         self._infinite = checkpoint.not_finite(state)  # a mask, for instance
         self._saved_step = at.step
