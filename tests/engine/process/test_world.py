@@ -125,6 +125,7 @@ def group(monkeypatch) -> list[Exception]:
 
     monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     return errors
 

@@ -39,13 +39,9 @@ class World:
         count = self.local_world_size if self.device.type == "cuda" else 0
         return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
 
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
     def __str__(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        return f"{self.world_size} x {name}" + (f" over {self.backend}" if self.world_size > 1 else "")
+        return f"{self.world_size} x {name}" + (f" over {dist.get_backend()}" if self.world_size > 1 else "")
 
     def print_once(self, text: str) -> None:
         """Print once for the whole job, if there is something to print."""
@@ -127,7 +123,7 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
     try:
         dist.init_process_group(
-            world.backend,
+            "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=world.rank,
             world_size=world.world_size,
@@ -158,8 +154,7 @@ def _leave() -> None:
     interpreter is gone (1 run in 12 did).
     """
     gc.collect()  # a DDP module still holds the group
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _choose_device(launch: Launch, device: str) -> torch.device:
