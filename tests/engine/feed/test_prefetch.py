@@ -186,7 +186,7 @@ def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkey
             is_back.wait(TIMEOUT_S)
         return real(*arguments)
 
-    offset = store._files[0].largest._chunks.offsets[3]
+    offset = store.parts[0]["images"]._chunks[3, 0]
     monkeypatch.setattr(OpenFile, "cached", lambda *_: None)  # as on a network file system
     monkeypatch.setattr(OpenFile, call, hang)
     prefetcher = make_prefetcher(store, n_readers=1, timeout_s=0.2)

@@ -148,15 +148,6 @@ def test_a_damaged_image_is_named_by_its_row(tmp_path):
         rows_of(feed_of(source), 0)
 
 
-def test_a_file_whose_rows_have_a_codec_and_are_no_bytes_is_refused(tmp_path):
-    path = write_encoded(tmp_path / "x.h5", 0, 3)
-    with h5py.File(path, "r+") as file:
-        del file["images/values"]
-        file["images/values"] = np.zeros(sum(map(len, FILES[:3])), np.int32)
-    with pytest.raises(UserError, match=r"images has the attribute codec, but its values are no bytes"):
-        open_store("data.train", str(path), FIELDS)
-
-
 # ---------------------------------------------------------------------------------------------- settings
 
 

@@ -3,6 +3,7 @@ import pytest
 from harness import PLAN, is_ragged, numbered, numbers_of, ragged, reads_of
 from scattered import read_scattered
 
+from fastgpu.rows.rows import Field
 from fastgpu.storage.arrays import ArrayDataset
 
 
@@ -22,9 +23,8 @@ def test_blocks_have_about_two_mib():
 
 
 def test_columns_of_all_rows():
-    source = ArrayDataset(
-        "x", {"number": np.arange(30, dtype=">i4"), "items": ragged(range(30))}, n_items={"items": 1000}
-    )
+    columns = {"number": np.arange(30, dtype=">i4"), "items": ragged(range(30))}
+    source = ArrayDataset("x", columns, fields={"items": Field(np.dtype("i4"), (), n_items=1000)})
     assert len(source) == 30
     assert source.fields["number"].dtype == np.dtype("=i4")
     assert source.fields["items"].n_items == 1000

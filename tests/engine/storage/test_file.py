@@ -83,7 +83,7 @@ def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> list[int]:
         (1, True),
         (0, False),  # the file ends here
         (BlockingIOError(errno.EAGAIN, "would wait for the disk"), False),
-        (OSError(errno.EOPNOTSUPP, "not supported"), None),
+        (OSError(errno.EOPNOTSUPP, "not supported"), False),  # as file systems on a network
     ],
 )
 def test_what_the_kernel_says_about_the_page_cache(file, monkeypatch, answer, expected):
@@ -98,14 +98,6 @@ def test_rows_are_copied_out_of_the_mapping_only_where_they_are_cached(write, mo
     read_offsets = answer_of_the_kernel(monkeypatch, answer)
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
     assert bool(read_offsets) == (answer != 1)
-
-
-def test_a_file_system_that_does_not_tell_what_it_has_cached_is_asked_once(write, monkeypatch):
-    store = open_store("data.train", write(40, BIG), FIELDS)
-    probed_offsets = []
-    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: probed_offsets.append(offset))
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert len(probed_offsets) == 1
 
 
 # ---------------------------------------------------------------------------------------------- around the page cache

@@ -73,21 +73,6 @@ def test_a_group_has_attributes_of_plain_python(tmp_path):
     assert type(store.attributes["n"]) is int
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("class_names", "cat", "class_names is cat; it should be a list"),
-        ("n_classes", "ten", "n_classes is ten; it should be numbers"),
-        ("mean", ["a", "b"], "mean is .*; it should be numbers"),
-    ],
-)
-def test_attributes_of_another_type_than_workloads_expect(write, name, value, message):
-    path = write(5)
-    with h5py.File(path, "a") as file:
-        file.attrs[name] = value
-    refused(path, message)
-
-
 # ---------------------------------------------------------------------------------------------- damaged and hostile
 
 

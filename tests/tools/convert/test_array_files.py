@@ -13,7 +13,7 @@ from fastgpu.convert.writing import WriteOptions, write_files
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage import arrays, numpy_files
+from fastgpu.storage import arrays
 from fastgpu.storage.store import open_store
 
 
@@ -112,13 +112,6 @@ def test_what_is_no_array_of_rows_is_one_line(tmp_path, monkeypatch, sources, me
     with pytest.raises(UserError, match=message) as error:
         open_arrays(sources)
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_arrays_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
-    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(1 << 20), b=np.zeros(1 << 20))
-    monkeypatch.setattr(numpy_files, "free_host_bytes", lambda: 1 << 20)
-    with pytest.raises(UserError, match=r"x.npz takes 16.0 MiB of memory, 1.0 MiB are free"):
-        open_arrays([f"{tmp_path}/x.npz"])
 
 
 @pytest.mark.parametrize("source", ["images=x.npy", "images=x.h5::/raw/x"])

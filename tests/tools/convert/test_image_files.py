@@ -93,7 +93,7 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
     assert (len(train), len(val)) == (32, 8)
     assert train | val == {n: 0 if n < 20 else 1 if n < 30 else 2 for n in range(40)}
     with h5py.File(tmp_path / "out-train.h5") as file:
-        assert attributes_of(file, "")["class_names"] == ["cat", "dog", "größe"]
+        assert attributes_of(file)["class_names"] == ["cat", "dog", "größe"]
         assert file["images"].shape == (32, 3, 8, 10)
     assert convert("check", "out-train.h5", "out-val.h5").returncode == 0
 
@@ -132,7 +132,7 @@ def test_columns_of_0_and_1_are_attributes(tmp_path, convert):
     assert "2 attributes" in result.stdout
     assert rows_of(tmp_path / "out.h5") == {n: [n % 2, int(n % 3 == 0)] for n in range(6)}
     with h5py.File(tmp_path / "out.h5") as file:
-        assert attributes_of(file, "")["class_names"] == ["odd", "third"]
+        assert attributes_of(file)["class_names"] == ["odd", "third"]
 
 
 def test_a_column_names_the_split(tmp_path, convert):

@@ -35,7 +35,7 @@ def check(path: Path, pixels: np.ndarray, shape: tuple[int, ...], n_classes: int
         numbers = images.reshape(len(images), -1)[:, 0].tolist()
         np.testing.assert_array_equal(images, pixels[numbers].reshape(-1, *shape))
         assert file["labels"][:].tolist() == [number % n_classes for number in numbers]
-        assert attributes_of(file, "")["class_names"] == [str(number) for number in range(n_classes)]
+        assert attributes_of(file)["class_names"] == [str(number) for number in range(n_classes)]
     return numbers
 
 
@@ -97,4 +97,4 @@ def test_other_columns_are_left_out_if_the_label_is_named(tmp_path, convert):
     with h5py.File(tmp_path / "a.h5") as file:
         assert file["images"][:, 0, 0, 0].tolist() == [1, 5, 9]
         assert file["labels"][:].tolist() == [1, 1, 0]
-        assert attributes_of(file, "")["class_names"] == ["glad", "very sad"]
+        assert attributes_of(file)["class_names"] == ["glad", "very sad"]

@@ -69,7 +69,7 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
         assert numbers_of(file["images"][:]) == file["labels"][:].tolist() == list(range(600))
         np.testing.assert_array_equal(file["weights"][:], weights)
         assert file.attrs["fastgpu_format"] == 1
-        assert attributes_of(file, "")["class_names"] == ["a", "größe"]
+        assert attributes_of(file)["class_names"] == ["a", "größe"]
         for name, field in fields.items():
             data, digests = file[name], file[f"{DIGESTS}/{name}"][:]
             size = data.chunks[0]
@@ -176,8 +176,8 @@ def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
         writer.append({"items": ragged(range(50))})
     with h5py.File(tmp_path / "rows.h5") as file:
         matrix = file["items"]
-        assert attributes_of(matrix, "")["encoding-type"] == "csr_matrix"
-        assert attributes_of(matrix, "")["encoding-version"] == "0.1.0"
+        assert attributes_of(matrix)["encoding-type"] == "csr_matrix"
+        assert attributes_of(matrix)["encoding-version"] == "0.1.0"
         assert matrix.attrs["shape"].tolist() == [50, ITEMS]
         assert matrix["indptr"].dtype == np.int64
         assert (matrix["data"][:] == 1).all()

@@ -10,9 +10,8 @@ from fastgpu.convert.messages import explain_errors
 from fastgpu.convert.reader import Broken, Columns, Reader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.numpy_files import load_numpy
 
 
 class Arrays(Reader):
@@ -24,10 +23,10 @@ class Arrays(Reader):
         columns: Mapping[str, Any],
         attributes: Mapping[str, Any] | None = None,
         *,
-        n_items: Mapping[str, int | None] | None = None,
+        fields: Mapping[str, Field] | None = None,
     ):
-        """n_items: {ragged field: number of items}"""
-        rows = ArrayDataset(name, columns, attributes, n_items=n_items)
+        """fields: types of ragged fields, if these are more than a dtype and a shape."""
+        rows = ArrayDataset(name, columns, attributes, fields=fields)
         self.name = name
         self.columns = columns
         self.attributes = rows.attributes
@@ -84,7 +83,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     Raises UserError for what cannot be rows.
     """
     columns: dict[str, Any] = {}
-    n_items: dict[str, int | None] = {}
+    fields: dict[str, Field] = {}
     for source in sources:
         name, _, path = source.rpartition("=")
         content = load(path)
@@ -94,7 +93,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
             columns |= content
         elif hasattr(content, "indptr"):
             columns |= _ragged_columns(name, path, content)
-            n_items[name] = content.shape[1]
+            fields[name] = Field(OFFSET_DTYPE, (), n_items=content.shape[1])
         else:
             columns[name] = content
     dense = [column for column in columns.values() if not isinstance(column, RaggedArray)]
@@ -110,7 +109,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1 or 0 in lengths.values():
         raise UserError(f"the arrays have lengths {lengths}; give all as many rows, and at least one")
-    return Arrays(", ".join(sources), columns, n_items=n_items)
+    return Arrays(", ".join(sources), columns, fields=fields)
 
 
 def load(path: str) -> Any:
@@ -122,8 +121,11 @@ def load(path: str) -> Any:
             if isinstance(content, h5py.Dataset):
                 return content
         else:
-            content = load_numpy(path)
-            if not isinstance(content, dict) or not {"shape", "data", "format"} <= {*content}:
+            content = np.load(path, mmap_mode="r", allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                return content
+            content = dict(content)
+            if not {"shape", "data", "format"} <= {*content}:
                 return content
         matrix = _open_matrix(path, content)
         matrix.check_format(full_check=True)

@@ -13,9 +13,9 @@ from fastgpu.convert.reader import Part
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
 from fastgpu.storage import codecs
-from fastgpu.storage.file import split_group
-from fastgpu.storage.hdf5 import open_file, open_group
-from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout, ReadOptions
+from fastgpu.storage.file import OpenFile, split_group
+from fastgpu.storage.hdf5 import find, open_file
+from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout
 
 FAST_BYTES = (BLOCK_BYTES // 16, BLOCK_BYTES * 16)
 """Minimum and maximum size of chunks that are read fast: each takes a call, and a pool mixes many."""
@@ -53,7 +53,7 @@ def inspect(path: str) -> list[Stored]:
     """The datasets of numbers in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if unreadable."""
     file_path, group = split_group(path)
     with open_file(file_path, file_path) as file:
-        return [_describe(data) for data in _datasets(open_group(file, group, file_path))]
+        return [_describe(data) for data in _datasets(find(file, group, h5py.Group, file_path))]
 
 
 def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
@@ -90,8 +90,9 @@ def damaged(path: str, tick: Callable[[int], object]) -> list[str]:
     file_path, group = split_group(path)
     with open_file(file_path, file_path) as file, ThreadPoolExecutor(available_cpus()) as pool:
         checks = []
-        for data in _datasets(open_group(file, group, file_path)):
-            layout = Layout(f"{path}: {data.name}", data, ReadOptions(verify=_has_digests(data)))
+        bytes_of_file = OpenFile(file_path)
+        for data in _datasets(find(file, group, h5py.Group, file_path)):
+            layout = Layout(f"{path}: {data.name}", data, bytes_of_file, verify=True)
             for start in range(0, len(data), layout.chunk_rows):
                 checks.append(pool.submit(check, layout, start, min(layout.chunk_rows, len(data) - start)))
         return [line for each in checks if (line := each.result())]
@@ -122,7 +123,7 @@ def _describe(data: h5py.Dataset) -> Stored:
     nbytes = data.size * data.dtype.itemsize
     chunk = data.chunks or data.shape
     block_bytes = prod(chunk) * data.dtype.itemsize
-    filters = codecs.name_of(codecs.filters_of(data.id.get_create_plist()))
+    filters = " + ".join(each.name for each in codecs.filters_of(data))
     has_digests = _has_digests(data)
     is_small = block_bytes < FAST_BYTES[0] and nbytes > FAST_BYTES[1]
     is_fast = chunk[1:] == data.shape[1:] and not is_small and block_bytes <= FAST_BYTES[1]

@@ -19,7 +19,6 @@ from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.numpy_files import load_numpy
 from fastgpu.storage.store import open_store
 
 POOL_BYTES = 64 << 20
@@ -122,12 +121,10 @@ def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> ArrayDataset:
     if len(paths) > 1:
         raise UserError(f"INPUT is {len(paths)} array files; give one, or an HDF5 file by `python convert.py arrays`")
     try:
-        content = load_numpy(paths[0])
-    except UserError:
-        raise
+        content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
+        arrays = {names[0]: content} if isinstance(content, np.ndarray) else dict(content)
     except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{paths[0]} is not a file of NumPy arrays of numbers: {error}") from None
-    arrays = content if isinstance(content, dict) else {names[0]: content}
     if missing := [name for name in names if name not in arrays]:
         raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(arrays)}")
     columns = {name: arrays[name] for name in names}

@@ -59,7 +59,7 @@ class Run(AbstractContextManager["Run"]):
                     world.print_once(f"resumed with {change}")
                 then = SimpleNamespace(name=str(intact), attributes=saved["attributes"])
                 now = SimpleNamespace(name="data.train", attributes=self._card["attributes"])
-                check_meaning("run.resume", then, now, preparation=False)  # the numbers of classes and items
+                check_meaning("run.resume", then, now)  # the numbers of classes and items
                 at = checkpoint.load(intact, state, self._order, world.device)
         cure = f"put run.folder ({self._settings.folder}) on a file system that all nodes share"
         world.check_same({"the last checkpoint": at}, cure)

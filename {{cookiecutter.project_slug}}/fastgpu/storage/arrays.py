@@ -21,24 +21,21 @@ class ArrayDataset(ColumnDataset):
         *,
         block_rows: np.ndarray | None = None,
         fields: Mapping[str, Field] | None = None,
-        n_items: Mapping[str, int | None] | None = None,
     ):
         """arrays: {field: array (rows, *shape), or RaggedArray of as many rows}.
 
         block_rows: (blocks,) number of rows in each block. None: blocks of about 2 MiB, because mapped files are not to
-        be read row by row. fields: types of ragged fields, if they are known. n_items: {ragged field: number of items}.
+        be read row by row. fields: types of ragged fields, if these are more than a dtype and a shape.
         """
         self.name = name
-        self.arrays = arrays
         self.attributes = dict(attributes or {})
         self.lengths = {}
         columns: dict[str, Column] = {}
         for field_name, array in arrays.items():
             if isinstance(array, RaggedArray):
                 self.lengths[field_name] = np.diff(array.offsets).astype(np.int32)
-                mean_values = float(self.lengths[field_name].mean())
-                field = Field(array.values.dtype, array.values.shape[1:], n_items=(n_items or {}).get(field_name))
-                field = (fields or {}).get(field_name, field)._replace(mean_values=mean_values)
+                field = (fields or {}).get(field_name, Field(array.values.dtype, array.values.shape[1:]))
+                field = field._replace(mean_values=float(self.lengths[field_name].mean()))
                 columns[field_name] = RaggedColumn(field, InMemory(array.values), array.offsets)
             else:
                 columns[field_name] = InMemory(array)
@@ -50,8 +47,3 @@ class ArrayDataset(ColumnDataset):
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
         self.block_rows = block_rows
-
-    def column(self, name: str) -> np.ndarray | None:
-        """One field of all rows, (rows, *shape). None if it is ragged."""
-        array = self.arrays.get(name)
-        return None if isinstance(array, RaggedArray) else array

@@ -5,17 +5,21 @@ rows of any length    `RaggedColumn`: the values, which are one of these, and wh
 encoded images        `ImageColumn` (images/column.py): a ragged column of bytes, and how they become pixels
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import numpy as np
 
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import scratch
+
+if TYPE_CHECKING:
+    from fastgpu.storage.layout import Layout
 
 Range = tuple[int, np.ndarray | range]
 """(first row, places): neighbouring rows of a column, and where each of them goes; a range if these are neighbours."""
@@ -31,13 +35,6 @@ class Column(Protocol):
 
         plan: see `Dataset.read`.
         """
-
-
-class PlainColumn(Column, Protocol):
-    """A column whose rows have one shape, and may be where they can be seen."""
-
-    def view(self, start: int, n_rows: int) -> np.ndarray | None:
-        """The rows start, start + 1, ... where they lie in memory. None: `read` has to copy them."""
 
 
 class InMemory:
@@ -60,26 +57,38 @@ class InMemory:
             out[index_of(places)] = rows[start : start + len(places)]
 
     def view(self, start: int, n_rows: int) -> np.ndarray:
-        """See `PlainColumn.view`."""
+        """The rows start, start + 1, ... where they lie."""
         return self.rows[start : start + n_rows]
-
-    def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """They are."""
-        return True
 
     def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
         """Copy rows to `out`, (n, *shape), in the order of `row_ids`. Thread-safe."""
         np.take(self.rows, row_ids, axis=0, out=out, mode="clip")
 
+    def fingerprint(self) -> bytes:
+        """The SHA-256 of all rows."""
+        return hashlib.sha256(self.rows.data).digest()
+
 
 class RaggedColumn:
     """Rows with any number of values each."""
 
-    def __init__(self, field: Field, values: PlainColumn, indptr: np.ndarray):
+    def __init__(self, field: Field, values: Union[InMemory, "Layout"], indptr: np.ndarray):
         """values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where those of each row begin."""
         self.field = field
         self.values = values
         self.indptr = indptr
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(rows,) int32: number of values in each row."""
+        return np.diff(self.indptr).astype(np.int32)
+
+    def fingerprint(self) -> bytes:
+        """The SHA-256 of `indptr`, and what stands for the values."""
+        return hashlib.sha256(self.indptr.data).digest() + self.values.fingerprint()
 
     def read(self, ranges: Sequence[Range], out: RaggedArray, plan: PoolPlan | None = None) -> None:
         """See `Column.read`. A range of rows is a range of values."""
@@ -115,6 +124,11 @@ class ColumnDataset(Dataset):
     @cached_property
     def _first_rows(self) -> list[int]:
         return [0, *accumulate(self.part_rows)]
+
+    def column(self, name: str) -> np.ndarray | None:
+        """One field of all rows, (rows, *shape). None if it is ragged, or not in memory."""
+        arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
+        return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.

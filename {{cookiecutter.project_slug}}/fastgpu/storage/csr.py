@@ -13,106 +13,81 @@ indices[indptr[n] : indptr[n + 1]], and the attribute `shape` is (rows, items). 
 bytes of an image file; the attribute `codec` of the group says that they are, and names the formats.
 """
 
-from typing import NamedTuple
+from collections.abc import Collection
 
 import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
-from fastgpu.storage.hdf5 import attributes_of, open_dataset
-from fastgpu.storage.layout import Layout, ReadOptions
+from fastgpu.storage.columns import RaggedColumn
+from fastgpu.storage.file import OpenFile
+from fastgpu.storage.hdf5 import attributes_of, find
+from fastgpu.storage.layout import Layout
 
 LOOK_AT_VALUES = 1 << 16
 """How many values of a CSR matrix are looked at to find out whether they matter."""
 
 
-class FieldData(NamedTuple):
-    """The datasets of one field in one file."""
+def open_column(
+    root: h5py.Group, name: str, where: str, file: OpenFile, *, verify: bool = False
+) -> Layout | RaggedColumn:
+    """The field that `name` stands for (see the table above). Raises UserError if its datasets do not fit.
 
-    values: h5py.Dataset
-    """(rows, *shape); for a ragged field (N, *shape), the values of one row after the other."""
-    indptr: h5py.Dataset | None = None
-    """(rows + 1,): where the values of each row begin. None: the field is not ragged."""
-    n_items: int | None = None
-    """If the values are item numbers: the number of items."""
-    codec: str = ""
-    """If the values of a row are an image file: the formats of these files."""
-
-    @property
-    def n_rows(self) -> int:
-        if self.indptr is None:
-            return len(self.values)
-        return len(self.indptr) - 1
-
-    def field(self, value_field: Field) -> Field:
-        """The type of the rows. value_field: the type of the dataset of values."""
-        if self.indptr is None:
-            return value_field
-        dtype = value_field.dtype
-        if self.n_items:
-            dtype = OFFSET_DTYPE  # item numbers fit it, whatever type the file has
-        return Field(dtype, value_field.shape, len(self.values) / max(1, self.n_rows), self.n_items, self.codec)
-
-
-def open_field(root: h5py.Group, name: str, where: str) -> FieldData:
-    """The datasets of the field that `name` stands for (see the table above). Raises UserError if they do not fit.
-
-    where: the config key and the file, for messages.
+    where: the config key and the file, for messages. file, verify: see `Layout`.
     """
     group = root.get(name)
     n_items = None
     codec = ""
     if not isinstance(group, h5py.Group) or "indptr" not in group:
-        values = open_dataset(root, name, where)
-        is_cut_by_indptr = values.ndim == 1 and "indptr" in values.parent
-        if not is_cut_by_indptr or len(values) == len(values.parent["indptr"]) - 1:  # one value per row
-            return FieldData(values)
+        data = find(root, name, h5py.Dataset, where)
+        is_cut_by_indptr = data.ndim == 1 and "indptr" in data.parent
+        if not is_cut_by_indptr or len(data) == len(data.parent["indptr"]) - 1:  # one value per row
+            return Layout(f"{where}: {name}", data, file, verify=verify)
     elif "values" in group:
-        values = open_dataset(root, f"{name}/values", where)
-        codec = str(attributes_of(group, f"{where}: {name}").get("codec", ""))
-        if codec and (values.ndim != 1 or values.dtype != np.uint8):
-            raise UserError(f"{where}: {name} has the attribute codec, but its values are no bytes, uint8 (N,)")
+        data = find(root, f"{name}/values", h5py.Dataset, where)
+        codec = str(attributes_of(group).get("codec", ""))
     else:
-        values = open_dataset(root, f"{name}/indices", where)
-        n_items = _read_n_items(group, values, f"{where}: {name}")
-    indptr = open_dataset(values.parent, "indptr", f"{where}: {name}")
-    return FieldData(values, indptr, n_items, codec)
+        data = find(root, f"{name}/indices", h5py.Dataset, where)
+        n_items = _read_n_items(group, data, f"{where}: {name}")
+    values = Layout(f"{where}: {name}", data, file, verify=verify, n_items=n_items)
+    indptr = Layout(
+        f"{where}: {name}/indptr", find(data.parent, "indptr", h5py.Dataset, where), file, verify=verify
+    ).read_all(np.dtype(np.int64))
+    lengths = np.diff(indptr, axis=0)
+    begins_and_ends = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and indptr[-1] == len(values)
+    if not begins_and_ends or lengths.min(initial=0) < 0 or lengths.max(initial=0) > MAX_VALUES:
+        raise UserError(f"{where}: {name} is damaged: its indptr should rise from 0 to the {len(values):,} values")
+    dtype = OFFSET_DTYPE if n_items else values.field.dtype  # item numbers fit it, whatever type the file has
+    mean_values = len(values) / max(1, len(lengths))
+    return RaggedColumn(Field(dtype, values.field.shape, mean_values, n_items, codec), values, indptr)
 
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
-    attributes = attributes_of(group, where)
+    attributes = attributes_of(group)
     kind = attributes.get("encoding-type", "csr_matrix")
     shape = attributes.get("shape")
-    if kind != "csr_matrix":
-        raise UserError(f"{where} is a {kind}; rows need a csr_matrix: `python convert.py arrays` writes it")
     n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else 0
-    if not 1 <= n_items <= MAX_VALUES or indices.dtype.kind not in "ui" or indices.ndim != 1:
+    is_matrix = 1 <= n_items <= MAX_VALUES and indices.dtype.kind in "ui" and indices.ndim == 1
+    if kind != "csr_matrix" or not is_matrix:
         raise UserError(
-            f"{where} should have the attribute shape, (rows, items), and whole numbers as indices; it has "
-            f"{shape}, {indices.dtype}"
+            f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it "
+            f"is a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
         )
     return int(n_items)
 
 
-def warn_of_unread_values(root: h5py.Group, name: str, where: str) -> None:
-    """Say if the first values of a CSR matrix, of which only the places are read, are not all 1."""
-    values = root[name].get("data", np.empty(0))[:LOOK_AT_VALUES]
-    others = values[values != 1]
-    if len(others):
-        warn(
-            f"{where}: {name}/data has values other than 1, such as {others[0]:g}, which are not read: each stored "
-            "item counts as one, a 0, too; store only the items that count"
-        )
-
-
-def read_indptr(data: FieldData, where: str, options: ReadOptions) -> np.ndarray:
-    """(rows + 1,) int64: where the values of each row of a ragged field begin. Raises UserError if it cannot be so."""
-    indptr = Layout(f"{where}/indptr", data.indptr, options).read_all(np.dtype(np.int64))
-    rises = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and (np.diff(indptr) >= 0).all()
-    if not rises or indptr[-1] != len(data.values):
-        raise UserError(f"{where} is damaged: its indptr should rise from 0 to the {len(data.values):,} values")
-    if len(indptr) > 1 and np.diff(indptr).max() > MAX_VALUES:
-        raise UserError(f"{where} has a row of more than {MAX_VALUES:,} values")
-    return indptr
+def warn_of_unread_values(root: h5py.Group, names: Collection[str], where: str) -> None:
+    """Say which CSR matrices, of which only the places are read, have first values that are not all 1."""
+    for name in names:
+        data = root.get(f"{name}/data")
+        if data is None or f"{name}/data" in names:
+            continue
+        values = data[:LOOK_AT_VALUES]
+        others = values[values != 1]
+        if len(others):
+            warn(
+                f"{where}: {name}/data has values other than 1, such as {others[0]:g}, which are not read: each stored "
+                "item counts as one, a 0, too; store only the items that count"
+            )

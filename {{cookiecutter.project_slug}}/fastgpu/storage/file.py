@@ -4,7 +4,6 @@ import mmap
 import os
 import random
 import threading
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -34,18 +33,15 @@ def not_found(path: object) -> UserError:
     return UserError(f"{path} does not exist (looked in {Path.cwd()})")
 
 
-def is_in_page_cache(descriptor: int, offset: int) -> bool | None:
-    """Whether the byte at `offset` of a file can be read without the disk. None: nobody can tell.
+def is_in_page_cache(descriptor: int, offset: int) -> bool:
+    """Whether the byte at `offset` of a file can be read without the disk, as far as the kernel tells.
 
     Linux does not tell for file systems on a network.
     """
     try:
-        n_read = os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1  # 0: the file was cut just now
     except OSError:
-        return None
-    return n_read == 1  # 0: the file was cut just now
+        return False
 
 
 class OpenFile:
@@ -58,13 +54,14 @@ class OpenFile:
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
         self._raw = Path(path).open("rb", buffering=0)  # noqa: SIM115
-        self._direct = _open_direct(path) if around_page_cache else None
-        self.is_direct = self._direct is not None
+        direct = _open_direct(path) if around_page_cache else None
+        self.is_direct = direct is not None
         """Whether bytes are read around the page cache."""
+        self._source = direct or self._raw
+        self._alignment = DIRECT_ALIGNMENT if self.is_direct else 1
         self._stamp = self._current_stamp()
         self.size = self._stamp[0]
         self._mapped: np.ndarray | None = None
-        self._can_probe = True
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
 
@@ -95,27 +92,18 @@ class OpenFile:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
-        if self._direct:
-            return self._read_direct(self._direct, offset, count)
-        memory = scratch(count)
-        n_read = os.preadv(self._raw.fileno(), [memory.data], offset)
-        if n_read < count:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
-            self.preadv([memory[n_read:].data], offset + n_read)
-        return memory
-
-    def _read_direct(self, direct: FileIO, offset: int, count: int) -> np.ndarray:
-        """Read whole pages around the bytes: such reads begin and end where pages do, in the file and in memory."""
-        begin = offset - offset % DIRECT_ALIGNMENT
+        begin = offset - offset % self._alignment
         needed = offset + count - begin
-        memory = aligned_scratch(-(-needed // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT)
-        n_read = os.preadv(direct.fileno(), [memory.data], begin)
-        if n_read < needed:  # a signal ended the call early, or the file was cut
+        size = -(-needed // self._alignment) * self._alignment
+        memory = aligned_scratch(size) if self.is_direct else scratch(size)
+        n_read = os.preadv(self._source.fileno(), [memory.data], begin)
+        if n_read < needed:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
             self.preadv([memory[n_read:needed].data], begin + n_read)
         return memory[offset - begin : needed]
 
     def will_need(self, offset: int, count: int) -> None:
         """Ask the kernel to start reading those bytes from the disk into the page cache, if they are to go there."""
-        if not self._direct:
+        if not self.is_direct:
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -124,14 +112,12 @@ class OpenFile:
 
         The kernel is asked about one page, another one each time. Bytes that are read together are evicted together,
         except for the page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong
-        guess costs page faults. Where nobody can tell what is cached, everything counts as a miss and the file is not
-        mapped.
+        guess costs page faults.
         """
-        if self._direct or not self._can_probe:
+        if self.is_direct:
             return None
-        answer = is_in_page_cache(self._raw.fileno(), offset + self._rng.randrange(max(1, count)))
-        self._can_probe = answer is not None
-        return self.mapped(offset, count) if answer else None
+        is_cached = is_in_page_cache(self._raw.fileno(), offset + self._rng.randrange(max(1, count)))
+        return self.mapped(offset, count) if is_cached else None
 
     def mapped(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8, a view of the mapped file. Each of its pages that is not in memory costs a page fault."""
@@ -161,16 +147,9 @@ def _open_direct(path: str) -> FileIO | None:
 
 def aligned_scratch(size: int) -> np.ndarray:
     """(size,) uint8 as of `scratch`, at the beginning of a huge page: a disk fills those in few requests."""
-    memory = _thread_local.__dict__
-    if len(memory.get("direct", ())) < size:
-        n_bytes = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        mapped = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        array = np.frombuffer(mapped, np.uint8)
-        start = -array.ctypes.data % HUGE_PAGE_BYTES
-        memory["direct"] = array[start : start + n_bytes]
-    return memory["direct"][:size]
+    memory = scratch(size + 2 * HUGE_PAGE_BYTES, "direct")  # so large that NumPy asks for huge pages
+    start = -memory.ctypes.data % HUGE_PAGE_BYTES
+    return memory[start : start + size]
 
 
 def scratch(size: int, purpose: str = "file") -> np.ndarray:

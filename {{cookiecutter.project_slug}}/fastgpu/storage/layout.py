@@ -15,9 +15,8 @@ block.
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
-from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -47,35 +46,8 @@ SAMPLED_ROWS = 16
 """Rows that stand for the content of a file without these."""
 
 
-class Piece(NamedTuple):
-    """Neighbouring rows of one chunk, where each of them goes, and the bytes that are read for them."""
-
-    chunk: int
-    row: int
-    """The first row, counted from the beginning of the chunk."""
-    places: np.ndarray | range
-    offset: int
-    n_bytes: int
-    data: np.ndarray | None
-    """The bytes, if they are in memory."""
-
-
-class ReadOptions(NamedTuple):
-    """How to read; see `store.open_store`."""
-
-    verify: bool = False
-    around_page_cache: bool = False
-
-
-class _Chunks(NamedTuple):
-    """Where each chunk of a dataset lies in the file."""
-
-    offsets: np.ndarray
-    """(chunks,) int64: the first byte."""
-    sizes: np.ndarray
-    """(chunks,) int64: bytes in the file. Without filters, the unused end of the last chunk does not count."""
-    skipped_filters: np.ndarray
-    """(chunks,) int64: bit i is set where filter i was left out (see `codecs.decode`)."""
+_Piece = tuple[int, int, np.ndarray | range, int, int, np.ndarray | None]
+"""(chunk, its first row that is read, places, first byte, number of bytes, the bytes if they are in memory)"""
 
 
 class Layout:
@@ -84,38 +56,45 @@ class Layout:
     A dataset without chunks is cut into chunks of about BLOCK_BYTES. Holds no h5py object.
     """
 
-    def __init__(self, name: str, data: h5py.Dataset, options: ReadOptions, n_items: int | None = None):
-        """name: names the dataset in messages. n_items: a whole number outside of range(n_items) is damage.
+    def __init__(
+        self, name: str, data: h5py.Dataset, file: OpenFile, *, verify: bool = False, n_items: int | None = None
+    ):
+        """name: of the dataset, for messages. file: the one that has `data`. verify: compare chunks that are read with
+        their checksums, if the file has them. n_items: a whole number outside of range(n_items) is damage.
 
-        Raises UserError if the dataset cannot be read to its end.
+        Raises UserError if the dataset is no rows of numbers, or cannot be read to its end.
         """
-        self.dataset = data.name
+        if data.ndim == 0:
+            raise UserError(f"{name} is a single value; a field needs a first dimension of rows")
+        if data.dtype.kind not in "buif":
+            raise UserError(f"{name} is of type {data.dtype}; allowed are bool, integers and floats")
         self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
         self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
         self._name = name
+        self._path = data.name
+        self._file = file
         self._n_items = n_items
         self._n_rows = len(data)
         self._dtype = data.dtype
-        self._file = OpenFile(data.file.filename, around_page_cache=options.around_page_cache)
-        self._filters = codecs.filters_of(data.id.get_create_plist())
-        self._chunks = self._find_chunks(data)  # None: read through h5py
-        digests = data.parent.get(self._digests_name)
+        self._filters = codecs.filters_of(data)
+        self._chunks = self._find_chunks(data)
+        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `codecs.decode`).
+
+        None: only the HDF5 library can find or decode the rows.
+        """
+        digests = data.parent.get(f"{DIGESTS}/{data.name.rpartition('/')[2]}")
         self._digests: np.ndarray | None = digests[:] if isinstance(digests, h5py.Dataset) else None
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        self._verifies = options.verify
-        if options.verify and self._digests is None:
-            raise UserError(f"{self._name} has no checksums; `python convert.py repack` writes them")
+        self._verifies = verify and self._digests is not None
         for applied in self._filters:
-            if self._chunks is None and not h5py.h5z.filter_avail(applied[0]):
-                codec = codecs.name_of([applied])
-                raise UserError(f"{name} is compressed by {codec}, which is not installed; pip install hdf5plugin")
-        self._takes_whole_chunks = self._chunks is None or bool(self._filters) or options.verify
+            if self._chunks is None and not h5py.h5z.filter_avail(applied.code):
+                raise UserError(f"{name} is compressed by {applied.name}: pip install hdf5plugin, which can undo that")
+        self._takes_whole_chunks = self._chunks is None or bool(self._filters) or self._verifies
         self._is_plain = not self._takes_whole_chunks and n_items is None and data.dtype.isnative
+        self._scatters = self._is_plain and self.field.row_bytes >= SCATTER_BYTES and not file.is_direct
 
-    @property
-    def is_around_page_cache(self) -> bool:
-        """Whether the rows are read without the page cache."""
-        return self._file.is_direct
+    def __len__(self) -> int:
+        return self._n_rows
 
     def fingerprint(self) -> bytes:
         """The SHA-256 of the file's size and the checksums of all rows; without them, of a few rows of all parts."""
@@ -123,53 +102,38 @@ class Layout:
         if content is None:
             rows = np.linspace(0, self._n_rows - 1, min(SAMPLED_ROWS, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
-            self.read([(row, np.array([place])) for place, row in enumerate(rows.tolist())], content)
+            self.read([(row, range(place, place + 1)) for place, row in enumerate(rows.tolist())], content)
         return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
 
-    # ------------------------------------------------------------------------------------------ metadata
-
-    def _find_chunks(self, data: h5py.Dataset) -> _Chunks | None:
-        """The table of chunks. None: only the HDF5 library can find or decode the rows."""
+    def _find_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
+        """See `_chunks`. Without filters, the unused end of the last chunk does not count."""
+        row_bytes = self.field.row_bytes
         if data.chunks:
-            table = self._find_stored_chunks(data)
-            if table is None:
+            n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
+            n_missing = n_chunks - data.id.get_num_chunks()
+            if n_missing:
+                raise UserError(f"{self._name}: {n_missing} of {n_chunks} chunks were never written")
+            splits_rows = data.chunks[1:] != data.shape[1:]
+            if splits_rows or not codecs.can_decode(self._filters) or not row_bytes:
                 return None
-            first_rows = np.arange(0, self._n_rows, self.chunk_rows)
+            chunks = np.zeros((n_chunks, 3), np.int64)
+
+            def note(chunk: h5py.h5d.StoreInfo) -> None:
+                chunks[chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
+
+            data.id.chunk_iter(note)
         else:
             offset = data.id.get_offset()
             if offset is None and self._n_rows:
                 raise UserError(f"{self._name} was never written")
-            first_rows = np.arange(0, self._n_rows, self.chunk_rows)
-            table = np.zeros((3, len(first_rows)), np.int64)
-            table[0] = (offset or 0) + first_rows * self.field.row_bytes
+            chunks = np.zeros((-(-self._n_rows // self.chunk_rows), 3), np.int64)
+            chunks[:, 0] = (offset or 0) + np.arange(len(chunks)) * self.chunk_rows * row_bytes
         if not self._filters:
-            table[1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
-        chunks = _Chunks(*table)
-        if (chunks.offsets + chunks.sizes).max(initial=0) > self._file.size:
+            n_rows = np.minimum(self.chunk_rows, self._n_rows - np.arange(len(chunks)) * self.chunk_rows)
+            chunks[:, 1] = n_rows * row_bytes
+        if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > self._file.size:
             raise UserError(f"{self._name}: the file is truncated: copy or write it again")
         return chunks
-
-    def _find_stored_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
-        """(3, chunks) int64: offset, size and skipped filters of each chunk; None as above."""
-        n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
-        n_missing = n_chunks - data.id.get_num_chunks()
-        if n_missing:
-            raise UserError(f"{self._name}: {n_missing} of {n_chunks} chunks were never written")
-        splits_rows = data.chunks[1:] != data.shape[1:]
-        if splits_rows or not codecs.can_decode(self._filters) or not self.field.row_bytes:
-            return None
-        table = np.zeros((3, n_chunks), np.int64)
-
-        def note(chunk: h5py.h5d.StoreInfo) -> None:
-            table[:, chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
-
-        data.id.chunk_iter(note)
-        return table
-
-    @property
-    def _digests_name(self) -> str:
-        """Where its group has the checksums of this dataset, if the file has any."""
-        return f"{DIGESTS}/{self.dataset.rpartition('/')[2]}"
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -181,45 +145,51 @@ class Layout:
         Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
-        missing: list[Piece] = []
-        cached: list[Piece] = []
-        for chunk, row, places in self._cut(ranges):
-            offset, n_bytes = self._bytes_of(chunk, row, len(places))
-            data = self._file.cached(offset, n_bytes) if n_bytes else None
-            if data is None:
-                self._file.will_need(offset, n_bytes)
-            (missing if data is None else cached).append(Piece(chunk, row, places, offset, n_bytes, data))
+        missing: list[_Piece] = []
+        cached: list[_Piece] = []
+        for start, places in ranges:
+            done = 0
+            while done < len(places):
+                chunk, row = divmod(start + done, self.chunk_rows)
+                of_chunk = places[done : done + self.chunk_rows - row]
+                offset, n_bytes = self._bytes_of(chunk, row, len(of_chunk))
+                data = self._file.cached(offset, n_bytes) if n_bytes else None
+                if data is None:
+                    self._file.will_need(offset, n_bytes)
+                (missing if data is None else cached).append((chunk, row, of_chunk, offset, n_bytes, data))
+                done += len(of_chunk)
         current = -1
-        for chunk, row, places, offset, n_bytes, data in (*missing, *cached):
+        for chunk, row, of_chunk, offset, n_bytes, data in (*missing, *cached):
             if data is None and self._scatters:
-                self._scatter(offset, places, out)
+                self._scatter(offset, of_chunk, out)
                 continue
             if self._takes_whole_chunks:
                 if chunk != current:  # once for all pieces of it that come one after the other
                     whole = self._read_chunk(chunk, offset, n_bytes, data)
                     current = chunk
-                rows = whole[row : row + len(places)]
+                rows = whole[row : row + len(of_chunk)]
             else:
                 rows = self._as_rows(self._file.read(offset, n_bytes) if data is None else data)
-            out[index_of(places)] = self._checked(rows)
+            if self._n_items is not None:
+                self._check_items(rows, self._n_items)
+            out[index_of(of_chunk)] = rows
         self._file.check_unchanged()
 
     def view(self, start: int, n_rows: int) -> np.ndarray | None:
-        """The rows start, start + 1, ... as they lie in the page cache. None: they are not there as they are, or not in
-        one chunk."""
-        chunk, row = divmod(start, self.chunk_rows)
-        if self._takes_whole_chunks or self._n_items is not None or row + n_rows > self.chunk_rows:
+        """The rows start, start + 1, ... as they lie in the page cache. None: they are not there, or not as they are in
+        one piece."""
+        if self._first_byte is None:
             return None
         self._file.check_unchanged()
-        data = self._file.cached(*self._bytes_of(chunk, row, n_rows))
+        row_bytes = self.field.row_bytes
+        data = self._file.cached(self._first_byte + start * row_bytes, n_rows * row_bytes)
         return None if data is None else self._as_rows(data)
 
     def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """Whether `gather` can copy the rows start, start + 1, ...: they are in the page cache, and all rows lie in one
-        piece."""
-        if self._first_byte is None:
-            return False
+        """Whether `gather` should copy the rows start, start + 1, ...: they can be seen in the page cache."""
         row_bytes = self.field.row_bytes
+        if self._first_byte is None or row_bytes < GATHER_BYTES:
+            return False
         return self._file.cached(self._first_byte + start * row_bytes, n_rows * row_bytes) is not None
 
     def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
@@ -237,11 +207,11 @@ class Layout:
 
     @cached_property
     def _first_byte(self) -> int | None:
-        """Where the rows begin in the file, if they are to be gathered: they lie there as they are, in one piece."""
-        if self._chunks is None or not self._is_plain or self.field.row_bytes < GATHER_BYTES:
+        """Where the rows begin in the file, if they lie there as they are, in one piece."""
+        if self._chunks is None or not len(self._chunks) or not self._is_plain:
             return None
-        is_one_piece = np.all(np.diff(self._chunks.offsets) == self.chunk_rows * self.field.row_bytes)
-        return int(self._chunks.offsets[0]) if is_one_piece else None
+        is_one_piece = np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * self.field.row_bytes)
+        return int(self._chunks[0, 0]) if is_one_piece else None
 
     def read_all(self, dtype: np.dtype) -> np.ndarray:
         """All rows, (rows, *shape), as `dtype`. For small fields that are kept in memory."""
@@ -249,29 +219,15 @@ class Layout:
         self.read([(0, range(self._n_rows))], out)
         return out
 
-    def _cut(self, ranges: Iterable[Range]) -> Iterator[tuple[int, int, np.ndarray | range]]:
-        """Cut ranges at the borders of chunks: (chunk, first row in the chunk, places)."""
-        for start, places in ranges:
-            done = 0
-            while done < len(places):
-                chunk, row = divmod(start + done, self.chunk_rows)
-                piece_places = places[done : done + self.chunk_rows - row]
-                yield chunk, row, piece_places
-                done += len(piece_places)
-
     def _bytes_of(self, chunk: int, row: int, n_rows: int) -> tuple[int, int]:
         """(first byte, number of bytes) to read for rows of a chunk; (0, 0) if only the HDF5 library can tell."""
         if self._chunks is None:
             return 0, 0
+        offset, n_bytes, _ = self._chunks[chunk].tolist()
         if self._takes_whole_chunks:
-            return int(self._chunks.offsets[chunk]), int(self._chunks.sizes[chunk])
+            return offset, n_bytes
         row_bytes = self.field.row_bytes
-        return int(self._chunks.offsets[chunk]) + row * row_bytes, n_rows * row_bytes
-
-    @cached_property
-    def _scatters(self) -> bool:
-        """Whether the kernel scatters rows that are not in memory to their places."""
-        return self._is_plain and self.field.row_bytes >= SCATTER_BYTES and not self._file.is_direct
+        return offset + row * row_bytes, n_rows * row_bytes
 
     def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Read neighbouring rows to their places by system calls."""
@@ -286,40 +242,29 @@ class Layout:
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         if self._chunks is None:
             rows = np.empty((n_rows, *self.field.shape), self._dtype)
-            self._file.read_h5(self.dataset, chunk * self.chunk_rows, rows)
+            self._file.read_h5(self._path, chunk * self.chunk_rows, rows)
         else:
             data = self._file.read(offset, n_bytes) if data is None else data
-            if self._filters:
-                data = self._decode(chunk, data)[: n_rows * self.field.row_bytes]
-            rows = self._as_rows(data)
+            size = self.chunk_rows * self.field.row_bytes if self._filters else n_bytes
+            try:
+                decoded = codecs.decode(data.data, self._filters, int(self._chunks[chunk, 2]), size)
+            except ValueError as error:
+                raise RankError(f"{self._name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
+            rows = self._as_rows(np.frombuffer(decoded, np.uint8))[:n_rows]
         if self._verifies:
             assert self._digests is not None
             if hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
                 raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
         return rows
 
-    def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
-        assert self._chunks is not None
-        size = self.chunk_rows * self.field.row_bytes
-        skipped = int(self._chunks.skipped_filters[chunk])
-        try:
-            return np.frombuffer(codecs.decode(data.data, self._filters, skipped, size), np.uint8)
-        except ValueError as error:
-            raise RankError(f"{self._name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
-
     def _as_rows(self, data: np.ndarray) -> np.ndarray:
         return data.view(self._dtype).reshape(-1, *self.field.shape)
 
-    def _checked(self, rows: np.ndarray) -> np.ndarray:
-        """The same rows. Raises RankError for an item number out of range, which would crash the device much later."""
-        if self._n_items is None or not len(rows):
-            return rows
-        smallest = int(rows.min())
-        largest = int(rows.max())
-        if smallest >= 0 and largest < self._n_items:
-            return rows
-        wrong = smallest if smallest < 0 else largest
-        raise RankError(
-            f"{self._name}: item number {wrong} is not in 0 to {self._n_items - 1}, as the attribute shape has it; "
-            f"{RESTORE}"
-        )
+    def _check_items(self, rows: np.ndarray, n_items: int) -> None:
+        """Raise RankError for an item number out of range, which would crash the device much later."""
+        for number in (int(rows.min()), int(rows.max())):
+            if not 0 <= number < n_items:
+                raise RankError(
+                    f"{self._name}: item number {number} is not in 0 to {n_items - 1}, as the attribute shape has it; "
+                    f"{RESTORE}"
+                )

@@ -3,13 +3,12 @@
 Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`.
 """
 
+from itertools import zip_longest
 from typing import Any, Protocol
-
-import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 
-NUMBERED = {"class_names": "labels", "target_names": "columns of labels", "item_ids": "items"}
+NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "columns of labels"}
 """{attribute that says what numbers stand for: the numbers}"""
 MAX_NAMES = 20
 """Names that a warning lists."""
@@ -22,46 +21,32 @@ class Described(Protocol):
     attributes: dict[str, Any]
 
 
-def check_meaning(key: str, *sources: Described, labels: bool = True, preparation: bool = True) -> None:
-    """Compare what numbers stand for, and how images were prepared. key: names the sources.
+def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:
+    """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
 
-    Raises UserError if a number means one thing in one source and another thing in another. Prints a warning if only
-    some of the sources say what their numbers mean, or if images were prepared in other ways. labels: compare classes
-    and numbers to predict. preparation: compare how images were prepared.
+    Raises UserError if a number means one thing in one source and another thing in the other. Prints a warning if only
+    one of them says what its numbers mean, or if the images were prepared in other ways. labels: compare classes and
+    numbers to predict, too.
     """
-    for attribute in NUMBERED if labels else ("item_ids",):
-        named = [source for source in sources if len(source.attributes.get(attribute, ()))]
-        for other in named[1:]:
-            _compare(key, attribute, named[0], other)
-        unnamed = [source for source in sources if source not in named]
-        if named and unnamed:
-            names = [*map(str, named[0].attributes[attribute])]
-            if names != [*map(str, range(len(names)))]:
-                warn(
-                    f"{key}: {unnamed[0].name} has no {attribute}; its {NUMBERED[attribute]} 0, 1, 2... are taken for "
-                    f"{', '.join(names[:MAX_NAMES])} as in {named[0].name}, in this order"
-                )
-    prepared = [source for source in sources if "preprocessing" in source.attributes]
-    for other in prepared[1:] if preparation else ():
-        first = prepared[0]
-        if other.attributes["preprocessing"] != first.attributes["preprocessing"]:
+    for attribute, numbers in NUMBERED.items() if labels else [("item_ids", "items")]:
+        names, others = (list(map(str, source.attributes.get(attribute, ()))) for source in (first, other))
+        if names and others:
+            for number, (name, found) in enumerate(zip_longest(names, others, fillvalue="missing")):
+                is_lacking = attribute == "class_names" and number >= min(len(names), len(others))
+                if name != found and not is_lacking:  # a file may have fewer classes
+                    raise UserError(
+                        f"{key}: number {number} of the {numbers} is {found} in {other.name} and {name} in "
+                        f"{first.name} (attribute {attribute}); convert them together"
+                    )
+        elif (names or others) != [*map(str, range(len(names or others)))]:
+            known, unknown = (first, other) if names else (other, first)
             warn(
-                f"{key}: the images of {other.name} were prepared with {other.attributes['preprocessing']}, those of "
-                f"{first.name} with {first.attributes['preprocessing']}: they may show other parts"
+                f"{key}: {unknown.name} has no {attribute}; its {numbers} 0, 1, 2... are taken for "
+                f"{', '.join((names or others)[:MAX_NAMES])} as in {known.name}, in this order"
             )
-
-
-def _compare(key: str, attribute: str, first: Described, other: Described) -> None:
-    """Raise UserError if a number stands for other things in two sources. One may have fewer classes."""
-    names = np.asarray(first.attributes[attribute])
-    others = np.asarray(other.attributes[attribute])
-    n = min(len(names), len(others))
-    differ = np.flatnonzero(names[:n] != others[:n]).tolist()
-    if not differ and len(names) != len(others) and attribute != "class_names":
-        differ = [n]
-    for number in differ[:1]:
-        has, should = (str(each[number]) if number < len(each) else "missing" for each in (others, names))
-        raise UserError(
-            f"{key}: number {number} of the {NUMBERED[attribute]} is {has} in {other.name} and {should} in "
-            f"{first.name} (attribute {attribute}); convert them together"
+    prepared, otherwise = (source.attributes.get("preprocessing") for source in (first, other))
+    if prepared and otherwise and prepared != otherwise:
+        warn(
+            f"{key}: the images of {other.name} were prepared with {otherwise}, those of {first.name} with {prepared}: "
+            "they may show other parts"
         )

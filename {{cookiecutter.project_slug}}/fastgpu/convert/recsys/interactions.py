@@ -14,7 +14,7 @@ import numpy as np
 from fastgpu.convert.array_files import Arrays
 from fastgpu.convert.reader import Columns
 from fastgpu.process.launch import UserError
-from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 
 PUBLISHED_SEED = 98765
 HIDDEN_SHARE = 0.2
@@ -115,5 +115,5 @@ def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:
 
 def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> Arrays:
     """A reader of these columns. The ragged ones hold item numbers in range(n_items)."""
-    ragged = {field: n_items for field, column in columns.items() if isinstance(column, RaggedArray)}
-    return Arrays(name, columns, attributes, n_items=ragged)
+    items = Field(OFFSET_DTYPE, (), n_items=n_items)
+    return Arrays(name, columns, attributes, fields=dict.fromkeys(columns, items))
