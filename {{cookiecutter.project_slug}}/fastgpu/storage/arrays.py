@@ -27,23 +27,17 @@ class ArrayDataset(ColumnDataset):
         block_rows: (blocks,) number of rows in each block. None: blocks of about 2 MiB, because mapped files are not to
         be read row by row. fields: types of ragged fields, if these are more than a dtype and a shape.
         """
-        self.name = name
-        self.attributes = dict(attributes or {})
-        self.lengths = {}
         columns: dict[str, Column] = {}
         for field_name, array in arrays.items():
             if isinstance(array, RaggedArray):
-                self.lengths[field_name] = np.diff(array.offsets).astype(np.int32)
-                field = (fields or {}).get(field_name, Field(array.values.dtype, array.values.shape[1:]))
-                field = field._replace(mean_values=float(self.lengths[field_name].mean()))
-                columns[field_name] = RaggedColumn(field, InMemory(array.values), array.offsets)
+                values = InMemory(array.values)
+                field = (fields or {}).get(field_name, values.field)
+                columns[field_name] = RaggedColumn(field, values, array.offsets)
             else:
                 columns[field_name] = InMemory(array)
-        self.fields = {field_name: column.field for field_name, column in columns.items()}
-        n_rows = len(next(iter(arrays.values())))
-        self.parts = [columns]
-        self.part_rows = [n_rows]
         if block_rows is None:
-            step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
+            row_bytes = sum(column.field.row_bytes for column in columns.values())
+            step = max(1, BLOCK_BYTES // max(1, row_bytes))
+            n_rows = len(next(iter(arrays.values())))
             block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
-        self.block_rows = block_rows
+        super().__init__(name, [columns], [block_rows], dict(attributes or {}))

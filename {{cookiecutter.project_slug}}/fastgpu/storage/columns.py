@@ -56,10 +56,6 @@ class InMemory:
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
 
-    def view(self, start: int, n_rows: int) -> np.ndarray:
-        """The rows start, start + 1, ... where they lie."""
-        return self.rows[start : start + n_rows]
-
     def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
         """Copy rows to `out`, (n, *shape), in the order of `row_ids`. Thread-safe."""
         np.take(self.rows, row_ids, axis=0, out=out, mode="clip")
@@ -73,8 +69,9 @@ class RaggedColumn:
     """Rows with any number of values each."""
 
     def __init__(self, field: Field, values: Union[InMemory, "Layout"], indptr: np.ndarray):
-        """values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where those of each row begin."""
-        self.field = field
+        """field: the type of a value. values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where
+        those of each row begin."""
+        self.field = field._replace(mean_values=float(indptr[-1]) / max(1, len(indptr) - 1))
         self.values = values
         self.indptr = indptr
 
@@ -103,23 +100,39 @@ class RaggedColumn:
         self.values.read(of_values, out.values)
 
     def read_rows(self, start: int, n_rows: int) -> RaggedArray:
-        """The rows start, start + 1, ... in scratch memory of this thread, or where they lie in memory."""
+        """The rows start, start + 1, ... in scratch memory of this thread."""
         lo, hi = int(self.indptr[start]), int(self.indptr[start + n_rows])
         offsets = self.indptr[start : start + n_rows + 1] - lo
-        values = self.values.view(lo, hi - lo)
-        if values is None:
-            values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
-            self.values.read([(lo, range(hi - lo))], values)
+        values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
+        self.values.read([(lo, range(hi - lo))], values)
         return RaggedArray(values, offsets)
 
 
 class ColumnDataset(Dataset):
     """Rows whose fields are columns, in parts one after the other, such as files."""
 
-    parts: Sequence[Mapping[str, Column]]
-    """{field: its column} of each part."""
-    part_rows: Sequence[int]
-    """Number of rows of each part."""
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Mapping[str, Column]],
+        part_blocks: Sequence[np.ndarray],
+        attributes: dict[str, Any],
+    ):
+        """parts: {field: its column} of each part. part_blocks: (blocks,) number of rows in each block of each part."""
+        self.name = name
+        self.parts = parts
+        self.part_rows = [int(block_rows.sum()) for block_rows in part_blocks]
+        self.block_rows = np.concatenate(part_blocks)
+        self.attributes = attributes
+        self.fields = {field: column.field for field, column in parts[0].items()}
+        self.lengths = {}
+        for field in self.fields:
+            columns = [part[field] for part in parts]
+            lengths = [column.lengths for column in columns if isinstance(column, RaggedColumn)]
+            if lengths:
+                self.lengths[field] = np.concatenate(lengths)
+                mean_values = float(self.lengths[field].mean())
+                self.fields[field] = self.fields[field]._replace(mean_values=mean_values)
 
     @cached_property
     def _first_rows(self) -> list[int]:

@@ -59,8 +59,7 @@ def open_column(
     if not begins_and_ends or lengths.min(initial=0) < 0 or lengths.max(initial=0) > MAX_VALUES:
         raise UserError(f"{where}: {name} is damaged: its indptr should rise from 0 to the {len(values):,} values")
     dtype = OFFSET_DTYPE if n_items else values.field.dtype  # item numbers fit it, whatever type the file has
-    mean_values = len(values) / max(1, len(lengths))
-    return RaggedColumn(Field(dtype, values.field.shape, mean_values, n_items, codec), values, indptr)
+    return RaggedColumn(Field(dtype, values.field.shape, n_items=n_items, codec=codec), values, indptr)
 
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:

@@ -53,7 +53,7 @@ class OpenFile:
     def __init__(self, path: str, *, around_page_cache: bool = False):
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
-        self._raw = Path(path).open("rb", buffering=0)  # noqa: SIM115
+        self._raw = FileIO(path)
         direct = _open_direct(path) if around_page_cache else None
         self.is_direct = direct is not None
         """Whether bytes are read around the page cache."""

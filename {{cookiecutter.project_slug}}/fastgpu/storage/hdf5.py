@@ -64,12 +64,10 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
 
 
 def _to_python(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return [_to_python(element) for element in value.tolist()]
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_to_python(element) for element in value]
     if isinstance(value, str):  # h5py keeps damaged bytes as surrogates
         value = value.encode(errors="surrogateescape")
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

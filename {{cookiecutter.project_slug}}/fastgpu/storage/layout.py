@@ -175,21 +175,12 @@ class Layout:
             out[index_of(of_chunk)] = rows
         self._file.check_unchanged()
 
-    def view(self, start: int, n_rows: int) -> np.ndarray | None:
-        """The rows start, start + 1, ... as they lie in the page cache. None: they are not there, or not as they are in
-        one piece."""
-        if self._first_byte is None:
-            return None
-        self._file.check_unchanged()
-        row_bytes = self.field.row_bytes
-        data = self._file.cached(self._first_byte + start * row_bytes, n_rows * row_bytes)
-        return None if data is None else self._as_rows(data)
-
     def is_in_memory(self, start: int, n_rows: int) -> bool:
-        """Whether `gather` should copy the rows start, start + 1, ...: they can be seen in the page cache."""
-        row_bytes = self.field.row_bytes
-        if self._first_byte is None or row_bytes < GATHER_BYTES:
+        """Whether `gather` can copy the rows start, start + 1, ...: they are in the page cache, and all rows lie in one
+        piece."""
+        if self._first_byte is None:
             return False
+        row_bytes = self.field.row_bytes
         return self._file.cached(self._first_byte + start * row_bytes, n_rows * row_bytes) is not None
 
     def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
@@ -207,8 +198,8 @@ class Layout:
 
     @cached_property
     def _first_byte(self) -> int | None:
-        """Where the rows begin in the file, if they lie there as they are, in one piece."""
-        if self._chunks is None or not len(self._chunks) or not self._is_plain:
+        """Where the rows begin in the file, if they are to be gathered: they lie there as they are, in one piece."""
+        if self._chunks is None or not self._is_plain or self.field.row_bytes < GATHER_BYTES:
             return None
         is_one_piece = np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * self.field.row_bytes)
         return int(self._chunks[0, 0]) if is_one_piece else None

@@ -18,7 +18,6 @@ import numpy as np
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Out, PoolPlan
-from fastgpu.rows.rows import Field
 from fastgpu.storage.columns import ColumnDataset, InMemory, RaggedColumn
 from fastgpu.storage.csr import open_column, warn_of_unread_values
 from fastgpu.storage.file import OpenFile, split_group
@@ -38,28 +37,12 @@ class HDF5Dataset(ColumnDataset):
     """
 
     def __init__(self, files: Sequence["_File"]):
-        first = files[0]
-        self._files = files
-        self.parts = [file.columns for file in files]
-        self.part_rows = [int(file.block_rows.sum()) for file in files]
-        self.name = first.name
-        if len(files) > 1:
-            self.name += f" and {len(files) - 1} more"
-        self.attributes: dict[str, Any] = first.attributes | _pool_statistics(files)
-        self.around_page_cache = first.is_around_page_cache
+        name = files[0].name + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        attributes = files[0].attributes | _pool_statistics(files)
+        super().__init__(name, [file.columns for file in files], [file.block_rows for file in files], attributes)
+        self.around_page_cache = files[0].is_around_page_cache
         """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
-        self.block_rows = np.concatenate([file.block_rows for file in files])
-        self.fields: dict[str, Field] = {name: column.field for name, column in first.columns.items()}
-        self.lengths = {}
-        for name, field in self.fields.items():
-            columns = [column for file in files if isinstance(column := file.columns[name], RaggedColumn)]
-            if columns:
-                lengths = np.concatenate([column.lengths for column in columns])
-                self.lengths[name] = lengths
-                codecs = {codec for column in columns for codec in column.field.codec.split("+")}
-                self.fields[name] = field._replace(  # over all files
-                    mean_values=float(lengths.mean()), codec="+".join(sorted(codecs))
-                )
+        self._files = files
 
     @cached_property
     def digest(self) -> str:
@@ -92,13 +75,7 @@ def _gather(columns: Mapping[str, InMemory | Layout], row_ids: np.ndarray, out: 
         column.gather(row_ids, out[name])
 
 
-def open_store(
-    key: str,
-    paths: str | Sequence[str],
-    fields: Mapping[str, str],
-    *,
-    verify: bool = False,
-) -> HDF5Dataset:
+def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str], *, verify: bool = False) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
