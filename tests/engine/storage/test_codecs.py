@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -66,3 +67,14 @@ def test_damage_names_the_block(write):
     store = open_store("data.train", path, {"images": "images"})
     with pytest.raises(RankError, match="images: block 2 is damaged: it cannot be decoded"):
         read_scattered(store)
+
+
+def test_a_chunk_without_bytes_is_damage_for_a_thread_that_has_read_nothing_yet(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", (16, 8), "u1", chunks=(8, 8), compression="gzip")
+        for start in (0, 8):
+            data.id.write_direct_chunk((start, 0), b"x")
+    layout = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"}).parts[0]["x"]
+    layout._chunks[:, 1] = 0  # the library refuses to write such a chunk, and a damaged index may have it
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RankError, match="x: block 0 is damaged"):
+        pool.submit(layout.read, [(0, range(8))], np.zeros((8, 8), np.uint8)).result()

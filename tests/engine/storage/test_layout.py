@@ -19,9 +19,9 @@ FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-def refused(path: str, message: str) -> None:
+def refused(path: str, message: str, **options) -> None:
     with pytest.raises(UserError, match=message):
-        open_store("data.train", path, FIELDS)
+        open_store("data.train", path, FIELDS, **options)
 
 
 @pytest.mark.usefixtures("either_cached_or_not")
@@ -145,3 +145,7 @@ def test_checksums_tell_rows_apart_that_are_not_read(write):
     with h5py.File(path, "r+") as file:
         file[f"{DIGESTS}/images"][5, 0] ^= 1
     assert open_store("data.train", path, FIELDS).digest != digest
+
+
+def test_verify_needs_checksums(write):
+    refused(write(10), "images has no checksums; `python convert.py repack`", verify=True)

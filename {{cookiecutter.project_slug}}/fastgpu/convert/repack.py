@@ -46,14 +46,16 @@ class FeedReader(Reader):
 
 
 def open_files(paths: Sequence[str], fields: dict[str, str]) -> FeedReader:
-    """The rows of HDF5 files, whose checksums are verified where they have them.
+    """The rows of HDF5 files, whose checksums are verified if all fields have them.
 
     fields: {field: dataset}; empty for all datasets of the group. Raises UserError if the group has no rows.
     """
     file, group = expand("SOURCE", paths[0])[0]
-    groups = fields_of(inspect(f"{file}::{group}"))
+    stored = inspect(f"{file}::{group}")
+    groups = fields_of(stored)
     group = f"/{group.strip('/')}"
     if not fields and group not in groups:
         raise UserError(f"{paths[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
     fields = fields or groups[group]
-    return FeedReader(open_store("SOURCE", paths, fields, verify=True))
+    is_checked = all(each.has_digests for each in stored if group in (each.group, each.parent))
+    return FeedReader(open_store("SOURCE", paths, fields, verify=is_checked))

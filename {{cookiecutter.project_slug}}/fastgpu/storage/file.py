@@ -155,6 +155,6 @@ def aligned_scratch(size: int) -> np.ndarray:
 def scratch(size: int, purpose: str = "file") -> np.ndarray:
     """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing."""
     memory = _thread_local.__dict__
-    if len(memory.get(purpose, ())) < size:
+    if purpose not in memory or len(memory[purpose]) < size:
         memory[purpose] = np.empty(size, np.uint8)
     return memory[purpose][:size]

@@ -59,10 +59,10 @@ class Layout:
     def __init__(
         self, name: str, data: h5py.Dataset, file: OpenFile, *, verify: bool = False, n_items: int | None = None
     ):
-        """name: of the dataset, for messages. file: the one that has `data`. verify: compare chunks that are read with
-        their checksums, if the file has them. n_items: a whole number outside of range(n_items) is damage.
+        """name: of the dataset, for messages. file: the one that has `data`. verify: compare each chunk that is read
+        with its checksum. n_items: a whole number outside of range(n_items) is damage.
 
-        Raises UserError if the dataset is no rows of numbers, or cannot be read to its end.
+        Raises UserError if the dataset is no rows of numbers, cannot be read to its end, or lacks checksums to verify.
         """
         if data.ndim == 0:
             raise UserError(f"{name} is a single value; a field needs a first dimension of rows")
@@ -85,11 +85,13 @@ class Layout:
         digests = data.parent.get(f"{DIGESTS}/{data.name.rpartition('/')[2]}")
         self._digests: np.ndarray | None = digests[:] if isinstance(digests, h5py.Dataset) else None
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        self._verifies = verify and self._digests is not None
+        self._verifies = verify
+        if verify and self._digests is None:
+            raise UserError(f"{name} has no checksums; `python convert.py repack` writes them")
         for applied in self._filters:
             if self._chunks is None and not h5py.h5z.filter_avail(applied.code):
                 raise UserError(f"{name} is compressed by {applied.name}: pip install hdf5plugin, which can undo that")
-        self._takes_whole_chunks = self._chunks is None or bool(self._filters) or self._verifies
+        self._takes_whole_chunks = self._chunks is None or bool(self._filters) or verify
         self._is_plain = not self._takes_whole_chunks and n_items is None and data.dtype.isnative
         self._scatters = self._is_plain and self.field.row_bytes >= SCATTER_BYTES and not file.is_direct
 

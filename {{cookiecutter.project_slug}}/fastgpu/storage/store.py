@@ -80,7 +80,7 @@ def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str], 
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
     such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: compare each block that is read with
-    its SHA-256, where the files have them.
+    its SHA-256.
     """
     names = [name for path in ([paths] if isinstance(paths, str) else paths) for name in expand(key, path)]
     if not fields or not names:
