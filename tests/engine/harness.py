@@ -126,7 +126,7 @@ def no_host_sync() -> Iterator[None]:
 def by_h5py(store: HDF5Dataset) -> bool:
     """Whether only the HDF5 library can read the rows, one thread at a time."""
     largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
-    return largest._chunks is None
+    return largest._needs_h5py
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

@@ -8,7 +8,6 @@ encoded images        `ImageColumn` (images/column.py): a ragged column of bytes
 import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
@@ -122,6 +121,7 @@ class ColumnDataset(Dataset):
         self.name = name
         self.parts = parts
         self.part_rows = [int(block_rows.sum()) for block_rows in part_blocks]
+        self._first_rows = [0, *accumulate(self.part_rows)]
         self.block_rows = np.concatenate(part_blocks)
         self.attributes = attributes
         self.fields = {field: column.field for field, column in parts[0].items()}
@@ -134,10 +134,6 @@ class ColumnDataset(Dataset):
                 mean_values = float(self.lengths[field].mean())
                 self.fields[field] = self.fields[field]._replace(mean_values=mean_values)
 
-    @cached_property
-    def _first_rows(self) -> list[int]:
-        return [0, *accumulate(self.part_rows)]
-
     def column(self, name: str) -> np.ndarray | None:
         """One field of all rows, (rows, *shape). None if it is ragged, or not in memory."""
         arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
@@ -148,11 +144,10 @@ class ColumnDataset(Dataset):
 
         Raises OSError or RankError if a file cannot give the bytes.
         """
-        first_rows = self._first_rows
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():
-            number = bisect_right(first_rows, start) - 1
-            ranges.setdefault(number, []).append((start - first_rows[number], places))
+            number = bisect_right(self._first_rows, start) - 1
+            ranges.setdefault(number, []).append((start - self._first_rows[number], places))
         for number, ranges_of_part in ranges.items():
             for name, column in self.parts[number].items():
                 column.read(ranges_of_part, out[name], plan)

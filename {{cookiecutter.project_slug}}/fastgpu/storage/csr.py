@@ -51,9 +51,8 @@ def open_column(
         data = find(root, f"{name}/indices", h5py.Dataset, where)
         n_items = _read_n_items(group, data, f"{where}: {name}")
     values = Layout(f"{where}: {name}", data, file, verify=verify, n_items=n_items)
-    indptr = Layout(
-        f"{where}: {name}/indptr", find(data.parent, "indptr", h5py.Dataset, where), file, verify=verify
-    ).read_all(np.dtype(np.int64))
+    indptr_data = find(data.parent, "indptr", h5py.Dataset, where)
+    indptr = Layout(f"{where}: {name}/indptr", indptr_data, file, verify=verify).read_all(np.dtype(np.int64))
     lengths = np.diff(indptr, axis=0)
     begins_and_ends = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and indptr[-1] == len(values)
     if not begins_and_ends or lengths.min(initial=0) < 0 or lengths.max(initial=0) > MAX_VALUES:

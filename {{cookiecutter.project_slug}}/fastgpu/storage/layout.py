@@ -77,21 +77,21 @@ class Layout:
         self._n_rows = len(data)
         self._dtype = data.dtype
         self._filters = codecs.filters_of(data)
+        splits_rows = bool(data.chunks) and data.chunks[1:] != data.shape[1:]
+        self._needs_h5py = splits_rows or not codecs.can_decode(self._filters) or not self.field.row_bytes
+        """Whether only the HDF5 library can find or decode the rows."""
+        for each in self._filters:
+            if self._needs_h5py and not h5py.h5z.filter_avail(each.code):
+                raise UserError(f"{name} is compressed by {each.name}: pip install hdf5plugin, which can undo that")
         self._chunks = self._find_chunks(data)
-        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `codecs.decode`).
-
-        None: only the HDF5 library can find or decode the rows.
-        """
+        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `codecs.decode`)."""
         digests = data.parent.get(f"{DIGESTS}/{data.name.rpartition('/')[2]}")
         self._digests: np.ndarray | None = digests[:] if isinstance(digests, h5py.Dataset) else None
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         self._verifies = verify
         if verify and self._digests is None:
             raise UserError(f"{name} has no checksums; `python convert.py repack` writes them")
-        for applied in self._filters:
-            if self._chunks is None and not h5py.h5z.filter_avail(applied.code):
-                raise UserError(f"{name} is compressed by {applied.name}: pip install hdf5plugin, which can undo that")
-        self._takes_whole_chunks = self._chunks is None or bool(self._filters) or verify
+        self._takes_whole_chunks = self._needs_h5py or bool(self._filters) or verify
         self._is_plain = not self._takes_whole_chunks and n_items is None and data.dtype.isnative
         self._scatters = self._is_plain and self.field.row_bytes >= SCATTER_BYTES and not file.is_direct
 
@@ -107,32 +107,29 @@ class Layout:
             self.read([(row, range(place, place + 1)) for place, row in enumerate(rows.tolist())], content)
         return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
 
-    def _find_chunks(self, data: h5py.Dataset) -> np.ndarray | None:
+    def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
         """See `_chunks`. Without filters, the unused end of the last chunk does not count."""
-        row_bytes = self.field.row_bytes
         if data.chunks:
             n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
             n_missing = n_chunks - data.id.get_num_chunks()
             if n_missing:
                 raise UserError(f"{self._name}: {n_missing} of {n_chunks} chunks were never written")
-            splits_rows = data.chunks[1:] != data.shape[1:]
-            if splits_rows or not codecs.can_decode(self._filters) or not row_bytes:
-                return None
-            chunks = np.zeros((n_chunks, 3), np.int64)
+        elif data.id.get_offset() is None and self._n_rows:
+            raise UserError(f"{self._name} was never written")
+        first_rows = np.arange(0, self._n_rows, self.chunk_rows)
+        chunks = np.zeros((len(first_rows), 3), np.int64)
+        if self._needs_h5py:
+            return chunks
 
-            def note(chunk: h5py.h5d.StoreInfo) -> None:
-                chunks[chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
+        def note(chunk: h5py.h5d.StoreInfo) -> None:
+            chunks[chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
+        if data.chunks:
             data.id.chunk_iter(note)
         else:
-            offset = data.id.get_offset()
-            if offset is None and self._n_rows:
-                raise UserError(f"{self._name} was never written")
-            chunks = np.zeros((-(-self._n_rows // self.chunk_rows), 3), np.int64)
-            chunks[:, 0] = (offset or 0) + np.arange(len(chunks)) * self.chunk_rows * row_bytes
+            chunks[:, 0] = (data.id.get_offset() or 0) + first_rows * self.field.row_bytes
         if not self._filters:
-            n_rows = np.minimum(self.chunk_rows, self._n_rows - np.arange(len(chunks)) * self.chunk_rows)
-            chunks[:, 1] = n_rows * row_bytes
+            chunks[:, 1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
         if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > self._file.size:
             raise UserError(f"{self._name}: the file is truncated: copy or write it again")
         return chunks
@@ -147,6 +144,7 @@ class Layout:
         Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
+        row_bytes = self.field.row_bytes
         missing: list[_Piece] = []
         cached: list[_Piece] = []
         for start, places in ranges:
@@ -154,7 +152,10 @@ class Layout:
             while done < len(places):
                 chunk, row = divmod(start + done, self.chunk_rows)
                 of_chunk = places[done : done + self.chunk_rows - row]
-                offset, n_bytes = self._bytes_of(chunk, row, len(of_chunk))
+                offset, n_bytes, _ = self._chunks[chunk].tolist()
+                if not self._takes_whole_chunks:
+                    offset += row * row_bytes
+                    n_bytes = len(of_chunk) * row_bytes
                 data = self._file.cached(offset, n_bytes) if n_bytes else None
                 if data is None:
                     self._file.will_need(offset, n_bytes)
@@ -201,7 +202,7 @@ class Layout:
     @cached_property
     def _first_byte(self) -> int | None:
         """Where the rows begin in the file, if they are to be gathered: they lie there as they are, in one piece."""
-        if self._chunks is None or not self._is_plain or self.field.row_bytes < GATHER_BYTES:
+        if not self._is_plain or self.field.row_bytes < GATHER_BYTES:
             return None
         is_one_piece = np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * self.field.row_bytes)
         return int(self._chunks[0, 0]) if is_one_piece else None
@@ -211,16 +212,6 @@ class Layout:
         out = np.empty((self._n_rows, *self.field.shape), dtype)
         self.read([(0, range(self._n_rows))], out)
         return out
-
-    def _bytes_of(self, chunk: int, row: int, n_rows: int) -> tuple[int, int]:
-        """(first byte, number of bytes) to read for rows of a chunk; (0, 0) if only the HDF5 library can tell."""
-        if self._chunks is None:
-            return 0, 0
-        offset, n_bytes, _ = self._chunks[chunk].tolist()
-        if self._takes_whole_chunks:
-            return offset, n_bytes
-        row_bytes = self.field.row_bytes
-        return offset + row * row_bytes, n_rows * row_bytes
 
     def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Read neighbouring rows to their places by system calls."""
@@ -233,7 +224,7 @@ class Layout:
     def _read_chunk(self, chunk: int, offset: int, n_bytes: int, data: np.ndarray | None) -> np.ndarray:
         """(rows, *shape): the rows of a chunk, decoded, and checked if `verify` is set. Valid until the next read."""
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
-        if self._chunks is None:
+        if self._needs_h5py:
             rows = np.empty((n_rows, *self.field.shape), self._dtype)
             self._file.read_h5(self._path, chunk * self.chunk_rows, rows)
         else:
