@@ -88,7 +88,7 @@ class Layout:
         digests = data.parent.get(f"{DIGESTS}/{data.name.rpartition('/')[2]}")
         self._digests: np.ndarray | None = digests[:] if isinstance(digests, h5py.Dataset) else None
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        self._verifies = verify
+        self._expected_digests = self._digests if verify else None
         if verify and self._digests is None:
             raise UserError(f"{name} has no checksums; `python convert.py repack` writes them")
         self._takes_whole_chunks = self._needs_h5py or bool(self._filters) or verify
@@ -173,8 +173,11 @@ class Layout:
                 rows = whole[row : row + len(of_chunk)]
             else:
                 rows = self._as_rows(self._file.read(offset, n_bytes) if data is None else data)
-            if self._n_items is not None:
-                self._check_items(rows, self._n_items)
+            if self._n_items is not None and not 0 <= rows.min() <= rows.max() < self._n_items:
+                raise RankError(  # such a number would crash the device much later
+                    f"{self._name}: item numbers {rows.min()} to {rows.max()} are not in 0 to {self._n_items - 1}, as "
+                    f"the attribute shape has it; {RESTORE}"
+                )
             out[index_of(of_chunk)] = rows
         self._file.check_unchanged()
 
@@ -235,20 +238,10 @@ class Layout:
             except ValueError as error:
                 raise RankError(f"{self._name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
             rows = self._as_rows(np.frombuffer(decoded, np.uint8))[:n_rows]
-        if self._verifies:
-            assert self._digests is not None
-            if hashlib.sha256(rows.data).digest() != self._digests[chunk].tobytes():
-                raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
+        expected = self._expected_digests
+        if expected is not None and hashlib.sha256(rows.data).digest() != expected[chunk].tobytes():
+            raise RankError(f"{self._name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
         return rows
 
     def _as_rows(self, data: np.ndarray) -> np.ndarray:
         return data.view(self._dtype).reshape(-1, *self.field.shape)
-
-    def _check_items(self, rows: np.ndarray, n_items: int) -> None:
-        """Raise RankError for an item number out of range, which would crash the device much later."""
-        for number in (int(rows.min()), int(rows.max())):
-            if not 0 <= number < n_items:
-                raise RankError(
-                    f"{self._name}: item number {number} is not in 0 to {n_items - 1}, as the attribute shape has it; "
-                    f"{RESTORE}"
-                )
