@@ -20,11 +20,12 @@ import numpy as np
 import template  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.convert.array_files import Arrays
 from fastgpu.convert.reader import Columns, Part
 from fastgpu.convert.recsys.interactions import draw_hidden, make_arrays, make_csr, split_hidden
+from fastgpu.convert.repack import FeedReader
 from fastgpu.convert.writing import WriteOptions, write_files
 from fastgpu.rows.rows import Ragged, RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.ranking import rank
 
 N_TOPICS = 12
@@ -62,12 +63,12 @@ def main() -> None:
     print(f"val: {scores}")
     torch.set_num_threads(1)
     options = WriteOptions(args.seed, args.compression, replace=True)
-    write_files({name: Part(reader) for name, reader in parts.items()}, args.target, options)
+    write_files({name: Part(FeedReader(rows)) for name, rows in parts.items()}, args.target, options)
 
 
 def make_interactions(
     n_users: int, n_items: int, mean_items: float, *, train_share: float, seed: int
-) -> dict[str, Arrays]:
+) -> dict[str, ArrayDataset]:
     """{"train": users with `items`, "val": users with `items` and `held_out`}.
 
     mean_items: mean number of items of a user. `val` has the attributes popularity_ndcg_at_100 and oracle_ndcg_at_100:

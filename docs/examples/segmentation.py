@@ -62,7 +62,7 @@ class Workload(workloads.Workload):
         if self.n_classes < 2:
             raise UserError(
                 f"{train.name}: the attribute n_classes is {self.n_classes}; write the number of classes, at least 2, "
-                "without 255, which is ignored"
+                "without 255, which is ignored (masks of 0 and 255 alone: convert.py images --binary-masks)"
             )
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 

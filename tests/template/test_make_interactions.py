@@ -10,11 +10,11 @@ from fastgpu.rows.rows import RaggedArray
 def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
     parts, again, other = (make(600, 200, 20, train_share=0.8, seed=seed) for seed in (3, 3, 4))
     assert [len(part) for part in parts.values()] == [480, 120]
-    rows = {name: part.columns for name, part in parts.items()}
+    rows = {name: part.arrays for name, part in parts.items()}
     for name, part in rows.items():
         for field, found in part.items():
-            assert np.array_equal(found.values, again[name].columns[field].values)
-            assert not np.array_equal(found.values, other[name].columns[field].values)
+            assert np.array_equal(found.values, again[name].arrays[field].values)
+            assert not np.array_equal(found.values, other[name].arrays[field].values)
             assert parts[name].fields[field].n_items == 200
             each = [found.values[a:b].tolist() for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
             assert all(len(set(row)) == len(row) and set(row) <= set(range(200)) for row in each)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.masks import decode_pair
+from fastgpu.convert.images.readers import decode_pair
 from fastgpu.images.files import decode, read_preprocessing
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError

@@ -7,10 +7,10 @@ from harness import numbered, numbers_of, read_rows
 from scipy import sparse
 
 from fastgpu.convert import array_files
-from fastgpu.convert.array_files import Arrays, open_arrays
+from fastgpu.convert.array_files import open_arrays
 from fastgpu.convert.reader import Part
+from fastgpu.convert.repack import FeedReader
 from fastgpu.convert.writing import WriteOptions, write_files
-from fastgpu.dataset.source import ItemDataset
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import arrays
@@ -36,7 +36,8 @@ def test_rows_are_taken_from_blocks_in_any_order(tmp_path, monkeypatch, in_hdf5,
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"] = numbered(1000)
         images = file["images"] if in_hdf5 else file["images"][:]
-        reader = Arrays("x", {"images": images, "labels": np.arange(1000), "items": items})
+        columns = {"images": images, "labels": np.arange(1000), "items": items}
+        reader = FeedReader(arrays.ArrayDataset("x", columns))
         assert len(reader.block_rows) > 200
         rows = np.flatnonzero(np.arange(1000) % 7 < 3)
         write_files({"": Part(reader, rows)}, tmp_path / "out.h5", WriteOptions(seed))
@@ -47,13 +48,6 @@ def test_rows_are_taken_from_blocks_in_any_order(tmp_path, monkeypatch, in_hdf5,
     assert found["items"].values[::3].tolist() == [3 * label for label in labels]
     assert sorted(labels) == rows.tolist()
     assert (labels == rows.tolist()) == (seed is None)
-
-
-def test_arrays_can_be_trained_on_as_they_are():
-    items = RaggedArray(np.arange(6), np.array([0, 1, 3, 6]))
-    source = ItemDataset("x", Arrays("x", {"a": numbered(3), "items": items}), {"a": "a", "items": "items"})
-    assert source.fields["items"].is_ragged
-    assert source.items.read_rows(np.array([2, 1]), 0, 0)["items"].values.tolist() == [3, 4, 5, 1, 2]
 
 
 def npy_of(shape: str) -> bytes:
@@ -164,7 +158,7 @@ def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, convert, kind, ones):
 def test_values_that_stand_twice_are_summed_and_zeros_are_none(tmp_path):
     values = [1.0, 2.0, 0.0, 1.0]
     sparse.save_npz(tmp_path / "x.npz", sparse.coo_array((values, ([0, 0, 1, 2], [3, 3, 1, 0])), shape=(4, 5)))
-    columns = open_arrays([f"items={tmp_path}/x.npz"]).columns
+    columns = open_arrays([f"items={tmp_path}/x.npz"]).arrays
     assert (columns["items"].values.tolist(), columns["items"].offsets.tolist()) == ([3, 0], [0, 1, 1, 2, 2])
     assert columns["items_values"].values.tolist() == [3, 1]
 
@@ -178,8 +172,8 @@ def test_matrices_of_hdf5_files(tmp_path, kind):
         file["X"].attrs.update({"encoding-type": f"{kind}_matrix", "shape": (30, 12)})
         file["obs/number"] = np.arange(30)
     found = open_arrays([f"items={tmp_path}/x.h5::X", f"number={tmp_path}/x.h5::obs/number"])
-    np.testing.assert_array_equal(as_dense(found.columns), matrix())
-    assert found.columns["number"][:].tolist() == list(range(30))
+    np.testing.assert_array_equal(as_dense(found.arrays), matrix())
+    assert found.arrays["number"][:].tolist() == list(range(30))
 
 
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, convert):

@@ -105,7 +105,7 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
     Image.new("RGB", (9, 9)).save(broken[1])  # of another size
     reasons = [
         "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
-        "photos: a/photo 077 é.png cannot be read: it has 9x9 pixels, but the first image has 8x10; give --size",
+        "photos: a/photo 077 é.png: images are (3, 9, 9), in the first row (3, 8, 10); give --size",
     ]
     result = convert("images", "photos", "new/out.h5")
     assert result.returncode == 2
@@ -233,22 +233,9 @@ def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
     masks_in(tmp_path, [Image.fromarray(values).convert("1" if number % 3 == 0 else "L") for number in range(9)])
     result = convert("images", "images", "out.h5", "--masks", "masks", "--binary-masks")
     assert result.returncode == 0, result.stderr
-    assert "2 of 2 classes occur: 0, 1; 0 % of the pixels are 255 (ignored)" in result.stdout
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], np.broadcast_to(values // 255, (9, 4, 4)))
         assert file.attrs["n_classes"] == 2
-
-
-def test_classes_and_ignored_pixels_of_masks_are_counted(tmp_path, convert):
-    values = np.repeat(np.array([0, 127, 254, 255], np.uint8), 4).reshape(4, 4)
-    masks_in(tmp_path, [Image.fromarray(values)] * 4)
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.5")
-    line = "  masks    3 of 255 classes occur: 0, 127, 254; 25 % of the pixels are 255 (ignored)\n"
-    assert result.stdout.count(line) == 2
-    for path in (tmp_path / "masks").iterdir():
-        Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 8).reshape(4, 4)).save(path)
-    result = convert("images", "images", "plain.h5", "--masks", "masks")
-    assert "warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks" in result.stdout
 
 
 # ---------------------------------------------------------------------------------------------- hostile folders
@@ -301,8 +288,6 @@ def test_images_that_lose_something_are_counted(tmp_path, convert):
         "  changed  P to RGB: 1 of 207 images",
         "  changed  RGBA to RGB, without the transparency: 1 of 207 images",
         "  changed  the first of several frames or pages, without the others: 4 of 207 images",
-        "  changed  values below 4096 (12 bits?) to 0 to 15, nearly black "
-        "(scale them, save .npy, `convert.py arrays`): 1 of 207 images",
     ]
 
 
@@ -311,8 +296,7 @@ def test_images_of_16_bits_become_8_and_those_of_32_are_refused(tmp_path, conver
     values = np.arange(80).reshape(8, 10) * 800
     Image.fromarray(values.astype(np.uint16)).save(tmp_path / "photos/a/0.tif")
     Image.fromarray(values.astype(np.uint16)).save(tmp_path / "photos/a/1.png")
-    shown = convert("images", "photos", "x.h5", "--keep-order").stdout
-    assert "below 4096" not in shown
+    convert("images", "photos", "x.h5", "--keep-order")
     with h5py.File(tmp_path / "x.h5") as file:
         np.testing.assert_array_equal(file["images"][:], np.broadcast_to(values >> 8, (2, 3, 8, 10)))
     Image.fromarray(values.astype(np.int32)).save(tmp_path / "photos/a/2.tif")

@@ -3,10 +3,10 @@ import pytest
 from harness import read_rows
 from scipy import sparse
 
-from fastgpu.convert.array_files import Arrays
 from fastgpu.convert.recsys.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 
 HELD = 15
@@ -19,8 +19,8 @@ def events(seed: int = 0, users: int = 80, items: int = 60) -> tuple[np.ndarray,
     return tuple(np.array(column, np.int32) for column in zip(*found, strict=True))
 
 
-def rows_of(part: Arrays, field: str) -> list[set[int]]:
-    found = part.columns[field]
+def rows_of(part: ArrayDataset, field: str) -> list[set[int]]:
+    found = part.arrays[field]
     return [set(found.values[a:b].tolist()) for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
 
 
@@ -58,7 +58,7 @@ def as_published(
 def test_the_split_is_that_of_the_published_protocol(seed):
     users, items = events(seed)
     found, (train, parts, names) = hold_out_users("x", users, items, HELD), as_published(users, items)
-    assert found.parts["train"].columns["user"].tolist() == train
+    assert found.parts["train"].arrays["user"].tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
     assert found.parts["train"].fields["items"].n_items == len(names)
     number = {item: place for place, item in enumerate(names)}
@@ -66,7 +66,7 @@ def test_the_split_is_that_of_the_published_protocol(seed):
     assert rows_of(found.parts["train"], "items") == of_user
     for part in ("val", "test"):
         seen, held = (rows_of(found.parts[part], field) for field in ("items", "held_out"))
-        for user, *mine in zip(found.parts[part].columns["user"].tolist(), seen, held, strict=True):
+        for user, *mine in zip(found.parts[part].arrays["user"].tolist(), seen, held, strict=True):
             assert tuple(mine) == parts[part][user]
     counts = np.unique(users, return_counts=True)[1]
     assert (found.n_events, found.n_users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
@@ -78,7 +78,7 @@ def test_a_pair_that_comes_again_does_not_count():
     once = hold_out_users("x", users, items, HELD)
     assert twice.n_events == once.n_events
     for part, reader in once.parts.items():
-        for field in [name for name, column in reader.columns.items() if isinstance(column, RaggedArray)]:
+        for field in [name for name, column in reader.arrays.items() if isinstance(column, RaggedArray)]:
             assert rows_of(twice.parts[part], field) == rows_of(once.parts[part], field)
 
 

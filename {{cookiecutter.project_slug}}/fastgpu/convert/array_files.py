@@ -1,76 +1,19 @@
-"""NumPy files, sparse matrices and HDF5 datasets as a reader. Their rows are taken a block at a time."""
+"""NumPy files, sparse matrices and HDF5 datasets as rows in blocks."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
 from fastgpu.convert.messages import explain_errors
-from fastgpu.convert.reader import Broken, Columns, Reader
+from fastgpu.convert.reader import Columns
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
 
 
-class Arrays(Reader):
-    """Columns of equal length: arrays (rows, *shape), HDF5 datasets or ragged rows."""
-
-    def __init__(
-        self,
-        name: str,
-        columns: Mapping[str, Any],
-        attributes: Mapping[str, Any] | None = None,
-        *,
-        fields: Mapping[str, Field] | None = None,
-    ):
-        """fields: types of ragged fields, if these are more than a dtype and a shape."""
-        rows = ArrayDataset(name, columns, attributes, fields=fields)
-        self.name = name
-        self.columns = columns
-        self.attributes = rows.attributes
-        self.fields = rows.fields
-        self.block_rows = rows.block_rows
-        labels = columns.get("labels")
-        self.labels = None if isinstance(labels, RaggedArray) or labels is None else labels[:]
-
-    def __len__(self) -> int:
-        return int(self.block_rows.sum())
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {
-            name: column.values[column.offsets[row] : column.offsets[row + 1]]
-            if isinstance(column, RaggedArray)
-            else column[row]
-            for name, column in self.columns.items()
-        }
-
-    def batches(self, order: BlockSampler, broken: Broken) -> Generator[Columns]:
-        """All rows of an order, a pool at a time."""
-        starts = np.cumsum(self.block_rows, dtype=np.int64) - self.block_rows
-        for plan in order.pools(0):
-            rows = plan.row_ids
-            yield {name: _take(column, rows, starts) for name, column in self.columns.items()}
-
-
-def _take(column: Any, rows: np.ndarray, block_starts: np.ndarray) -> np.ndarray | RaggedArray:
-    """Rows of a column in any order. Files are read from their beginning to their end, a block at a time."""
-    if isinstance(column, RaggedArray):
-        offsets = np.concatenate([[0], np.cumsum(np.diff(column.offsets)[rows], dtype=np.int64)])
-        return RaggedArray(column.values[column.places(rows)], offsets)
-    out = np.empty((len(rows), *column.shape[1:]), column.dtype.newbyteorder("="))
-    places = np.argsort(rows)
-    ascending = rows[places]
-    borders = np.flatnonzero(np.diff(np.searchsorted(block_starts, ascending, "right"))) + 1
-    for of_block in np.split(np.arange(len(rows)), borders):
-        wanted = ascending[of_block]
-        window = column[wanted[0] : wanted[-1] + 1]
-        out[places[of_block]] = window[wanted - wanted[0]]
-    return out
-
-
-def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Arrays:
+def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
@@ -109,7 +52,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1 or 0 in lengths.values():
         raise UserError(f"the arrays have lengths {lengths}; give all as many rows, and at least one")
-    return Arrays(", ".join(sources), columns, fields=fields)
+    return ArrayDataset(", ".join(sources), columns, fields=fields)
 
 
 def load(path: str) -> Any:

@@ -35,7 +35,7 @@ def write(parts: Mapping[str, Part], args: Namespace) -> None:
 
 def arrays(args: Namespace) -> None:
     """Write arrays of equal length, one for each field of the rows."""
-    reader = open_arrays(args.source, channels_last=args.layout == "nhwc")
+    reader = FeedReader(open_arrays(args.source, channels_last=args.layout == "nhwc"))
     write(split_rows(reader, args.split, args.seed), args)
 
 

@@ -19,8 +19,6 @@ from fastgpu.rows.rows import Field, RaggedArray
 Columns = dict[str, np.ndarray | RaggedArray]
 """{field: rows}"""
 
-MAX_SKIPPED_SHARE = 0.01
-"""If a larger share is broken, the data is not what it should be, and conversion stops."""
 PROBED_ROWS = 100
 """Rows that are tried at most to find a whole one."""
 PROBED_SIZES = 32
@@ -29,34 +27,6 @@ PROBED_SIZES = 32
 
 class BrokenRowError(UserError):
     """One row cannot be read. The others may be whole."""
-
-
-class Broken:
-    """The rows of a reader that cannot be read. A conversion that skips them ends as soon as there are too many."""
-
-    def __init__(self, n_rows: int, *, skips: bool):
-        self.skips = skips
-        self.reasons: dict[int, str] = {}
-        """{row: why}"""
-        self._n_rows = n_rows
-        self._n_allowed = max(1, int(MAX_SKIPPED_SHARE * n_rows))
-
-    def note(self, row: int, reason: str) -> None:
-        """Remember a broken row. Raises UserError if there are too many."""
-        self.reasons[row] = reason
-        if self.skips and len(self.reasons) > self._n_allowed:
-            raise self._error(", more than 1 %")
-
-    def check(self) -> None:
-        """Raise UserError with the broken rows, if there are any that must not be left out."""
-        if self.reasons and not self.skips:
-            is_few = len(self.reasons) <= self._n_allowed
-            raise self._error(", so nothing was written" + "; --on-error skip leaves them out" * is_few)
-
-    def _error(self, cure: str) -> UserError:
-        reasons = [reason for _, reason in sorted(self.reasons.copy().items())]  # other threads add to it
-        lines = list_first(reasons, "\n  ")
-        return UserError(f"{len(reasons):,} of {self._n_rows:,} rows are broken{cure}:\n  {lines}")
 
 
 class Reader(TorchDataset[dict[str, Any]]):
@@ -104,7 +74,7 @@ class Reader(TorchDataset[dict[str, Any]]):
         reasons = []
         for row in range(min(PROBED_ROWS, len(self))):
             try:
-                first = {name: np.asarray(value) for name, value in self._get(row).items()}
+                first = self._get(row)
                 break
             except BrokenRowError as error:
                 reasons.append(str(error))
@@ -120,8 +90,8 @@ class Reader(TorchDataset[dict[str, Any]]):
             fields["images"] = Field(np.dtype(np.uint8), (), mean, codec="encoded")
         return fields
 
-    def batches(self, order: BlockSampler, broken: Broken) -> Generator[Columns]:
-        """All rows of an order but the broken ones, read by threads a few batches ahead."""
+    def batches(self, order: BlockSampler, broken: dict[int, str]) -> Generator[Columns]:
+        """All rows of an order, read by threads a few batches ahead, but those that go to `broken`, {row: why}."""
         n_threads = available_cpus()
         with ThreadPoolExecutor(n_threads, "reader") as threads:
             waiting: deque[Future[Columns]] = deque()
@@ -133,22 +103,28 @@ class Reader(TorchDataset[dict[str, Any]]):
             while waiting:
                 yield waiting.popleft().result()
 
-    def _read(self, rows: np.ndarray, broken: Broken) -> Columns:
+    def _read(self, rows: np.ndarray, broken: dict[int, str]) -> Columns:
         items = []
         for row in rows.tolist():
             try:
-                items.append(self._get(row))
+                item = self._get(row)
+                self._check_shapes(row, item)
+                items.append(item)
             except BrokenRowError as error:
-                broken.note(row, str(error))
+                broken[row] = str(error)
         return {name: _stack(field, [item[name] for item in items]) for name, field in self.fields.items()}
 
-    def _get(self, row: int) -> dict[str, Any]:
+    def _get(self, row: int) -> dict[str, np.ndarray]:
         try:
-            return self[row]
-        except FileNotFoundError:
-            raise BrokenRowError(f"{self.where(row)} does not exist") from None
+            return {name: np.asarray(value) for name, value in self[row].items()}
         except Exception as error:  # a decoder may raise anything for damaged bytes
             raise BrokenRowError(f"{self.where(row)} cannot be read: {error}") from None
+
+    def _check_shapes(self, row: int, item: Mapping[str, np.ndarray]) -> None:
+        for name, field in self.fields.items():
+            if item[name].shape != field.shape and not field.is_ragged:
+                found = f"{name} are {item[name].shape}, in the first row {field.shape}"
+                raise BrokenRowError(f"{self.where(row)}: {found}; give --size")
 
 
 class Part(NamedTuple):

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import torch
 
-from fastgpu.convert.reader import Broken, Columns, Reader
+from fastgpu.convert.reader import Columns, Reader
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
@@ -36,7 +36,7 @@ class FeedReader(Reader):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batches(self, order: BlockSampler, broken: Broken) -> Generator[Columns]:
+    def batches(self, order: BlockSampler, broken: dict[int, str]) -> Generator[Columns]:
         """All rows of an order. Raises RankError if one cannot be read."""
         placement = Placement("disk", torch.device("cpu"), available_cpus())
         with closing(make_feed(self._rows, order, placement, Loader(prefetch_pools=1))) as feed:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from fastgpu.convert.reader import Broken, Part
+from fastgpu.convert.messages import list_first
+from fastgpu.convert.reader import Part
 from fastgpu.convert.splits import SPLITS
 from fastgpu.convert.summary import describe_rows, describe_statistics
 from fastgpu.convert.writer import Compression, Writer
@@ -28,6 +29,8 @@ POOL_BLOCKS = 512
 """... or this many blocks, whichever is more; but never more than a quarter of the free memory."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
+MAX_SKIPPED_SHARE = 0.01
+"""If a larger share is broken, the data is not what it should be, and conversion stops."""
 
 
 class WriteOptions(NamedTuple):
@@ -53,24 +56,42 @@ def write_files(parts: Mapping[str, Part], target: Path, options: WriteOptions) 
     """
     paths = {name: _path_of(target, name) for name in parts}
     for name, part in parts.items():
-        _check_target(paths[name], part, options)
+        if not part.n_rows:
+            raise UserError(f"{part.reader.name} has no rows for {paths[name]}")
+        if paths[name].exists() and not options.replace:
+            raise UserError(f"{paths[name]} exists; choose another name, or --force")
     orders = {name: _choose_order(part, options.seed) for name, part in parts.items()}
-    first = next(iter(parts.values()))
     texts = {name: _describe_order(part, orders[name]) for name, part in parts.items()}
+    first = next(iter(parts.values()))
     print(first.reader.name, *describe_rows(parts, next(iter(texts.values()))), sep="\n", flush=True)
     if options.is_dry_run:
         print("--dry-run: nothing is written; it would be", ", ".join(map(str, paths.values())))
         return
-    broken = Broken(sum(part.n_rows for part in parts.values()), skips=options.skips_broken)
+    n_rows = sum(part.n_rows for part in parts.values())
+    broken: dict[int, str] = {}
     writers: dict[str, Writer] = {}
     with complete_or_absent(target) as folder, ExitStack() as stack:
+        needed = sum(part.n_rows * _row_bytes(part) for part in parts.values())
+        free = shutil.disk_usage(folder).free
+        if options.compression == "none" and needed > free:
+            sizes = f"needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
+            raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
         for name, part in parts.items():
             path = folder / paths[name].name
             reader = part.reader
             writer = Writer(path, part.n_rows, reader.fields, reader.attributes, compression=options.compression)
             writers[name] = stack.enter_context(writer)
-            _copy_rows(part, orders[name], writer, broken)
-        broken.check()
+            n_before = len(broken)
+            batches = reader.batches(orders[name], broken)
+            with closing(batches), progress_bar(part.n_rows, "rows", path.name) as bar:
+                for rows in batches:
+                    writer.append(rows)
+                    bar.update(writer.n_rows - bar.n)
+                    if options.skips_broken:
+                        _check_broken(broken, n_rows, skips=True)
+            n_came = writer.n_rows + len(broken) - n_before
+            assert n_came == part.n_rows, f"{n_came} of {part.n_rows} rows came"
+        _check_broken(broken, n_rows, skips=options.skips_broken)
         for name, part in parts.items():  # some attributes are known only when all rows have been read
             facts = {"source": part.reader.name, **part.reader.attributes, "row_order": texts[name]}
             writers[name].attributes |= facts
@@ -117,24 +138,6 @@ def _path_of(target: Path, split: str) -> Path:
     return target.with_name(f"{target.stem}-{split}{target.suffix}") if split else target
 
 
-def _check_target(target: Path, part: Part, options: WriteOptions) -> None:
-    """Raise UserError if a file is in the way, or the disk is too small."""
-    if not part.n_rows:
-        raise UserError(f"{part.reader.name} has no rows for {target}")
-    folder = target.parent
-    while not folder.exists():  # it is made when the first file is
-        folder = folder.parent
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; write to another")
-    if target.exists() and not options.replace:
-        raise UserError(f"{target} exists; choose another name, or --force")
-    needed = part.n_rows * _row_bytes(part)
-    free = shutil.disk_usage(folder).free
-    if options.compression == "none" and needed > free:
-        sizes = f"needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {folder.absolute()}"
-        raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
-
-
 def _row_bytes(part: Part) -> int:
     return sum(field.row_bytes for field in part.reader.fields.values())
 
@@ -169,25 +172,25 @@ def _describe_order(part: Part, order: BlockSampler) -> str:
     return text
 
 
-def _copy_rows(part: Part, order: BlockSampler, writer: Writer, broken: Broken) -> None:
-    """Write all rows but those that are broken. Raises AssertionError if others do not come."""
-    n_before = len(broken.reasons)
-    batches = part.reader.batches(order, broken)
-    with closing(batches), progress_bar(part.n_rows, "rows", writer.path.name) as bar:
-        for rows in batches:
-            writer.append(rows)
-            bar.update(writer.n_rows - bar.n)
-    n_broken = len(broken.reasons) - n_before
-    assert writer.n_rows + n_broken == part.n_rows, f"{writer.n_rows} of {part.n_rows} rows came"
+def _check_broken(broken: dict[int, str], n_rows: int, *, skips: bool) -> None:
+    """Raise UserError if there are broken rows; if they are skipped, if more than 1 % are broken."""
+    n_allowed = max(1, int(MAX_SKIPPED_SHARE * n_rows))
+    if len(broken) <= (n_allowed if skips else 0):
+        return
+    cure = "more than 1 %" if skips else "so nothing was written"
+    if not skips and len(broken) <= n_allowed:
+        cure += "; --on-error skip leaves them out"
+    reasons = [reason for _, reason in sorted(broken.copy().items())]  # other threads add to it
+    raise UserError(f"{len(reasons):,} of {n_rows:,} rows are broken, {cure}:\n  " + list_first(reasons, "\n  "))
 
 
-def _list_skipped(part: Part, broken: Broken, path: Path) -> list[str]:
+def _list_skipped(part: Part, broken: Mapping[int, str], path: Path) -> list[str]:
     """What to say about rows that were changed or left out, which are listed in a file beside `path`."""
     rows = np.arange(part.n_rows) if part.rows is None else part.rows
-    is_broken = np.isin(rows, list(broken.reasons))
+    is_broken = np.isin(rows, list(broken))
     messages = [f"  {remark}" for remark in part.reader.remarks(rows[~is_broken])]
     if is_broken.any():
         report = path.with_name(f"{path.name}.skipped.txt")
-        report.write_text("".join(f"{broken.reasons[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")
+        report.write_text("".join(f"{broken[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")
         messages.append(f"broken images that were skipped: {is_broken.sum():,}, listed in {report}")
     return messages

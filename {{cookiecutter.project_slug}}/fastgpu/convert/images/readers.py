@@ -8,27 +8,21 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+import torch
+from PIL import Image, ImageOps
 
-from fastgpu.convert.images.masks import decode_pair
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, group_splits
 from fastgpu.images import files
-from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
-from fastgpu.images.files import IGNORED_CLASS, SIXTEEN_BITS, format_size, list_images
+from fastgpu.images.decode import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, EncodedImage, open_image
+from fastgpu.images.files import IGNORED_CLASS, fit, format_size, list_images
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
-
-PROBED_FILES = 100
-"""Files that are tried at most to find the size of the images."""
-DARK = 4096 >> 8
-"""Images of 16 bits are below this, once they have 8, if they only use values of 12 bits."""
-TWELVE_BITS = "values below 4096 (12 bits?) to 0 to 15, nearly black (scale them, save .npy, `convert.py arrays`)"
 
 
 class Kept(NamedTuple):
@@ -46,61 +40,51 @@ class ImageFiles(Reader):
     prepared: Preprocessing() stands for the size of the first image that can be decoded, which all others must have.
     """
 
-    def __init__(self, name: str, root: Path, paths: Sequence[str], prepared: Preprocessing | Kept):
+    def __init__(
+        self,
+        name: str,
+        root: Path,
+        paths: Sequence[str],
+        prepared: Preprocessing | Kept,
+        *,
+        labels: np.ndarray | None = None,
+    ):
         """paths: of the files, from `root` on. name: of the source, for messages."""
         if not paths:
             raise UserError(f"{name} has no images")
         self.name = name
         self.paths = paths
+        self.labels = labels
         self.attributes = {}
         self.encoded = isinstance(prepared, Kept)
-        self._kept = prepared if isinstance(prepared, Kept) else None
-        self._files = files.ImageFiles(
-            [root / path for path in paths], Preprocessing() if isinstance(prepared, Kept) else prepared
-        )
+        self._prepared = prepared
+        pixels = Preprocessing() if isinstance(prepared, Kept) else prepared
+        self._files = files.ImageFiles([root / path for path in paths], pixels)
         if not self.encoded:
-            self._size = self._files.prepared.size or self._find_size()
-            self.attributes["preprocessing"] = self._files.prepared._replace(size=self._size).to_json()
+            _, height, width = self.fields["images"].shape
+            self.attributes["preprocessing"] = pixels._replace(size=(height, width)).to_json()
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
-        if self._kept:
-            with self._files.open(row) as file:
-                item: dict[str, Any] = {"images": np.frombuffer(keep(file.read(), self._kept), np.uint8)}
-        else:
-            item = self._decode(row)
-            size = item["images"].shape[1:]
-            if size != self._size:
-                first = format_size(self._size)
-                raise ValueError(f"it has {format_size(size)} pixels, but the first image has {first}; give --size")
-            if SIXTEEN_BITS in self._files.changes[row] and item["images"].max() < DARK:
-                self._files.changes[row].append(TWELVE_BITS)
+        item = self._item(row)
         if self.labels is not None:
             item["labels"] = self.labels[row]
         return item
+
+    def _item(self, row: int) -> dict[str, Any]:
+        if isinstance(self._prepared, Preprocessing):
+            return {"images": self._files.read(row)}
+        with self._files.open(row) as file:
+            return {"images": np.frombuffer(keep(file.read(), self._prepared), np.uint8)}
 
     def where(self, row: int) -> str:
         return f"{self.name}: {self.paths[row]}"
 
     def remarks(self, rows: np.ndarray) -> list[str]:
         return self._files.count_changes(rows.tolist())
-
-    def _decode(self, row: int) -> dict[str, np.ndarray]:
-        return {"images": self._files.read(row)}
-
-    def _find_size(self) -> tuple[int, int]:
-        """That of the first image that can be decoded. Raises UserError if there is none among the first."""
-        reasons = []
-        for row in range(min(PROBED_FILES, len(self))):
-            try:
-                _, height, width = self._files.read(row).shape
-                return height, width
-            except Exception as error:  # a decoder may raise anything for damaged bytes
-                reasons.append(f"{self.where(row)}: {error}")
-        raise UserError(f"{self.name}: none of these images can be decoded:\n  " + list_first(reasons, "\n  "))
 
 
 class ImageFolder(ImageFiles):
@@ -118,9 +102,8 @@ class ImageFolder(ImageFiles):
             raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
         if len(inside) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
-        super().__init__(str(root), root, inside, prepared)
         classes, labels = np.unique([path.split("/")[depth - 1] for path in inside], return_inverse=True)
-        self.labels = labels.astype(np.int64)
+        super().__init__(str(root), root, inside, prepared, labels=labels.astype(np.int64))
         self.attributes["class_names"] = classes.tolist()
         if is_split:
             self.splits = group_splits(root, [path.split("/")[0] for path in inside])
@@ -147,30 +130,55 @@ class Masks(ImageFiles):
             raise UserError(f"{len(lonely):,} of {len(images):,} images have no mask in {masks}: {list_first(lonely)}")
         if n_unused := len(mask_of) - len(images):
             print(f"masks without an image in {root}, which are left out: {n_unused:,}")
-        super().__init__(str(root), Path(root), list(images.values()), prepared)
         self._masks = [Path(masks, mask_of[name]) for name in images]
         self._is_binary = is_binary
         self._lock = Lock()
-        self._n_pixels = np.zeros(IGNORED_CLASS + 1, np.int64)  # that were read, of each value
+        super().__init__(str(root), Path(root), list(images.values()), prepared)
 
-    def remarks(self, rows: np.ndarray) -> list[str]:
-        present = np.flatnonzero(self._n_pixels[:IGNORED_CLASS]).astype(str).tolist()
-        classes = f"{len(present)} of {self.attributes.get('n_classes', 1)} classes occur: {list_first(present)}"
-        ignored_pct = 100 * self._n_pixels[IGNORED_CLASS] / max(1, self._n_pixels.sum())
-        lines = [*super().remarks(rows), f"masks    {classes}; {ignored_pct:.3g} % of the pixels are 255 (ignored)"]
-        if present == ["0"] and ignored_pct:
-            lines.append("warning: the masks hold 0 and 255 only; if 255 is a class, give --binary-masks")
-        return lines
-
-    def _decode(self, row: int) -> dict[str, np.ndarray]:
+    def _item(self, row: int) -> dict[str, Any]:
         with self._files.open(row) as file, self._masks[row].open("rb") as mask_file:
             image_CHW, mask_HW = decode_pair(file, mask_file, self._files.prepared, is_binary=self._is_binary)
-        n_pixels = np.bincount(mask_HW.ravel(), minlength=IGNORED_CLASS + 1)
-        highest = int(np.flatnonzero(n_pixels[:IGNORED_CLASS]).max(initial=0))
+        highest = int(mask_HW.max(initial=0, where=mask_HW != IGNORED_CLASS))
         with self._lock:
-            self._n_pixels += n_pixels
             self.attributes["n_classes"] = max(self.attributes.get("n_classes", 1), highest + 1)
         return {"images": image_CHW, "masks": mask_HW}
+
+
+def decode_pair(
+    image_file: IO[bytes], mask_file: IO[bytes], preprocessing: Preprocessing, *, is_binary: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """An image file and its mask -> uint8 (3, H, W), uint8 (H, W): a class for each pixel, or IGNORED_CLASS.
+
+    The classes are the indices of a palette image, or the values of a grey one. is_binary: if not of 1 bit, they are
+    0 and 255, which is class 1. Raises ValueError if it has another mode or size than the image, or other values.
+    """
+    with open_image(image_file) as header:
+        image_size = (header.height, header.width)
+        if header.getexif().get(EXIF_ORIENTATION, 1) >= EXIF_ON_ITS_SIDE:
+            image_size = (header.width, header.height)
+    values = read_mask(mask_file)
+    if is_binary and values.dtype != bool:
+        if not np.isin(values, (0, 255)).all():
+            raise ValueError("its mask has other values than 0 and 255, which --binary-masks allows alone")
+        values = values // 255
+    if values.shape != image_size:
+        raise ValueError(f"its mask has {format_size(values.shape)} pixels, the image {format_size(image_size)}")
+    mask_CHW = torch.from_numpy(values.astype(np.uint8))[None]
+    mask_HW = fit(mask_CHW, preprocessing, is_mask=True)[0].contiguous().numpy()
+    image_file.seek(0)
+    return files.decode(image_file, preprocessing), mask_HW
+
+
+def read_mask(file: IO[bytes]) -> np.ndarray:
+    """The values of a grey image or the indices of a palette image: uint8 (H, W), or bool if they have 1 bit. Raises
+    ValueError for others."""
+    with open_image(file) as mask:
+        ImageOps.exif_transpose(mask, in_place=True)
+        values = np.array(mask)
+        mode = mask.mode
+    if values.ndim != 2 or values.dtype.kind not in "bui" or values.min() < 0 or values.max() > 255:
+        raise ValueError(f"its mask has the mode {mode}; allowed are grey values or a palette, 0 to 255")
+    return values if mode == "1" else values.astype(np.uint8)
 
 
 def keep(data: bytes, kept: Kept) -> bytes:

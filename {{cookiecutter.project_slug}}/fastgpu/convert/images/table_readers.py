@@ -42,11 +42,11 @@ class ImageTable(ImageFiles):
         columns = [name.strip() for name in columns]
         files, *names = columns
         words = table.read(dict.fromkeys([files, *filter(None, [split_by])], pl.String))
-        self.labels, attributes = parse_labels(table, names)
+        labels, attributes = parse_labels(table, names)
         paths = words[files].to_list()
         if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
-        super().__init__(str(path), path.parent, paths, prepared)
+        super().__init__(str(path), path.parent, paths, prepared, labels=labels)
         self.attributes |= attributes
         if split_by:
             self.splits = group_splits(path, words[split_by].to_list())

@@ -8,6 +8,7 @@ from fastgpu.convert.array_files import load
 from fastgpu.convert.commands import write
 from fastgpu.convert.reader import Part
 from fastgpu.convert.recsys.interactions import hold_out_users
+from fastgpu.convert.repack import FeedReader
 from fastgpu.process.launch import UserError
 
 
@@ -20,10 +21,10 @@ def events(args: Namespace) -> None:
     n_items = split.parts["train"].fields["items"].n_items
     print(f"{split.n_events:,} events of {split.n_users:,} users with 5 or more; training users have {n_items:,} items")
     for name in ("val", "test"):
-        held_out = np.diff(split.parts[name].columns["held_out"].offsets)
+        held_out = split.parts[name].lengths["held_out"]
         n_without = (held_out == 0).sum()
         print(f"{name}: {held_out.sum():,} items to be found; {n_without:,} of {len(held_out):,} users have none")
-    write({name: Part(reader) for name, reader in split.parts.items()}, args)
+    write({name: Part(FeedReader(rows)) for name, rows in split.parts.items()}, args)
 
 
 def _read_matrix(args: Namespace) -> tuple[np.ndarray, np.ndarray]:

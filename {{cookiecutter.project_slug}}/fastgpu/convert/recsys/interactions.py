@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastgpu.convert.array_files import Arrays
 from fastgpu.convert.reader import Columns
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
 
 PUBLISHED_SEED = 98765
 HIDDEN_SHARE = 0.2
@@ -25,7 +25,7 @@ MIN_ITEMS = 5
 class HeldOutSplit(NamedTuple):
     """Users for training, validation and test."""
 
-    parts: dict[str, Arrays]
+    parts: dict[str, ArrayDataset]
     """train: `items`. val, test: `items`, `held_out`. All: `user`, the number of the user in the source."""
     n_events: int
     """Number of events of all parts, before items without training users were dropped."""
@@ -113,7 +113,7 @@ def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:
     return RaggedArray((keys & 0xFFFFFFFF).astype(np.int32), offsets)
 
 
-def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> Arrays:
-    """A reader of these columns. The ragged ones hold item numbers in range(n_items)."""
+def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> ArrayDataset:
+    """These columns as rows. The ragged ones hold item numbers in range(n_items)."""
     items = Field(OFFSET_DTYPE, (), n_items=n_items)
-    return Arrays(name, columns, attributes, fields=dict.fromkeys(columns, items))
+    return ArrayDataset(name, columns, attributes, fields=dict.fromkeys(columns, items))
