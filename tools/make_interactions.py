@@ -20,9 +20,9 @@ import numpy as np
 import template  # noqa: F401  makes the project importable
 import torch
 
+from fastgpu.convert.block_readers import FeedReader
 from fastgpu.convert.reader import Columns, Part
 from fastgpu.convert.recsys.interactions import draw_hidden, make_arrays, make_csr, split_hidden
-from fastgpu.convert.repack import FeedReader
 from fastgpu.convert.writing import WriteOptions, write_files
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset

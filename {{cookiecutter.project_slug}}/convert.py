@@ -35,40 +35,37 @@ def parse(argv: list[str]) -> Namespace:
 def add_file_commands(commands: Any) -> None:
     """Arrays, Datasets and HDF5 files."""
     text = "NumPy arrays or sparse matrices, one for each field: arrays images=x.npy labels=y.npy train.h5 --split 0.9"
-    parser = add_command(commands, "commands.arrays", text)
-    help_text = "name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset"
-    parser.add_argument("source", nargs="+", help=help_text)
+    source = "name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset"
+    parser = add_command(commands, "commands.arrays", text, source, nargs="+")
     add_target(parser, can_split=True)
     parser.add_argument("--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
 
-    parser = add_command(commands, "commands.dataset", "your own torch Dataset: dataset mine:Photos photos/ train.h5")
-    parser.add_argument("source", help="package.module:Class, a map-style torch Dataset")
+    text = "your own torch Dataset: dataset mine:Photos photos/ train.h5"
+    parser = add_command(commands, "commands.dataset", text, "package.module:Class, a map-style torch Dataset")
     parser.add_argument("path", help="what the class is called with, such as a folder")
     add_target(parser)
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=FIELD", help="default: images and labels")
 
-    parser = add_command(commands, "commands.repack", "HDF5 files -> one that is read fast: repack old-*.h5 train.h5")
-    parser.add_argument("source", nargs="+", help="file.h5, file.h5::/group or a quoted glob pattern")
+    text = "HDF5 files -> one that is read fast: repack old-*.h5 train.h5"
+    source = "file.h5, file.h5::/group or a quoted glob pattern"
+    parser = add_command(commands, "commands.repack", text, source, nargs="+")
     add_target(parser)
     parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
 
-    for name, text in (
-        ("info", "rows, classes and layout: info train.h5"),
-        ("check", "which blocks are damaged: check train.h5; the exit code is 1 if there is one"),
-    ):
-        parser = add_command(commands, f"commands.{name}", text)
-        parser.add_argument("source", nargs="+", help="file.h5 or file.h5::/group")
+    text = "rows, classes and layout: info train.h5"
+    add_command(commands, "commands.info", text, "file.h5 or file.h5::/group", nargs="+")
+    text = "which blocks are damaged: check train.h5; the exit code is 1 if there is one"
+    add_command(commands, "commands.check", text, "file.h5 or file.h5::/group", nargs="+")
 
 
 def add_image_commands(commands: Any) -> None:
     """Image files, and pixels in a CSV. Flags that are not given are false."""
     text = "a folder for each class, a CSV of path,label, or images and masks: images photos/ photos.h5 --size 64"
-    parser = add_command(commands, "images.commands.images", text)
-    parser.add_argument("source", help="folder or .csv file")
+    parser = add_command(commands, "images.commands.images", text, "folder or .csv file")
     add_target(parser, can_split=True, has_table=True)
     add = parser.add_argument
     add("--columns", help="of the CSV: the path and its labels; default: path,label")
-    add("--size", type=parse_lengths, metavar="HxW", help="height and width of the rows; default: those of the images")
+    add("--size", type=parse_size, metavar="HxW", help="height and width of the rows; default: those of the images")
     text = "shorter (default): cover the size and cut off the rest. exact: stretch"
     add("--resize", choices=("shorter", "exact"), help=text)
     text = "write the files as they are; each epoch decodes them. With --size 256, those whose shorter side is longer"
@@ -80,19 +77,19 @@ def add_image_commands(commands: Any) -> None:
     text += " beside TARGET; stop if more than 1 %%, and more than one, are broken"
     add("--on-error", choices=("stop", "skip"), default="stop", help=text)
 
-    parser = add_command(commands, "images.commands.pixels", "a CSV with the pixels in it: pixels fer2013.csv fer.h5")
-    parser.add_argument("source", help=".csv file with a column for each pixel, or a column `pixels`")
+    text = "a CSV with the pixels of square grey images: pixels fer2013.csv fer.h5"
+    source = ".csv file with a column for each pixel, or a column `pixels`"
+    parser = add_command(commands, "images.commands.pixels", text, source)
     add_target(parser, can_split=True, has_table=True)
-    add = parser.add_argument
-    add("--label", type=str.strip, metavar="COLUMN", help="default: the one column that is neither pixels nor split")
-    add("--shape", type=parse_lengths, metavar="CxHxW", help="of an image; default: 1 x a square")
+    text = "default: the one column that is neither pixels nor split"
+    parser.add_argument("--label", type=str.strip, metavar="COLUMN", help=text)
 
 
 def add_recsys_commands(commands: Any) -> None:
     """Users and items."""
     text = "users and items, split as Liang et al. (2018) do: events ml-20m.zip ml-20m.h5"
-    parser = add_command(commands, "recsys.commands.events", text)
-    parser.add_argument("source", help="MovieLens (a file of ratings, or the zip file), a CSV, or a sparse matrix.npz")
+    source = "MovieLens (a file of ratings, or the zip file), a CSV, or a sparse matrix.npz"
+    parser = add_command(commands, "recsys.commands.events", text, source)
     add_target(parser)
     add = parser.add_argument
     add("--above", type=float, help="count ratings above this; default: 3.5")
@@ -101,10 +98,11 @@ def add_recsys_commands(commands: Any) -> None:
     add("--columns", help=text)
 
 
-def add_command(commands: Any, run: str, text: str) -> ArgumentParser:
-    """A command. run: `module.function` in fastgpu/convert. text: what it converts, and an example."""
+def add_command(commands: Any, run: str, text: str, source: str, *, nargs: str | None = None) -> ArgumentParser:
+    """A command. run: `module.function` in fastgpu/convert. text: what it does, with an example. source: its help."""
     parser: ArgumentParser = commands.add_parser(run.rpartition(".")[2], help=text, description=text)
     parser.set_defaults(run=run)
+    parser.add_argument("source", nargs=nargs, help=source)
     return parser
 
 
@@ -139,12 +137,12 @@ def parse_split(text: str) -> tuple[float, ...]:
     return shares
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """The lengths in 218x178, 3x32x32 or 64."""
+def parse_size(text: str) -> tuple[int, ...]:
+    """(height, width) of 218x178, or of 64 for both."""
     words = text.split("x")
-    if not all(word.isdecimal() and 0 < int(word) < 1 << 16 for word in words) or len(words) > 3:
-        raise ArgumentTypeError(f"{text} should be lengths such as 64, 218x178 or 3x32x32")
-    return tuple(map(int, words))
+    if len(words) > 2 or not all(word.isdecimal() and int(word) for word in words):
+        raise ArgumentTypeError(f"{text} should be HxW, such as 218x178, or one number for both")
+    return tuple(map(int, words * 2))[:2]
 
 
 def main(args: Namespace) -> int:

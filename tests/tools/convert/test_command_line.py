@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from typing import get_args
 
 import pytest
-from convert import parse_lengths, parse_split
+from convert import parse_size, parse_split
 from harness import ROOT
 
 from fastgpu.convert.writer import Compression
@@ -35,12 +35,11 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     ("command", "message"),
     [
         ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5; put flags before SOURCE"),
-        ("images photos x.h5 --size 0", "0 should be lengths such as 64"),
+        ("images photos x.h5 --size 0", "0 should be HxW, such as 218x178, or one number for both"),
         ("images photos x.h5 --split 1.2", "1.2 should be the share to train on"),
         ("images photos x.h5 --keep-encoded --masks m", "--masks has no meaning with --keep-encoded; drop it"),
         ("images photos x.h5 --keep-encoded --resize exact", "--resize has no meaning with --keep-encoded; drop it"),
-        ("images photos x.h5 --keep-encoded --size 8x9", "with --keep-encoded, one number"),
-        ("images photos x.h5 --size 3x8x9", "--size should be HxW or one number"),
+        ("images photos x.h5 --keep-encoded --size 8x9", "--size should be one number, of the shorter side"),
         ("images photos x.h5 --binary-masks", "--binary-masks has no meaning without --masks; drop it"),
         ("images photos x.h5 --split-by Usage", "--split-by has no meaning for photos; drop it"),
         ("images x.csv x.h5 --masks m", "--masks has no meaning for x.csv; drop it"),
@@ -65,8 +64,8 @@ def test_shares_are_of_train_val_and_perhaps_test():
             parse_split(text)
 
 
-def test_lengths_are_one_to_three_numbers():
-    assert [parse_lengths(text) for text in ("64", "218x178", "3x32x32")] == [(64,), (218, 178), (3, 32, 32)]
-    for text in ("", "x", "0x3", "-1", "1.5", "70000", "1x2x3x4"):
+def test_a_size_is_one_or_two_numbers():
+    assert [parse_size(text) for text in ("64", "218x178")] == [(64, 64), (218, 178)]
+    for text in ("", "x", "0x3", "-1", "1.5", "3x32x32"):
         with pytest.raises(ArgumentTypeError):
-            parse_lengths(text)
+            parse_size(text)

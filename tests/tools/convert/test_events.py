@@ -85,7 +85,7 @@ def test_numbers_may_be_written_in_many_ways(tmp_path, line):
 @pytest.mark.parametrize(
     ("source", "columns", "message"),
     [
-        ("none.csv", "userId,movieId,rating", "none.csv does not exist"),
+        ("none.csv", "userId,movieId,rating", "none.csv cannot be read: No such file"),
         (".", "userId,movieId,rating", "cannot be read: Is a directory"),
         ("cut.zip", "userId,movieId,rating", "cut.zip is not .* a whole zip archive"),
         ("other.zip", "userId,movieId,rating", "has 0 files ratings.csv"),

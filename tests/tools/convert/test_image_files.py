@@ -68,7 +68,7 @@ def test_a_csv_names_files_and_classes(tmp_path, capsys):
     assert (reader.paths, reader.labels.tolist()) == (["a.png", "b, c.png", "./a.png"], [1, 0, 0])
     assert reader.attributes["class_names"] == ["cat", "dog"]
     assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match="none.csv does not exist"):
+    with pytest.raises(UserError, match="none.csv cannot be read: No such file"):
         ImageTable(tmp_path / "none.csv")
     with pytest.raises(UserError, match="--columns is file; it should be two names or more"):
         ImageTable(path, columns=("file",))

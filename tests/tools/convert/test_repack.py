@@ -212,7 +212,7 @@ def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
 
 def test_a_file_as_repack_writes_it_needs_no_repack(write, tmp_path, convert):
     assert convert("repack", write(300), "new.h5").returncode == 0
-    assert [each.path for each in inspect("new.h5")] == ["/images", "/labels"]  # and not those of the checksums
+    assert [str(each.path) for each in inspect("new.h5")] == ["/images", "/labels"]  # and not those of the checksums
     assert "convert.py repack" not in convert("info", "new.h5").stdout
     with h5py.File(tmp_path / "new.h5") as file:
         assert set(file[DIGESTS]) == {"images", "labels"}

@@ -4,10 +4,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastgpu.convert.array_files import open_arrays
+from fastgpu.convert.block_readers import FeedReader, open_arrays, open_files
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Part
-from fastgpu.convert.repack import FeedReader, open_files
 from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import WriteOptions, progress_bar, write_files

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastgpu.process.launch import UserError
-from fastgpu.storage.file import not_found
 
 MAX_LISTED = 20
 """Things that a message lists."""
@@ -18,18 +17,14 @@ def list_first(items: Sequence[str], separator: str = ", ") -> str:
 
 
 @contextmanager
-def explain_errors(path: object, expected: str, cure: str = "fetch it again") -> Iterator[None]:
+def explain_errors(path: object, expected: str) -> Iterator[None]:
     """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
     try:
         yield
     except (UserError, ModuleNotFoundError):
         raise
-    except FileNotFoundError:
-        raise not_found(path) from None
-    except (PermissionError, IsADirectoryError) as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # parsers raise anything for damaged bytes
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        if "Object arrays" in text or "Python objects" in text:  # in .npz and .npy files
-            cure = "save it with a dtype of numbers, such as by array.astype('float32')"
-        raise UserError(f"{path} is not {expected}: {text}; {cure}") from None
+        raise UserError(f"{path} is not {expected}: {text}") from None

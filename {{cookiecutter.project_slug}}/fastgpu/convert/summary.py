@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import h5py
@@ -26,7 +27,7 @@ MAX_CLASSES = 20
 class Stored(NamedTuple):
     """One dataset of numbers in a file."""
 
-    path: str
+    path: PurePosixPath
     nbytes: int
     """Bytes of all rows before compression."""
     has_digests: bool
@@ -34,19 +35,6 @@ class Stored(NamedTuple):
     """How the rows lie in the file."""
     is_fast: bool
     """Whether the rows lie in blocks of a good size, as they are, with checksums."""
-
-    @property
-    def group(self) -> str:
-        return self.path.rpartition("/")[0] or "/"
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
-
-    @property
-    def parent(self) -> str:
-        """The group that holds the group."""
-        return self.group.rpartition("/")[0] or "/"
 
 
 def inspect(path: str) -> list[Stored]:
@@ -58,16 +46,16 @@ def inspect(path: str) -> list[Stored]:
 
 def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
     """{group: {field: dataset}} as `open_store` takes it. A ragged field belongs to the group that holds its group."""
-    ragged_groups = {each.group for each in stored if each.name == "indptr"}
+    ragged_groups = {each.path.parent for each in stored if each.path.name == "indptr"}
     fields: dict[str, dict[str, str]] = {}
     for each in stored:
-        field = each.group.rpartition("/")[2]
-        if each.group not in ragged_groups:
-            fields.setdefault(each.group, {})[each.name] = each.name
-        elif each.name == "data":
-            fields.setdefault(each.parent, {})[f"{field}_values"] = f"{field}/data"
-        elif each.name != "indptr":
-            fields.setdefault(each.parent, {})[field] = field
+        group, name = each.path.parent, each.path.name
+        if group not in ragged_groups:
+            fields.setdefault(str(group), {})[name] = name
+        elif name == "data":
+            fields.setdefault(str(group.parent), {})[f"{group.name}_values"] = f"{group.name}/data"
+        elif name != "indptr":
+            fields.setdefault(str(group.parent), {})[group.name] = group.name
     return fields
 
 
@@ -77,14 +65,14 @@ def damaged(path: str, tick: Callable[[int], object]) -> list[str]:
     Blocks without checksums are read and decoded all the same. tick: called with the bytes of each block that is read.
     """
 
-    def check(layout: Layout, start: int, n_rows: int) -> str:
-        out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
+    def check(layout: Layout, rows: range) -> str:
+        out = np.empty((len(rows), *layout.field.shape), layout.field.dtype)
         tick(out.nbytes)
         try:
-            layout.read([(start, np.arange(n_rows))], out)
+            layout.read([(rows.start, np.arange(len(rows)))], out)
         except (RankError, OSError) as error:
             problem = str(error).partition(";")[0]  # without the cure, which is that of a run
-            return f"rows {start:,} to {start + n_rows - 1:,}: {problem}"
+            return f"rows {rows.start:,} to {rows.stop - 1:,}: {problem}"
         return ""
 
     file_path, group = split_group(path)
@@ -94,7 +82,7 @@ def damaged(path: str, tick: Callable[[int], object]) -> list[str]:
         for data in _datasets(find(file, group, h5py.Group, file_path)):
             layout = Layout(f"{path}: {data.name}", data, bytes_of_file, verify=_has_digests(data))
             for start in range(0, len(data), layout.chunk_rows):
-                checks.append(pool.submit(check, layout, start, min(layout.chunk_rows, len(data) - start)))
+                checks.append(pool.submit(check, layout, range(len(data))[start : start + layout.chunk_rows]))
         return [line for each in checks if (line := each.result())]
 
 
@@ -132,7 +120,7 @@ def _describe(data: h5py.Dataset) -> Stored:
     size = f"{data.id.get_storage_size() / 1e6:,.1f} MB"
     checksums = "SHA-256" if has_digests else "no checksums"
     text = f"{data.name}  {data.dtype} {data.shape}  {size}  {blocks}, {filters or 'plain'}, {checksums}"
-    return Stored(data.name, nbytes, has_digests, text, is_fast and has_digests and not filters)
+    return Stored(PurePosixPath(data.name), nbytes, has_digests, text, is_fast and has_digests and not filters)
 
 
 # ---------------------------------------------------------------------------------------------- rows

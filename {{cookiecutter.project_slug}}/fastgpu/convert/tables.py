@@ -23,6 +23,7 @@ TYPE_NAMES = {
     pl.UInt8: "a whole number from 0 to 255",
     pl.UInt32: "a whole number (12, not 12.0) from 0 on",
     pl.Float64: "a number",
+    pl.String: "text",
 }
 csv.field_size_limit(1 << 30)  # pixels of one image may be a field
 
@@ -82,8 +83,8 @@ class Table:
             raise UserError(f"{self.path}:{line}: {values.name} is {value[:40]!r}; {cure}")
 
     def _explained(self) -> Any:
-        cure = "save it as UTF-8, such as by `iconv -f CP949 -t UTF-8` for Korean text; close quotes, double stray ones"
-        return explain_errors(self.path, "a CSV file of UTF-8 text", cure)
+        expected = "a CSV file of UTF-8 text (if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"
+        return explain_errors(self.path, expected)
 
     def _parse(self, types: Mapping[str, Any]) -> pl.DataFrame:
         return pl.read_csv(
@@ -101,10 +102,8 @@ class Table:
         if column.dtype == pl.String:
             column = column.str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
-        if column.dtype == kind:
-            if kind == pl.String:
-                self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
-            return column
+        if kind == pl.String:
+            self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         typed = column.cast(kind, strict=False)
         self.check(column, typed.is_not_null(), f"it should be {TYPE_NAMES[kind]}")
         return typed

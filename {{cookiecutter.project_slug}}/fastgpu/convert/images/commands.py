@@ -13,9 +13,9 @@ from fastgpu.process.launch import UserError
 def images(args: Namespace) -> None:
     """Decode image files: of a folder for each class, of a CSV, or with masks."""
     source = Path(args.source)
-    size = args.size * 2 if args.size and len(args.size) == 1 else args.size
-    if size and (len(size) != 2 or (args.keep_encoded and size[0] != size[1])):
-        raise UserError("--size should be HxW or one number for both; with --keep-encoded, one number")
+    size = args.size
+    if args.keep_encoded and size and size[0] != size[1]:
+        raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
     _refuse(args, "masks resize" if args.keep_encoded else "", "with --keep-encoded")
     _refuse(args, "" if args.masks else "binary_masks", "without --masks")
     _refuse(args, "columns split_by" if source.is_dir() else "masks", f"for {source}")
@@ -45,5 +45,5 @@ def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images."""
     from fastgpu.convert.images.table_readers import PixelTable
 
-    reader = PixelTable(args.source, label=args.label, split_by=args.split_by, shape=args.shape)
+    reader = PixelTable(args.source, label=args.label, split_by=args.split_by)
     write(split_rows(reader, args.split, args.seed), args)

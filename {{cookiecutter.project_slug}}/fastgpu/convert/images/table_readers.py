@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from math import isqrt, prod
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,13 @@ PIXEL_COLUMN = re.compile(r"(pixel|px|p)?[ _]?\d+([x_]\d+)?", re.IGNORECASE)
 
 
 class PixelTable(Reader):
-    """A CSV whose rows are images: a column for each pixel (MNIST), or one with all of them (FER2013).
+    """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
 
-    label: its column. None: the one column that is neither pixels nor split_by. shape: (C, H, W). None: a square. All
-    pixels are in memory. Raises UserError with the line of what is no row of pixels.
+    label: its column. None: the one column that is neither pixels nor split_by. All pixels are in memory. Raises
+    UserError with the line of what is no row of pixels.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        label: str | None = None,
-        split_by: str | None = None,
-        shape: tuple[int, ...] | None = None,
-    ):
+    def __init__(self, path: str | Path, *, label: str | None = None, split_by: str | None = None):
         self.name = str(path)
         table = Table(Path(path))
         named = [name for name in table.names if PIXEL_COLUMN.fullmatch(name) and name not in (label, split_by)]
@@ -86,13 +79,10 @@ class PixelTable(Reader):
             cure = "pixel0, pixel1, ... or one column `pixels`; --label and --split-by name two others"
             raise UserError(f"{found}; it should have columns of pixels, {cure}")
         rows = table.read(dict.fromkeys(named, pl.UInt8)).to_numpy() if named else _unpack(table, pixels[0])
-        n_pixels = rows.shape[1]
-        side = isqrt(n_pixels)
-        if prod(shape or (1, side, side)) != n_pixels:
-            raise UserError(f"{path} has {n_pixels:,} pixels in a row; give --shape CxHxW with this product")
-        if not shape:
-            print(f"{n_pixels:,} pixels in a row are taken for 1x{side}x{side} (--shape)")
-        self.images = np.ascontiguousarray(rows).reshape(-1, *(shape or (1, side, side)))
+        side = isqrt(rows.shape[1])
+        if side**2 != rows.shape[1]:
+            raise UserError(f"{path} has {rows.shape[1]:,} pixels in a row, which are no square; save arrays (.npy)")
+        self.images = np.ascontiguousarray(rows).reshape(-1, 1, side, side)
         self.labels, self.attributes = parse_labels(table, labels)
         if split_by:
             self.splits = group_splits(Path(path), table.read({split_by: pl.String})[split_by].to_list())

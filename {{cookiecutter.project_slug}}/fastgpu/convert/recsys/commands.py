@@ -4,11 +4,10 @@ from argparse import Namespace
 
 import numpy as np
 
-from fastgpu.convert.array_files import load
+from fastgpu.convert.block_readers import FeedReader, load
 from fastgpu.convert.commands import write
 from fastgpu.convert.reader import Part
 from fastgpu.convert.recsys.interactions import hold_out_users
-from fastgpu.convert.repack import FeedReader
 from fastgpu.process.launch import UserError
 
 
