@@ -86,19 +86,15 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         content = load(path)
         if isinstance(content, dict) == bool(name):
             raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
-        if isinstance(content, dict):
-            columns |= content
-        elif hasattr(content, "indptr"):
+        if hasattr(content, "indptr"):
             columns |= _ragged_columns(name, path, content)
             fields[name] = Field(OFFSET_DTYPE, (), n_items=content.shape[1])
         else:
-            columns[name] = content
-    dense = [column for column in columns.values() if not isinstance(column, RaggedArray)]
-    if channels_last and not any(column.ndim == 4 for column in dense):
+            columns |= content if isinstance(content, dict) else {name: content}
+    dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
+    if channels_last and not any(column.ndim == 4 for column in dense.values()):
         raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
-    for name, column in columns.items():
-        if isinstance(column, RaggedArray):
-            continue
+    for name, column in dense.items():
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
         if channels_last and column.ndim == 4:

@@ -108,10 +108,15 @@ class Reader(TorchDataset[dict[str, Any]]):
         for row in rows.tolist():
             try:
                 item = self._get(row)
-                self._check_shapes(row, item)
-                items.append(item)
             except BrokenRowError as error:
                 broken[row] = str(error)
+                continue
+            for name, field in self.fields.items():
+                if item[name].shape != field.shape and not field.is_ragged:
+                    shapes = f"{name} are {item[name].shape}, in the first row {field.shape}"
+                    broken[row] = f"{self.where(row)}: {shapes}; give --size"
+            if row not in broken:
+                items.append(item)
         return {name: _stack(field, [item[name] for item in items]) for name, field in self.fields.items()}
 
     def _get(self, row: int) -> dict[str, np.ndarray]:
@@ -119,12 +124,6 @@ class Reader(TorchDataset[dict[str, Any]]):
             return {name: np.asarray(value) for name, value in self[row].items()}
         except Exception as error:  # a decoder may raise anything for damaged bytes
             raise BrokenRowError(f"{self.where(row)} cannot be read: {error}") from None
-
-    def _check_shapes(self, row: int, item: Mapping[str, np.ndarray]) -> None:
-        for name, field in self.fields.items():
-            if item[name].shape != field.shape and not field.is_ragged:
-                found = f"{name} are {item[name].shape}, in the first row {field.shape}"
-                raise BrokenRowError(f"{self.where(row)}: {found}; give --size")
 
 
 class Part(NamedTuple):

@@ -59,13 +59,11 @@ class Table:
             try:
                 rows = self._parse(types)
             except pl.exceptions.PolarsError:  # without the line: as text, its values are checked below
-                self._check_widths()
+                list(self._lines())
                 rows = self._parse({})
             if rows[:, -1].has_nulls():
-                self._check_widths()
-        is_blank = rows.select(pl.all_horizontal(pl.all().is_null())).to_series()
-        self._row_numbers = (~is_blank).arg_true()
-        rows = rows.filter(~is_blank)
+                list(self._lines())
+        rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
         if not len(rows):
             raise UserError(f"{self.path} has no rows below its header")
         has_break = pl.any_horizontal(pl.col(pl.String).str.contains("\n", literal=True).fill_null(False))
@@ -78,12 +76,14 @@ class Table:
         wrong = np.flatnonzero(~np.asarray(is_right))
         if len(wrong):
             row = int(wrong[0])
-            line, _ = next(islice(self._lines(), int(self._row_numbers[row]), None))
+            line = next(islice(self._lines(), row, None))
             value = "" if values[row] is None else str(values[row])
             raise UserError(f"{self.path}:{line}: {values.name} is {value[:40]!r}; {cure}")
 
     def _explained(self) -> Any:
-        expected = "a CSV file of UTF-8 text (if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"
+        expected = (
+            "a CSV file of UTF-8 text (if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"
+        )
         return explain_errors(self.path, expected)
 
     def _parse(self, types: Mapping[str, Any]) -> pl.DataFrame:
@@ -108,21 +108,20 @@ class Table:
         self.check(column, typed.is_not_null(), f"it should be {TYPE_NAMES[kind]}")
         return typed
 
-    def _lines(self) -> Iterator[tuple[int, list[str]]]:
-        """(line, its fields) of each row, as the csv module reads it: slowly, and only to find a mistake."""
+    def _lines(self) -> Iterator[int]:
+        """The line of each row, as the csv module reads it: slowly, and only to find a mistake.
+
+        Raises UserError for a row with more or fewer columns than the header.
+        """
         text = io.TextIOWrapper(io.BytesIO(self._content), encoding="utf-8-sig", newline="")
         reader = csv.reader(text, delimiter=self.separator)
         for number, fields in enumerate(reader):
-            if number or not self._has_header:
-                yield reader.line_num, fields
-
-    def _check_widths(self) -> None:
-        """Raise UserError for the first row with more or fewer columns than the header."""
-        for line, fields in self._lines():
-            if fields and len(fields) != len(self.names):
+            if any(fields) and len(fields) != len(self.names):
                 counts = f"{len(fields):,} columns; its header has {len(self.names):,}"
                 cure = "complete the row, or put quotes around a field that holds the separator (a decimal comma)"
-                raise UserError(f"{self.path}:{line}: {counts}; {cure}")
+                raise UserError(f"{self.path}:{reader.line_num}: {counts}; {cure}")
+            if any(fields) and (number or not self._has_header):
+                yield reader.line_num
 
 
 # ---------------------------------------------------------------------------------------------- labels
@@ -152,15 +151,14 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     for column in columns:
         cure = "several columns of labels are numbers: 0 and 1 for attributes, decimals for targets"
         table.check(column, np.full(len(column), column.dtype != pl.String), cure)
-    if any(column.dtype == pl.Float32 for column in columns):
-        targets = np.stack([column.cast(pl.Float32).to_numpy() for column in columns], axis=1)
-        return targets, {"target_names": list(names)}
+    several = pl.DataFrame(columns)
+    if pl.Float32 in several.dtypes:
+        return several.cast(pl.Float32).to_numpy(), {"target_names": list(names)}
     for column in columns:
         allowed = (-1, 1) if -1 in column else (0, 1)
         cure = f"several columns of labels are attributes, {allowed[0]} or 1; for targets, write decimals such as 2.0"
         table.check(column, column.is_in(allowed), cure)
-    attributes = np.stack([(column == 1).cast(pl.UInt8).to_numpy() for column in columns], axis=1)
-    return attributes, {"class_names": list(names)}
+    return several.select(pl.all() == 1).cast(pl.UInt8).to_numpy(), {"class_names": list(names)}
 
 
 def _parse_numbers(table: Table, words: pl.Series) -> pl.Series:
