@@ -1,5 +1,6 @@
 """convert.py in this process: its output and its exit code."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +10,8 @@ import pytest
 
 
 class Result(NamedTuple):
-    """What a command left behind."""
+    """What a command printed."""
 
-    returncode: int
     stdout: str
     stderr: str
 
@@ -20,16 +20,18 @@ class Result(NamedTuple):
 def convert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Result]:
-    """convert("images", "photos", "out.h5") -> Result. The command runs in tmp_path."""
+    """convert("images photos out.h5") -> Result. The command runs in tmp_path and ends with the exit code `code`."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str | Path) -> Result:
+    def run(*arguments: str | Path, code: int = 0) -> Result:
         capsys.readouterr()
+        words = [word for each in arguments for word in (shlex.split(each) if isinstance(each, str) else [str(each)])]
         try:
-            code = convert_script.main(convert_script.parse([str(argument) for argument in arguments]))
+            found = convert_script.main(convert_script.parse(words))
         except SystemExit as error:
-            code = error.code
+            found = error.code
         output = capsys.readouterr()
-        return Result(code, output.out, output.err)
+        assert found == code, output.err
+        return Result(output.out, output.err)
 
     return run

@@ -19,9 +19,9 @@ def test_help_lists_every_command_and_its_flags(convert):
     shown = convert("--help").stdout
     for command in COMMANDS:
         assert f"\n    {command} " in shown
-        assert convert(command, "--help").returncode == 0
-    assert f"--compression {{{','.join(get_args(Compression))}}}" in convert("arrays", "--help").stdout
-    assert f"--resize {{{','.join(get_args(Resize))}}}" in convert("images", "--help").stdout
+        convert(command, "--help")
+    assert f"--compression {{{','.join(get_args(Compression))}}}" in convert("arrays --help").stdout
+    assert f"--resize {{{','.join(get_args(Resize))}}}" in convert("images --help").stdout
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
@@ -51,8 +51,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 def test_mistakes_are_told_with_exit_code_2(tmp_path, convert, command, message):
     (tmp_path / "photos").mkdir()
     (tmp_path / "x.h5").touch()
-    result = convert(*command.split())
-    assert result.returncode == 2
+    result = convert(command, code=2)
     assert message in result.stderr
 
 

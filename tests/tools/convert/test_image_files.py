@@ -87,15 +87,14 @@ def rows_of(path: Path) -> dict[int, int]:
 
 def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, convert):
     folder_of(tmp_path / "my photos", {"cat": 20, "dog": 10, "größe": 10})
-    result = convert("images", "my photos", "out.h5", "--split", "0.8")
-    assert result.returncode == 0, result.stderr
+    convert("images 'my photos' out.h5 --split 0.8")
     train, val = rows_of(tmp_path / "out-train.h5"), rows_of(tmp_path / "out-val.h5")
     assert (len(train), len(val)) == (32, 8)
     assert train | val == {n: 0 if n < 20 else 1 if n < 30 else 2 for n in range(40)}
     with h5py.File(tmp_path / "out-train.h5") as file:
         assert attributes_of(file)["class_names"] == ["cat", "dog", "größe"]
         assert file["images"].shape == (32, 3, 8, 10)
-    assert convert("check", "out-train.h5", "out-val.h5").returncode == 0
+    convert("check out-train.h5 out-val.h5")
 
 
 def test_broken_images_are_listed_or_left_out(tmp_path, convert):
@@ -107,28 +106,25 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
         "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
         "photos: a/photo 077 é.png: images are (3, 9, 9), in the first row (3, 8, 10); give --size",
     ]
-    result = convert("images", "photos", "new/out.h5")
-    assert result.returncode == 2
+    result = convert("images photos new/out.h5", code=2)
     assert result.stderr.splitlines() == [
         "error: 2 of 250 rows are broken, so nothing was written; --on-error skip leaves them out:",
         *(f"  {reason}" for reason in reasons),
     ]
     assert not list(tmp_path.glob("new/*"))
-    result = convert("images", "photos", "out.h5", "--on-error", "skip", "--split", "0.5")
-    assert result.returncode == 0, result.stderr
+    convert("images photos out.h5 --on-error skip --split 0.5")
     reports = tmp_path.glob("out-*.h5.skipped.txt")
     assert sorted(line for path in reports for line in path.read_text(encoding="utf-8").splitlines()) == reasons
     found = rows_of(tmp_path / "out-train.h5") | rows_of(tmp_path / "out-val.h5")
     assert found == {n: int(n >= 150) for n in range(250) if n not in (5, 77)}
-    assert convert("check", "out-train.h5", "out-val.h5").returncode == 0
+    convert("check out-train.h5 out-val.h5")
 
 
 def test_columns_of_0_and_1_are_attributes(tmp_path, convert):
     folder_of(tmp_path / "photos", {"all": 6})
     lines = [f"photos/all/photo {n:03d} é.png;{n % 2};{-1 if n % 3 else 1}" for n in range(6)]
     (tmp_path / "x.csv").write_text("\n".join(["path;odd;third", *lines]), encoding="utf-8")
-    result = convert("images", "x.csv", "out.h5", "--columns", "path,odd,third")
-    assert result.returncode == 0, result.stderr
+    result = convert("images x.csv out.h5 --columns path,odd,third")
     assert "2 attributes" in result.stdout
     assert rows_of(tmp_path / "out.h5") == {n: [n % 2, int(n % 3 == 0)] for n in range(6)}
     with h5py.File(tmp_path / "out.h5") as file:
@@ -140,17 +136,16 @@ def test_a_column_names_the_split(tmp_path, convert):
     words = ["Training", "PublicTest", "PrivateTest"]
     lines = [f"photos/all/photo {n:03d} é.png\t{n % 2}\t{words[n % 3]}" for n in range(6)]
     (tmp_path / "x.csv").write_text("\n".join(["path\tlabel\tUsage", *lines]), encoding="utf-8")
-    result = convert("images", "x.csv", "made/here/out.h5", "--split-by", "Usage")
-    assert result.returncode == 0, result.stderr
+    convert("images x.csv made/here/out.h5 --split-by Usage")
     for number, split in enumerate(("train", "val", "test")):
         assert rows_of(tmp_path / f"made/here/out-{split}.h5") == {n: n % 2 for n in (number, number + 3)}
-    assert "drop one" in convert("images", "x.csv", "o.h5", "--split-by", "Usage", "--split", "0.5").stderr
+    assert "drop one" in convert("images x.csv o.h5 --split-by Usage --split 0.5", code=2).stderr
 
 
 def test_the_file_says_how_its_images_were_prepared(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 2, "b": 2})
-    assert convert("images", "photos", "own.h5").returncode == 0
-    assert convert("images", "photos", "small.h5", "--size", "4x5", "--resize", "exact").returncode == 0
+    convert("images photos own.h5")
+    convert("images photos small.h5 --size 4x5 --resize exact")
     with h5py.File(tmp_path / "own.h5") as own, h5py.File(tmp_path / "small.h5") as small:
         assert read_preprocessing(own.attrs["preprocessing"]) == Preprocessing((8, 10))
         assert read_preprocessing(small.attrs["preprocessing"]) == Preprocessing((4, 5), "exact")
@@ -158,8 +153,7 @@ def test_the_file_says_how_its_images_were_prepared(tmp_path, convert):
 
 def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):
     folder_of(tmp_path / "photos", {"cat": 20, "dog": 10, **{f"x{n:02d}": 1 for n in range(30)}})
-    result = convert("images", "photos", "new/out.h5", "--split", "0.8,0.1,0.1", "--dry-run")
-    assert result.returncode == 0, result.stderr
+    result = convert("images photos new/out.h5 --split 0.8,0.1,0.1 --dry-run")
     for part in ("54 train, 3 val, 3 test", "uint8 (N, 3, 8, 10)", "32 classes", "and 12 more", "random, seed 0"):
         assert part in result.stdout
     assert "cat 16 2 2" in " ".join(result.stdout.split())
@@ -169,7 +163,7 @@ def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, conver
 def test_a_reader_is_trained_on_as_it_is(tmp_path, monkeypatch, convert):
     """It gives the rows that the file would have, and the names of the classes."""
     folder_of(tmp_path / "photos", {"cat": 3, "dog": 5})
-    assert convert("images", "photos", "x.h5", "--keep-order").returncode == 0
+    convert("images photos x.h5 --keep-order")
     monkeypatch.chdir(tmp_path)
     fields = {"images": "images", "labels": "labels"}
     source = open_dataset("data.train", "photos", fields, factory="fastgpu.convert.images.readers:ImageFolder")
@@ -196,8 +190,7 @@ def pairs_in(folder: Path, count: int = 8) -> None:
 
 def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
     pairs_in(tmp_path)
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--split", "0.75", "--size", "3")
-    assert result.returncode == 0, result.stderr
+    convert("images images out.h5 --masks masks --split 0.75 --size 3")
     numbers = []
     for split in ("train", "val"):
         with h5py.File(tmp_path / f"out-{split}.h5") as file:
@@ -214,8 +207,7 @@ def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
 def test_images_without_a_mask_are_named(tmp_path, convert):
     pairs_in(tmp_path)
     (tmp_path / "masks/1/3.tif").rename(tmp_path / "masks/stray.tif")
-    result = convert("images", "images", "out.h5", "--masks", "masks")
-    assert result.returncode == 2
+    result = convert("images images out.h5 --masks masks", code=2)
     assert "1 of 8 images have no mask in masks: 1/3.png" in result.stderr
 
 
@@ -231,8 +223,7 @@ def masks_in(folder: Path, masks: list[Image.Image]) -> None:
 def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
     values = np.tile(np.array([0, 255], np.uint8), (4, 2))
     masks_in(tmp_path, [Image.fromarray(values).convert("1" if number % 3 == 0 else "L") for number in range(9)])
-    result = convert("images", "images", "out.h5", "--masks", "masks", "--binary-masks")
-    assert result.returncode == 0, result.stderr
+    convert("images images out.h5 --masks masks --binary-masks")
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], np.broadcast_to(values // 255, (9, 4, 4)))
         assert file.attrs["n_classes"] == 2
@@ -262,11 +253,12 @@ def test_only_images_of_pixels_are_opened(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 2})
     (tmp_path / "photos/a/x.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
     (tmp_path / "photos/a/x.pdf").write_bytes(b"%PDF-1.4")
-    result = convert("images", "photos", "out.h5", "--dry-run")
-    assert result.returncode == 0, result.stderr
+    result = convert("images photos out.h5 --dry-run")
     assert "left out of photos: 2 files without the name of an image" in result.stdout
     (tmp_path / "photos/a/x.eps").rename(tmp_path / "photos/a/x.png")
-    assert "x.png cannot be read: it is not an image that Pillow knows" in convert("images", "photos", "out.h5").stderr
+    assert (
+        "x.png cannot be read: it is not an image that Pillow knows" in convert("images photos out.h5", code=2).stderr
+    )
 
 
 def test_images_that_lose_something_are_counted(tmp_path, convert):
@@ -296,11 +288,10 @@ def test_images_of_16_bits_become_8_and_those_of_32_are_refused(tmp_path, conver
     values = np.arange(80).reshape(8, 10) * 800
     Image.fromarray(values.astype(np.uint16)).save(tmp_path / "photos/a/0.tif")
     Image.fromarray(values.astype(np.uint16)).save(tmp_path / "photos/a/1.png")
-    convert("images", "photos", "x.h5", "--keep-order")
+    convert("images photos x.h5 --keep-order")
     with h5py.File(tmp_path / "x.h5") as file:
         np.testing.assert_array_equal(file["images"][:], np.broadcast_to(values >> 8, (2, 3, 8, 10)))
     Image.fromarray(values.astype(np.int32)).save(tmp_path / "photos/a/2.tif")
     for flags in ((), ("--keep-encoded",)):
-        result = convert("images", "photos", "y.h5", *flags)
-        assert result.returncode == 2
+        result = convert("images", "photos", "y.h5", *flags, code=2)
         assert "a/2.tif cannot be read: its pixels are integers of 32 bits; scale them to 0 to 255" in result.stderr
