@@ -26,10 +26,7 @@ def parse(argv: list[str]) -> Namespace:
         add_image_commands(commands)
     if (ROOM / "recsys").exists():
         add_recsys_commands(commands)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; put flags before SOURCE or behind TARGET")
-    return args
+    return parser.parse_args(argv)
 
 
 def add_file_commands(commands: Any) -> None:
@@ -70,7 +67,6 @@ def add_image_commands(commands: Any) -> None:
     add("--resize", choices=("shorter", "exact"), help=text)
     text = "write the files as they are; each epoch decodes them. With --size 256, those whose shorter side is longer"
     add("--keep-encoded", action="store_true", help=f"{text} become smaller JPEG files")
-    add("--quality", type=int, default=92, help="of those; default: 92")
     add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("--binary-masks", action="store_true", help="the masks hold 0 and 255, which is class 1 and not ignored")
     text = "at a broken image. stop: find the others, list them all, and write nothing. skip: leave it out, and list it"

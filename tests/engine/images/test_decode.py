@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from test_files import encoded, pixels
 
-from fastgpu.convert.images.readers import Kept, keep
+from fastgpu.convert.images.readers import keep
 from fastgpu.images import decode as module
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import decode
@@ -93,7 +93,7 @@ def test_a_truncated_file_is_an_error_and_never_half_an_image(kind, decoder):
         with pytest.raises(Exception, match=r"\w"):
             EncodedImage(data).decode(Box(0, 0, 150, 200), (20, 20))
         with pytest.raises(Exception, match=r"\w"):
-            keep(data.tobytes(), Kept())
+            keep(data.tobytes())
 
 
 def test_a_giant_image_is_refused_before_it_is_decoded(decoder):
@@ -174,8 +174,8 @@ def test_the_centre_is_the_largest_part_of_that_shape(shape, share, box):
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_kept_as_they_are_or_made_smaller_once(kind):
     data = photo(kind).getvalue()
-    kept = keep(data, Kept())
-    assert keep(data, Kept(side=150)) == kept
+    kept = keep(data)
+    assert keep(data, 150) == kept
     if KINDS[kind][0] in ("RGB", "L"):
         assert kept == data
     else:  # written anew, so that training has upright RGB
@@ -183,7 +183,7 @@ def test_files_are_kept_as_they_are_or_made_smaller_once(kind):
         assert (image.mode, image.format) == ("RGB", KINDS[kind][1])
         found = decode(io.BytesIO(kept), Preprocessing()).astype(int)
         assert np.abs(found - decode(photo(kind), Preprocessing())).mean() < 4
-    smaller = Image.open(io.BytesIO(keep(data, Kept(side=60, quality=80))))
+    smaller = Image.open(io.BytesIO(keep(data, 60)))
     assert (smaller.format, smaller.size) == ("JPEG", (80, 60))
     expected = decode(photo(kind), Preprocessing((60, 80), "exact"))
     assert np.abs(np.asarray(smaller).transpose(2, 0, 1).astype(int) - expected).mean() < 6
@@ -194,7 +194,7 @@ def test_photos_on_their_side_are_kept_upright(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(pixels(60, 80)), "JPEG", exif=exif).getvalue()
-    kept = keep(data, Kept(quality=98))
+    kept = keep(data)
     assert EncodedImage(np.frombuffer(kept, np.uint8)).is_plain
     found, expected = (decode(io.BytesIO(each), Preprocessing()).astype(int) for each in (kept, data))
     assert np.abs(found - expected).mean() < 6
@@ -202,6 +202,6 @@ def test_photos_on_their_side_are_kept_upright(orientation):
 
 def test_other_formats_are_kept_without_loss():
     data = encoded(Image.fromarray(pixels()), "BMP").getvalue()
-    kept = Image.open(io.BytesIO(keep(data, Kept())))
+    kept = Image.open(io.BytesIO(keep(data)))
     assert kept.format == "PNG"
     np.testing.assert_array_equal(np.asarray(kept), pixels())

@@ -34,7 +34,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5; put flags before SOURCE"),
+        ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5"),
         ("images photos x.h5 --size 0", "0 should be HxW, such as 218x178, or one number for both"),
         ("images photos x.h5 --split 1.2", "1.2 should be the share to train on"),
         ("images photos x.h5 --keep-encoded --masks m", "--masks has no meaning with --keep-encoded; drop it"),

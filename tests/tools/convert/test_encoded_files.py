@@ -64,7 +64,7 @@ def test_the_statistics_are_those_of_the_pixels(convert, photos, tmp_path):
 
 
 def test_files_are_made_smaller_once(convert, photos, tmp_path):
-    convert("images photos x.h5 --keep-encoded --size 20 --quality 85")
+    convert("images photos x.h5 --keep-encoded --size 20")
     for data in rows_in(tmp_path / "x.h5"):
         image = Image.open(io.BytesIO(data))
         assert image.format == "JPEG"

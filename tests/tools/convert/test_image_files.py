@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.readers import ImageFolder, Kept
+from fastgpu.convert.images.readers import ImageFolder
 from fastgpu.convert.images.table_readers import ImageTable
 from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import read_preprocessing
@@ -64,7 +64,7 @@ def test_a_folder_without_classes_is_refused(tmp_path):
 def test_a_csv_names_files_and_classes(tmp_path, capsys):
     path = tmp_path / "x.csv"
     path.write_text('file,kind\r\na.png,dog\r\n"b, c.png",cat\r\n./a.png,cat\r\n', encoding="utf-8-sig")
-    reader = ImageTable(path, Kept(), columns=("file", "kind"))
+    reader = ImageTable(path, columns=("file", "kind"), encoded=True)
     assert (reader.paths, reader.labels.tolist()) == (["a.png", "b, c.png", "./a.png"], [1, 0, 0])
     assert reader.attributes["class_names"] == ["cat", "dog"]
     assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out

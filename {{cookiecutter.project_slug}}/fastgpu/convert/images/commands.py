@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from fastgpu.convert.commands import write
-from fastgpu.convert.images.readers import ImageFiles, ImageFolder, Kept, Masks
+from fastgpu.convert.images.readers import ImageFiles, ImageFolder, Masks
 from fastgpu.convert.splits import split_rows
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
@@ -19,18 +19,17 @@ def images(args: Namespace) -> None:
     _refuse(args, "masks resize" if args.keep_encoded else "", "with --keep-encoded")
     _refuse(args, "" if args.masks else "binary_masks", "without --masks")
     _refuse(args, "columns split_by" if source.is_dir() else "masks", f"for {source}")
-    pixels = Preprocessing(size, args.resize or "shorter")
-    prepared = Kept(size and size[0], args.quality) if args.keep_encoded else pixels
+    prepared = Preprocessing(size, args.resize or "shorter")
     reader: ImageFiles
     if args.masks:
-        reader = Masks(source, args.masks, pixels, is_binary=args.binary_masks)
+        reader = Masks(source, args.masks, prepared, is_binary=args.binary_masks)
     elif source.is_dir():
-        reader = ImageFolder(source, prepared)
+        reader = ImageFolder(source, prepared, encoded=args.keep_encoded)
     else:
         from fastgpu.convert.images.table_readers import ImageTable  # polars is of the extra `convert`
 
         columns = (args.columns or "path,label").split(",")
-        reader = ImageTable(source, prepared, columns=columns, split_by=args.split_by)
+        reader = ImageTable(source, prepared, columns=columns, split_by=args.split_by, encoded=args.keep_encoded)
     write(split_rows(reader, args.split, args.seed), args)
 
 

@@ -8,7 +8,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,14 +24,8 @@ from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
 
-
-class Kept(NamedTuple):
-    """Image files become encoded rows, which each epoch decodes."""
-
-    side: int | None = None
-    """Images whose shorter side is longer become so small. None: all stay as they are."""
-    quality: int = 92
-    """Of the JPEG files that smaller images become."""
+JPEG_QUALITY = 92
+"""Of images that are made smaller and stay encoded."""
 
 
 class ImageFiles(Reader):
@@ -45,24 +39,27 @@ class ImageFiles(Reader):
         name: str,
         root: Path,
         paths: Sequence[str],
-        prepared: Preprocessing | Kept,
+        prepared: Preprocessing,
         *,
         labels: np.ndarray | None = None,
+        encoded: bool = False,
     ):
-        """paths: of the files, from `root` on. name: of the source, for messages."""
+        """name: of the source, for messages. paths: of the files, from `root` on.
+
+        encoded: rows are the bytes of the files, for each epoch to decode. If `prepared` has a size, images whose
+        shorter side is longer become JPEG files of that size.
+        """
         if not paths:
             raise UserError(f"{name} has no images")
         self.name = name
         self.paths = paths
         self.labels = labels
         self.attributes = {}
-        self.encoded = isinstance(prepared, Kept)
-        self._prepared = prepared
-        pixels = Preprocessing() if isinstance(prepared, Kept) else prepared
-        self._files = files.ImageFiles([root / path for path in paths], pixels)
-        if not self.encoded:
+        self.encoded = encoded
+        self._files = files.ImageFiles([root / path for path in paths], prepared)
+        if not encoded:
             _, height, width = self.fields["images"].shape
-            self.attributes["preprocessing"] = pixels._replace(size=(height, width)).to_json()
+            self.attributes["preprocessing"] = prepared._replace(size=(height, width)).to_json()
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -75,10 +72,11 @@ class ImageFiles(Reader):
         return item
 
     def _item(self, row: int) -> dict[str, Any]:
-        if isinstance(self._prepared, Preprocessing):
+        if not self.encoded:
             return {"images": self._files.read(row)}
+        size = self._files.prepared.size
         with self._files.open(row) as file:
-            return {"images": np.frombuffer(keep(file.read(), self._prepared), np.uint8)}
+            return {"images": np.frombuffer(keep(file.read(), size and size[0]), np.uint8)}
 
     def where(self, row: int) -> str:
         return f"{self.name}: {self.paths[row]}"
@@ -90,7 +88,13 @@ class ImageFiles(Reader):
 class ImageFolder(ImageFiles):
     """root/<class>/**, or root/{train,val,test}/<class>/**: `labels` are the places of the classes by name."""
 
-    def __init__(self, root: str | Path, prepared: Preprocessing | Kept = Preprocessing()):  # noqa: B008 (immutable)
+    def __init__(
+        self,
+        root: str | Path,
+        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
+        *,
+        encoded: bool = False,
+    ):
         root = Path(root)
         paths = list_images(root)
         folders = {path.split("/")[0] for path in paths if "/" in path}
@@ -103,7 +107,7 @@ class ImageFolder(ImageFiles):
         if len(inside) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
         classes, labels = np.unique([path.split("/")[depth - 1] for path in inside], return_inverse=True)
-        super().__init__(str(root), root, inside, prepared, labels=labels.astype(np.int64))
+        super().__init__(str(root), root, inside, prepared, labels=labels.astype(np.int64), encoded=encoded)
         self.attributes["class_names"] = classes.tolist()
         if is_split:
             self.splits = group_splits(root, [path.split("/")[0] for path in inside])
@@ -181,8 +185,8 @@ def read_mask(file: IO[bytes]) -> np.ndarray:
     return values if mode == "1" else values.astype(np.uint8)
 
 
-def keep(data: bytes, kept: Kept) -> bytes:
-    """The bytes of an image file as they are, or of a smaller JPEG file.
+def keep(data: bytes, side: int | None = None) -> bytes:
+    """The bytes of an image file as they are, or of a smaller JPEG file if its shorter side is longer than `side`.
 
     Files that are not upright, or of other colors than RGB and grey, are written anew: JPEG files as such, others as
     PNG. Raises an exception of any kind if the file is damaged.
@@ -190,21 +194,19 @@ def keep(data: bytes, kept: Kept) -> bytes:
     image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
     height, width = image.height, image.width
     whole = Box(0, 0, height, width)
-    if kept.side and min(height, width) > kept.side:
-        scale = kept.side / min(height, width)
-        smaller_CHW = image.decode(whole, (round(height * scale), round(width * scale)))
-        return _save(smaller_CHW, "JPEG", quality=kept.quality)
+    if side and min(height, width) > side:
+        scale = side / min(height, width)
+        return _save(image.decode(whole, (round(height * scale), round(width * scale))), "JPEG")
     with open_image(io.BytesIO(data)) as opened:
-        is_jpeg = opened.format in ("JPEG", "MPO")
+        kind = "JPEG" if opened.format in ("JPEG", "MPO") else "PNG"
         is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
     if not is_upright_rgb or data[0] not in CODECS:
-        pixels_CHW = image.decode(whole, (height, width))
-        return _save(pixels_CHW, "JPEG", quality=kept.quality) if is_jpeg else _save(pixels_CHW, "PNG")
+        return _save(image.decode(whole, (height, width)), kind)
     image.decode(whole, (1, 1))  # in full, as far as damage goes
     return data
 
 
-def _save(image_CHW: np.ndarray, kind: str, **options: int) -> bytes:
+def _save(image_CHW: np.ndarray, kind: str) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, **options)
+    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, quality=JPEG_QUALITY)
     return file.getvalue()

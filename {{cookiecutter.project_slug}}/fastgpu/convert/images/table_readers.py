@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fastgpu.convert.images.readers import ImageFiles, Kept
+from fastgpu.convert.images.readers import ImageFiles
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import group_splits
@@ -30,10 +30,11 @@ class ImageTable(ImageFiles):
     def __init__(
         self,
         path: str | Path,
-        prepared: Preprocessing | Kept = Preprocessing(),  # noqa: B008 (immutable)
+        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
         *,
         columns: Sequence[str] = ("path", "label"),
         split_by: str | None = None,
+        encoded: bool = False,
     ):
         if len(columns) < 2:
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
@@ -46,7 +47,7 @@ class ImageTable(ImageFiles):
         paths = words[files].to_list()
         if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
-        super().__init__(str(path), path.parent, paths, prepared, labels=labels)
+        super().__init__(str(path), path.parent, paths, prepared, labels=labels, encoded=encoded)
         self.attributes |= attributes
         if split_by:
             self.splits = group_splits(path, words[split_by].to_list())
