@@ -148,8 +148,6 @@ def _ragged_columns(name: str, path: str, matrix: Any) -> Columns:
     values = matrix.data
     if not (values == 1).all():
         columns[f"{name}_values"] = RaggedArray(values, offsets)
-        warn(
-            f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values; {name} has the "
-            "places of all of them. Of ratings, keep those that count before: matrix = matrix > 3"
-        )
+        found = f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values"
+        warn(f"{found}; of ratings, keep those that count before: matrix = matrix > 3")
     return columns

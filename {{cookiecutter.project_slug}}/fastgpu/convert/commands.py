@@ -9,7 +9,7 @@ from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Part
 from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
-from fastgpu.convert.writing import WriteOptions, progress_bar, write_files
+from fastgpu.convert.writing import WriteOptions, write_files
 from fastgpu.dataset.source import open_dataset
 from fastgpu.feed.sizes import auto_pool_rows, class_order_warning
 from fastgpu.process.launch import UserError
@@ -75,7 +75,7 @@ def info(args: Namespace) -> None:
             print(f"  {group}", *describe_rows({"": Part(FeedReader(rows))}), sep="\n")
             if problem := class_order_warning(rows, auto_pool_rows(rows)):
                 print(f"  {problem}")
-        if not all(each.is_fast for each in stored):
+        if any(each.is_compressed or not each.has_digests for each in stored):
             print("  `python convert.py repack` writes such rows in blocks that are read fastest, with checksums")
 
 
@@ -84,8 +84,7 @@ def check(args: Namespace) -> int:
     exit_code = 0
     for path in args.source:
         stored = inspect(path)
-        with progress_bar(sum(each.nbytes for each in stored), "B") as bar:
-            damages = damaged(path, bar.update)
+        damages = damaged(path)
         if damages:
             exit_code = 1
             print(list_first(damages, "\n"))

@@ -1,7 +1,7 @@
 """What rows and files hold, as a person reads it: fields, classes, layout; and which blocks of a file are damaged."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import PurePosixPath
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
+from tqdm import tqdm
 
 from fastgpu.convert.reader import Part
 from fastgpu.process.launch import RankError
@@ -16,10 +17,8 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.storage import codecs
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import find, open_file
-from fastgpu.storage.layout import BLOCK_BYTES, DIGESTS, Layout
+from fastgpu.storage.layout import DIGESTS, Layout
 
-FAST_BYTES = (BLOCK_BYTES // 16, BLOCK_BYTES * 16)
-"""Minimum and maximum size of chunks that are read fast: each takes a call, and a pool mixes many."""
 MAX_CLASSES = 20
 """Classes that are listed."""
 
@@ -28,13 +27,11 @@ class Stored(NamedTuple):
     """One dataset of numbers in a file."""
 
     path: PurePosixPath
-    nbytes: int
-    """Bytes of all rows before compression."""
     has_digests: bool
+    """Whether each block has a checksum, which `convert.py` alone writes."""
+    is_compressed: bool
     text: str
     """How the rows lie in the file."""
-    is_fast: bool
-    """Whether the rows lie in blocks of a good size, as they are, with checksums."""
 
 
 def inspect(path: str) -> list[Stored]:
@@ -59,20 +56,19 @@ def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
     return fields
 
 
-def damaged(path: str, tick: Callable[[int], object]) -> list[str]:
+def damaged(path: str) -> list[str]:
     """A line for each block that cannot be read, or that has another SHA-256 than the recorded one.
 
-    Blocks without checksums are read and decoded all the same. tick: called with the bytes of each block that is read.
+    Blocks without checksums are read and decoded all the same.
     """
 
-    def check(layout: Layout, rows: range) -> str:
-        out = np.empty((len(rows), *layout.field.shape), layout.field.dtype)
-        tick(out.nbytes)
+    def check(layout: Layout, start: int, n_rows: int) -> str:
+        out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
         try:
-            layout.read([(rows.start, np.arange(len(rows)))], out)
+            layout.read([(start, np.arange(n_rows))], out)
         except (RankError, OSError) as error:
             problem = str(error).partition(";")[0]  # without the cure, which is that of a run
-            return f"rows {rows.start:,} to {rows.stop - 1:,}: {problem}"
+            return f"rows {start:,} to {start + n_rows - 1:,}: {problem}"
         return ""
 
     file_path, group = split_group(path)
@@ -82,8 +78,8 @@ def damaged(path: str, tick: Callable[[int], object]) -> list[str]:
         for data in _datasets(find(file, group, h5py.Group, file_path)):
             layout = Layout(f"{path}: {data.name}", data, bytes_of_file, verify=_has_digests(data))
             for start in range(0, len(data), layout.chunk_rows):
-                checks.append(pool.submit(check, layout, range(len(data))[start : start + layout.chunk_rows]))
-        return [line for each in checks if (line := each.result())]
+                checks.append(pool.submit(check, layout, start, min(layout.chunk_rows, len(data) - start)))
+        return [line for each in tqdm(checks, unit="blocks", disable=None) if (line := each.result())]
 
 
 def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
@@ -108,19 +104,16 @@ def _has_digests(data: h5py.Dataset) -> bool:
 
 
 def _describe(data: h5py.Dataset) -> Stored:
-    nbytes = data.size * data.dtype.itemsize
     chunk = data.chunks or data.shape
     block_bytes = prod(chunk) * data.dtype.itemsize
     filters = " + ".join(each.name for each in codecs.filters_of(data))
     has_digests = _has_digests(data)
-    is_small = block_bytes < FAST_BYTES[0] and nbytes > FAST_BYTES[1]
-    is_fast = chunk[1:] == data.shape[1:] and not is_small and block_bytes <= FAST_BYTES[1]
     n_blocks = prod(-(-n // k) for n, k in zip(data.shape, chunk, strict=True))
     blocks = f"{n_blocks:,} blocks {chunk} of {block_bytes / 2**20:.2f} MiB"
     size = f"{data.id.get_storage_size() / 1e6:,.1f} MB"
     checksums = "SHA-256" if has_digests else "no checksums"
     text = f"{data.name}  {data.dtype} {data.shape}  {size}  {blocks}, {filters or 'plain'}, {checksums}"
-    return Stored(PurePosixPath(data.name), nbytes, has_digests, text, is_fast and has_digests and not filters)
+    return Stored(PurePosixPath(data.name), has_digests, bool(filters), text)
 
 
 # ---------------------------------------------------------------------------------------------- rows

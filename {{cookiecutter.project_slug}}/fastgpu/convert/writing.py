@@ -1,7 +1,6 @@
 """Readers -> files: what was understood is shown, rows are read in their final order, written, and counted."""
 
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -83,7 +82,10 @@ def write_files(parts: Mapping[str, Part], target: Path, options: WriteOptions) 
             writers[name] = stack.enter_context(writer)
             n_before = len(broken)
             batches = reader.batches(orders[name], broken)
-            with closing(batches), progress_bar(part.n_rows, "rows", path.name) as bar:
+            bar = tqdm(
+                total=part.n_rows, unit="rows", unit_scale=True, desc=path.name, disable=None
+            )  # None: no terminal
+            with closing(batches), bar:
                 for rows in batches:
                     writer.append(rows)
                     bar.update(writer.n_rows - bar.n)
@@ -126,12 +128,6 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         flush(target.parent)
     finally:
         shutil.rmtree(folder)
-
-
-def progress_bar(total: int, unit: str, name: str = "") -> tqdm:
-    """A progress bar on stderr; nothing if stderr is not a terminal."""
-    is_hidden = not sys.stderr.isatty()
-    return tqdm(total=total, unit=unit, unit_scale=True, dynamic_ncols=True, disable=is_hidden, desc=name)
 
 
 def _path_of(target: Path, split: str) -> Path:
