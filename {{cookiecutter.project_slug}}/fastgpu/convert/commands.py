@@ -16,9 +16,6 @@ from fastgpu.process.launch import UserError
 from fastgpu.storage.file import split_group
 from fastgpu.storage.store import expand, open_store
 
-DATASET_FIELDS = {"images": "images", "labels": "labels"}
-"""Fields of a Dataset, if --fields does not name them."""
-
 
 def write(parts: Mapping[str, Part], args: Namespace) -> None:
     """Write each part to a file, as the flags of the command line say."""
@@ -40,7 +37,7 @@ def arrays(args: Namespace) -> None:
 
 def dataset(args: Namespace) -> None:
     """Write the items of a torch Dataset."""
-    fields = _parse_fields(args.fields) or DATASET_FIELDS
+    fields = _parse_fields(args.fields) or {"images": "images", "labels": "labels"}
     rows = open_dataset("SOURCE", args.path, fields, factory=args.source)
     write({"": Part(FeedReader(rows, f"{args.source} called with {args.path}"))}, args)
 
