@@ -13,7 +13,7 @@ import argparse
 import signal
 import sys
 
-from fastgpu.process.launch import UserError, exit_with_message, warn
+from fastgpu.process.launch import UserError, exit_with_message
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -23,23 +23,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
     add("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
-    add("--id", metavar="FIELD", help="of INPUT, such as user: its value is written beside each row")
+    add(
+        "--id",
+        metavar="FIELD",
+        action="append",
+        default=[],
+        help="of INPUT, such as user: its value is written beside each row",
+    )
     add("--top", type=int, help="number of classes or items for each row, best first")
     add("--all", action="store_true", help="write the probability of every class, by its name, too")
     add("--evaluate", metavar="FILE.h5", help="print the metrics over this file, which has labels")
-    add("--export", metavar="FILE", help="write FILE.pt2 or FILE.onnx, with model.json in it")
+    add("--export", metavar="FILE", help="write FILE.onnx, or FILE.pt2 for torch.export, with model.json in it")
     add("--force", action="store_true", help="replace the file of -o or --export, if there is one")
     add("--batch-size", type=int, help="rows of a batch; default: as in training")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     args = parser.parse_intermixed_args(argv)  # flags may stand before INPUT
     if bool(args.inputs) + bool(args.evaluate) + bool(args.export) != 1:
         raise UserError("give INPUT, --evaluate FILE.h5 or --export FILE, one of them; see --help")
-    if not args.inputs and (args.output != "-" or args.id or args.top is not None or args.all):
+    if not args.inputs and (args.output != "-" or args.id or args.top or args.all):
         raise UserError("-o, --id, --top and --all belong to INPUT")
     if args.output != "-" and not args.output.endswith((".csv", ".jsonl")):
         raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
-    if args.export and not args.export.endswith((".pt2", ".onnx")):
-        raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args
@@ -59,8 +63,9 @@ from tqdm import tqdm
 from fastgpu.predict.export import export
 from fastgpu.predict.inputs import DescribedSource, ImageRows, open_inputs, open_pools
 from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_workload
-from fastgpu.predict.output import RowWriter, count_nan, open_output, to_columns, to_rows
+from fastgpu.predict.output import Columns, to_columns, write_rows
 from fastgpu.process.config import Dist
+from fastgpu.process.files import new_file
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.meaning import check_meaning
@@ -73,59 +78,47 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Dataset:
     described = DescribedSource(trained.card, "the training rows")
     if args.evaluate:
         rows = open_inputs([args.evaluate], trained.card, list(described.fields))
-        check_meaning("--evaluate", described, rows)
         make_workload(trained.card, rows)  # which checks the labels
-        return rows
-    if not trained.workload.inputs:
+    elif not trained.workload.inputs:
         raise UserError(f"workloads/{trained.card['workload']}.py declares no `inputs`; workloads/__init__.py has them")
-    ids = [args.id] if args.id else []
-    rows = open_inputs(args.inputs, trained.card, [*trained.workload.inputs, *ids])
-    if args.id and (rows.fields[args.id].is_ragged or rows.fields[args.id].shape):
-        raise UserError(f"--id is {args.id}, {rows.fields[args.id]}; it should be one number for each row")
-    check_meaning("INPUT", described, rows, labels=False)
+    else:
+        rows = open_inputs(args.inputs, trained.card, [*trained.workload.inputs, *args.id])
+    check_meaning("INPUT", described, rows, labels=bool(args.evaluate))
     return rows
 
 
-def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, *, world: World, terminal: IO[str]) -> None:
-    """Write a line for each row, in the order of the input. Raises UserError at the end if images cannot be read."""
+@torch.inference_mode()
+def predict(
+    trained: Trained, rows: Dataset, args: argparse.Namespace, *, device: torch.device, file: IO[str]
+) -> list[str]:
+    """Write a line for each row, in the order of the input. Returns which images are left out, and why."""
     model, workload, card = trained
-    images = rows if isinstance(rows, ImageRows) else None
-    failed = images.failed if images else {}
-    autocast = mixed_precision(card["precision"], world.device).autocast
-    n_rows = n_nan = 0
+    files, failed = (rows.files.paths, rows.failed) if isinstance(rows, ImageRows) else ((), {})
+    is_csv = not args.output.endswith(".jsonl")
+    n_rows = 0
     with (
-        open_output(args.output, terminal, replace=args.force) as file,
-        open_pools(rows, args.batch_size, world.device) as pools,
+        open_pools(rows, args.batch_size, device) as pools,
         tqdm(total=len(rows), unit=" rows", disable=None) as bar,
+        mixed_precision(card["precision"], device).autocast,
     ):
-        writer = RowWriter(file, is_csv=not args.output.endswith(".jsonl"))
         for pool in pools:
             for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(args.batch_size):
-                with torch.inference_mode(), autocast:
-                    values = workload.predict(model, batch)
+                values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
                 numbers = range(n_rows, n_rows + len(batch))
-                ids = {"file": [str(images.files.paths[row]) for row in numbers]} if images else {"row": [*numbers]}
-                if args.id:
-                    ids[args.id] = batch[args.id].tolist()
-                predicted = to_columns(values, card["attributes"], args.top, every=args.all)
-                for number, row in zip(numbers, to_rows(ids, predicted), strict=True):
-                    if number not in failed:
-                        writer.write(row)
+                ids: Columns = {"file": [str(files[row]) for row in numbers]} if files else {"row": [*numbers]}
+                ids |= {name: batch[name].tolist() for name in args.id}
+                columns = ids | to_columns(values, card["attributes"], args.top, every=args.all)
+                is_read = [row not in failed for row in numbers]
+                write_rows(file, columns, is_read, is_csv=is_csv, is_first=not n_rows)
                 n_rows += len(batch)
-                n_nan += count_nan(values)
                 bar.update(len(batch))
-    print(f"{writer.n_rows:,} rows" + (f": {args.output}" if args.output != "-" else ""))
-    for line in images.files.count_changes(range(n_rows)) if images else ():
-        print(line)
-    if n_nan:
-        warn(f"the model gives NaN for {n_nan:,} rows; their predictions mean nothing: look for NaN in these rows")
-    if failed:
-        reasons = "\n  ".join(reason for _, reason in sorted(failed.items()))
-        raise UserError(f"{len(failed):,} of {n_rows:,} images are left out:\n  {reasons}")
+    print(f"{n_rows - len(failed):,} rows" + (f": {args.output}" if args.output != "-" else ""))
+    return [reason for _, reason in sorted(failed.items())]
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
-    """terminal: what is asked for goes there; everything else goes to sys.stdout."""
+    """terminal: what is asked for goes there; everything else goes to sys.stdout. Raises UserError, and OSError if the
+    disk refuses."""
     folder = find_checkpoint(Path(args.checkpoint))
     print(f"model: {folder}")
     trained = load_model(folder)
@@ -138,15 +131,23 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     trained = trained._replace(model=to_device(trained.model, world.device))
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
-    if args.inputs:
-        predict(trained, rows, args, world=world, terminal=terminal)
+    if args.evaluate:
+        with open_pools(rows, args.batch_size, world.device) as pools:
+            precision = mixed_precision(trained.card["precision"], world.device)
+            metrics = evaluate(trained.model, trained.workload, pools, world, precision=precision)
+        for name, value in metrics.items():
+            print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
         return
-    model, workload, card = trained
-    with open_pools(rows, args.batch_size, world.device) as pools:
-        precision = mixed_precision(card["precision"], world.device)
-        metrics = evaluate(model, workload, pools, world, precision=precision)
-    for name, value in metrics.items():
-        print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
+    if args.output == "-":
+        failed = predict(trained, rows, args, device=world.device, file=terminal)
+    else:
+        with (
+            new_file(Path(args.output), replace=args.force) as partial,
+            partial.open("w", encoding="utf-8", errors="surrogateescape") as file,  # names of files may be any bytes
+        ):
+            failed = predict(trained, rows, args, device=world.device, file=file)
+    if failed:
+        raise UserError(f"{len(failed):,} of {len(rows):,} images are left out:\n  " + "\n  ".join(failed))
 
 
 if __name__ == "__main__":
@@ -154,5 +155,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
     with exit_with_message(), init_distributed(Dist(device=args.device)) as world:
         terminal = sys.stdout
-        with redirect_stdout(sys.stderr):
-            main(args, world, terminal)
+        try:
+            with redirect_stdout(sys.stderr):
+                main(args, world, terminal)
+        except OSError as error:  # such as a disk that is full
+            raise UserError(str(error)) from None

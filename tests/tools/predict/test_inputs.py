@@ -50,7 +50,7 @@ def test_ragged_rows(write_ragged):
     source = open_inputs([write_ragged(50)], card("items", "int32", (), 1000), ["items"])
     with open_pools(source, 50, ALONE.device) as pools:
         assert is_ragged(next(pools).rows["items"], range(50))
-    with pytest.raises(UserError, match=r"below 1000; the model was trained on .* below 60; its columns .* item_ids"):
+    with pytest.raises(UserError, match=r"below 1000; the model was trained on .* below 60"):
         open_inputs([write_ragged(50)], card("items", "int32", (), 60), ["items"])
 
 
@@ -59,26 +59,23 @@ def test_array_files(tmp_path):
     np.savez(tmp_path / "x.npz", x=numbered(9), other=np.zeros(2))
     for name in ("x.npy", "x.npz"):
         assert numbers_of(read(open_inputs([str(tmp_path / name)], card(), ["x"]))) == list(range(9))
-    np.savez(tmp_path / "y.npz", y=numbered(9))
     np.savez(tmp_path / "few.npz", x=numbered(9), id=np.zeros(8))
-    np.save(tmp_path / "none.npy", numbered(0))
     np.save(tmp_path / "objects.npy", np.array([None, {}]))
-    (tmp_path / "z.npy").write_text("no array")
-    (tmp_path / "z.npz").write_bytes((tmp_path / "x.npz").read_bytes().replace(numbered(9).tobytes(), bytes(72)))
+    (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "crc.npz").write_bytes((tmp_path / "x.npz").read_bytes().replace(numbered(9).tobytes(), bytes(72)))
     scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye_array(9, format="csr"))
     for names, fields, message in (
-        (["y.npz"], ["x"], "y.npz: x is missing; it has y"),
-        (["m.npz"], ["x"], "m.npz: x is missing; it has .*indptr"),
-        (["z.npy"], ["x"], "z.npy is not a file of NumPy arrays of numbers"),
-        (["z.npz"], ["x"], "z.npz is not a file of NumPy arrays of numbers: Bad CRC-32"),
-        (["gone.npy"], ["x"], "gone.npy is not a file of NumPy arrays of numbers: .*No such file"),
-        (["objects.npy"], ["x"], "objects.npy is not a file of NumPy arrays of numbers"),
-        (["none.npy"], ["x"], "at least one"),
-        (["few.npz"], ["x", "id"], "few.npz has .*'id': 8.* rows; each field should have as many"),
-        (["x.npy", "x.npy"], ["x"], "INPUT is 2 array files; give one"),
+        ("m.npz", "x", "m.npz should hold NumPy arrays x of equal length: 'x'"),
+        ("text.npy", "x", "text.npy should hold NumPy arrays x"),
+        ("crc.npz", "x", "crc.npz should hold NumPy arrays x of equal length: Bad CRC-32"),
+        ("gone.npy", "x", "gone.npy should hold NumPy arrays x of equal length: .*No such file"),
+        ("objects.npy", "x", "objects.npy should hold NumPy arrays x"),
+        ("few.npz", "x id", "few.npz should hold NumPy arrays x and id of equal length"),
+        ("x.npy", "x id", "x.npy should hold NumPy arrays x and id of equal length: 'id'"),
+        ("x.npy x.npy", "x", "x.npy is not an HDF5 file, nor a single NumPy file, with x, uint8"),
     ):
         with pytest.raises(UserError, match=message):
-            open_inputs([str(tmp_path / name) for name in names], card(), fields)
+            open_inputs([str(tmp_path / name) for name in names.split()], card(shape=(8,)), fields.split())
 
 
 # ---------------------------------------------------------------------------------------------- image files
@@ -131,15 +128,12 @@ def test_a_model_of_one_channel_gets_grey_as_pillow_makes_it(tmp_path, shape):
     np.testing.assert_array_equal(rows[1].reshape(6, 6), grey)
 
 
-def test_broken_images_and_those_that_lose_something_are_told(tmp_path):
+def test_broken_images_are_told(tmp_path):
     Image.fromarray(np.full((6, 6), 4095, np.uint16)).save(tmp_path / "0.png")
     (tmp_path / "1.png").write_text("no image")
     save_image(tmp_path / "2.png", 7, 5)
     source = open_inputs([str(tmp_path / f"{number}.png") for number in range(4)], color(), ["images"])
     assert (read(source, "images")[0] == 15).all()
-    (line,) = source.files.count_changes(range(4))
-    assert line.startswith("changed  16 bits to 8 (")
-    assert line.endswith("): 1 of 4 images")
     assert sorted(source.failed) == [1, 2, 3]
     assert "1.png cannot be read: it is not an image that Pillow knows" in source.failed[1]
     assert "2.png cannot be read: it has 7x5 pixels, the others 6x6; resize it" in source.failed[2]
@@ -150,8 +144,8 @@ def test_broken_images_and_those_that_lose_something_are_told(tmp_path):
 
 @pytest.mark.parametrize(
     "other",
-    [card("images", "float32", (3, 6, 6)), card("images", shape=(4, 6, 6)), card("images", shape=(6,))],
+    [card("images", "float32", (3, 6, 6)), card("images", shape=(6,))],
 )
 def test_models_that_take_no_image_files_say_so(other):
-    with pytest.raises(UserError, match="a.png is not an HDF5 or NumPy file; the model takes images"):
+    with pytest.raises(UserError, match="a.png is not an HDF5 file, nor a single NumPy file, with images"):
         open_inputs(["a.png"], other, ["images"])

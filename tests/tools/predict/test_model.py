@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastgpu.predict import export as module
 from fastgpu.predict.export import export, make_rows
 from fastgpu.predict.model import Trained, find_checkpoint, load_model
 from fastgpu.process.launch import UserError
@@ -65,7 +64,7 @@ def test_a_model_comes_back_as_it_was(minimal_run):
 def test_a_damaged_description_is_one_line(tmp_path, minimal_run, name, content):
     folder = copy_of(minimal_run, tmp_path / "copy", ("model.json", "model.safetensors"))
     (folder / name).write_text(content)
-    with pytest.raises(UserError, match=r"copy is damaged \(.*\); use another checkpoint") as caught:
+    with pytest.raises(UserError, match="copy is damaged, or of other code than workloads/ has: .") as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
 
@@ -79,7 +78,7 @@ def test_a_flipped_bit_or_a_missing_file_is_noticed(tmp_path, minimal_run, name)
     with pytest.raises(UserError, match=f"{name} does not match its checksum"):
         load_model(folder)
     (folder / name).unlink()
-    with pytest.raises(UserError, match=rf"copy is damaged \(.*No such file .*{name}"):
+    with pytest.raises(UserError, match=rf"copy is damaged.*No such file .*{name}"):
         load_model(folder)
 
 
@@ -89,9 +88,9 @@ def test_a_flipped_bit_or_a_missing_file_is_noticed(tmp_path, minimal_run, name)
         ([], {"format": 2}, "format Input should be 1"),
         ([], {"workload": None}, "workload Input should be a valid string"),
         (["fields", "x"], {"dtype": "float31"}, "data type 'float31' not understood"),
-        (["fields", "x"], {"shape": "six"}, "fields.x.shape Input should be a valid array"),
-        (["options"], {"hidden_dim": 8}, r"does not fit workloads/minimal.py: .*size mismatch"),
-        (["options"], {"depth": 8}, r"does not fit workloads/minimal.py: .*depth Extra inputs are not permitted"),
+        (["fields"], {"x": 6}, "copy is damaged"),
+        (["options"], {"hidden_dim": 8}, "size mismatch"),
+        (["options"], {"depth": 8}, "depth Extra inputs are not permitted"),
     ],
 )
 def test_a_copy_that_does_not_fit_is_refused(tmp_path, minimal_run, keys, values, message):
@@ -119,6 +118,11 @@ class Mean(nn.Module):
 class DependsOnValues(Mean):
     def forward(self, image: Tensor, items: Tensor) -> Tensor:
         return super().forward(image, items) if int(items.sum()) % 2 else image.float()
+
+
+class IsOtherWhenTraced(Mean):
+    def forward(self, image: Tensor, items: Tensor) -> Tensor:
+        return super().forward(image, items) + int(torch.compiler.is_compiling())
 
 
 class Workload:
@@ -178,13 +182,7 @@ def test_onnx(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
 
 
-def test_without_the_extra_the_command_that_installs_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"a.onnx needs ONNX: pip install .*\[export\]"):
-        export(trained(), tmp_path / "a.onnx")
-
-
-def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path):
     with pytest.raises(UserError, match=r"a.pt2 was not written: .+") as caught:
         export(trained(DependsOnValues()), tmp_path / "a.pt2")
     assert "\n" not in str(caught.value)
@@ -195,9 +193,8 @@ def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path, monkeypatch):
             export(trained(), tmp_path / "a.pt2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    monkeypatch.setattr(module, "TOLERANCE", -1)
-    with pytest.raises(UserError, match="its numbers differ from those of the model"):
-        export(trained(), tmp_path / "a.pt2")
+    with pytest.raises(UserError, match="a.pt2 was not written: Tensor-likes are not close"):
+        export(trained(IsOtherWhenTraced()), tmp_path / "a.pt2")
     assert not list(tmp_path.iterdir())
 
 
@@ -206,8 +203,6 @@ def test_made_up_rows_have_the_types_of_the_fields(monkeypatch):
     rows = make_rows(trained(), 4)
     assert rows["image"].shape == (4, 3, 4, 4)
     assert (rows["image"].dtype, rows["x"].dtype) == (torch.uint8, torch.float32)
-    assert rows["image"].any()
-    assert rows["x"].any()
-    assert not rows["index"].any()
-    np.testing.assert_array_equal(rows["items"].host_offsets, [0, 3, 6, 9, 12])
-    assert rows["items"].values.max() < 50
+    assert all(rows[name].any() for name in ("image", "x"))
+    np.testing.assert_array_equal(rows["items"].host_offsets, [0, 2, 4, 6, 8])
+    assert rows["items"].values.max() == 1

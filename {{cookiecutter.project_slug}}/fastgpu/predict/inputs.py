@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,49 +63,36 @@ class ImageRows(Dataset):
 
 
 def open_inputs(paths: Sequence[str], card: Mapping[str, Any], names: Sequence[str]) -> Dataset:
-    """Rows with the fields `names`. Those that the model was trained on are of the same shape and type.
+    """Rows with the fields `names`. Those that the model was trained on are of the same shape and type, but single
+    numbers, such as labels, of any type: the workload checks them.
 
     paths: HDF5 files (`file.h5::/group` and globs, too), one .npy or .npz file, or image files and folders of them; the
     first one says which. card: the content of model.json. Raises UserError if the inputs do not fit.
     """
     trained_on = DescribedSource(card).fields
     fields = {name: trained_on[name] for name in names if name in trained_on}
+    preprocessing = card["attributes"].get("preprocessing")
     source: Dataset
-    if paths[0].endswith((".npy", ".npz")):
-        source = _open_arrays(paths, names)
-    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
-        datasets = {name: card["fields"][name]["dataset"] if name in fields else name for name in names}
-        source = open_store("INPUT", paths, datasets)
+    if "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
+        source = open_store("INPUT", paths, {name: card["fields"].get(name, {}).get("dataset", name) for name in names})
+    elif len(paths) == 1 and paths[0].endswith((".npy", ".npz")):
+        source = _open_arrays(paths[0], names)
+    elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1:
+        source = _open_images(paths, names[0], fields[names[0]], preprocessing)
     else:
-        source = _open_images(paths, card, fields)
-        if other := [name for name in names if name not in source.fields]:
-            raise UserError(f"--id is {other[0]}, but INPUT are image files, which have no such field; leave it out")
+        taken = " and ".join(f"{name}, {fields.get(name, 'of --id')}" for name in names)
+        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {taken}")
     for name, field in fields.items():
         if source.fields[name].codec and len(field.shape) == 3:
-            preprocessing = json.loads(card["attributes"].get("preprocessing", "{}"))
-            source = decode_images(source, field.shape[1:], centre_share=preprocessing.get("centre_share"))
-        if not _fits(source.fields[name], field):
-            cure = "; its columns should be those of item_ids in the training file" if field.is_ragged else ""
-            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}{cure}")
+            share = json.loads(preprocessing or "{}").get("centre_share")
+            source = decode_images(source, field.shape[1:], centre_share=share)
+        if (field.shape or field.is_ragged) and source.fields[name].signature != field.signature:
+            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     return source
 
 
-def _fits(found: Field, field: Field) -> bool:
-    """Whether a field is the one that the model was trained on. Single whole numbers (labels) may have another size."""
-    are_numbers = not (found.is_ragged or field.is_ragged or found.shape or field.shape)
-    are_whole = {found.dtype.kind, field.dtype.kind} <= {"u", "i"}
-    return found.signature == field.signature or (are_numbers and are_whole)
-
-
-def _open_images(paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[str, Field]) -> ImageRows:
-    name, field = next(iter(fields.items()))
-    is_image = field.dtype == np.uint8 and len(field.shape) in (2, 3) and field.shape[:-2] in ((), (1,), (3,))
-    room = find_spec("fastgpu.images")  # which a project without an image workload lacks
-    if len(fields) > 1 or not is_image or not (room and room.origin):
-        taken = ", ".join(f"{name}, {field}" for name, field in fields.items())
-        raise UserError(f"{paths[0]} is not an HDF5 or NumPy file; the model takes {taken}")
-    images = import_module("fastgpu.images.files")
-    preprocessing = card["attributes"].get("preprocessing")
+def _open_images(paths: Sequence[str], name: str, field: Field, preprocessing: str | None) -> ImageRows:
+    images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
     prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
     files: list[Path] = []
     for path in map(Path, paths):
@@ -117,21 +103,15 @@ def _open_images(paths: Sequence[str], card: Mapping[str, Any], fields: Mapping[
     return ImageRows(name, field, images.ImageFiles(files, prepared, field.shape))
 
 
-def _open_arrays(paths: Sequence[str], names: Sequence[str]) -> ArrayDataset:
-    if len(paths) > 1:
-        raise UserError(f"INPUT is {len(paths)} array files; give one, or an HDF5 file by `python convert.py arrays`")
+def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
     try:
-        content = np.load(paths[0], mmap_mode="r", allow_pickle=False)
+        content = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = {names[0]: content} if isinstance(content, np.ndarray) else dict(content)
+        columns = {name: arrays[name] for name in names}
+        (_,) = {len(column) for column in columns.values()}
     except Exception as error:  # a damaged file can raise anything
-        raise UserError(f"{paths[0]} is not a file of NumPy arrays of numbers: {error}") from None
-    if missing := [name for name in names if name not in arrays]:
-        raise UserError(f"{paths[0]}: {missing[0]} is missing; it has {', '.join(arrays)}")
-    columns = {name: arrays[name] for name in names}
-    lengths = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
-    if len(set(lengths.values())) > 1 or not all(lengths.values()):
-        raise UserError(f"{paths[0]} has {lengths} rows; each field should have as many, and at least one")
-    return ArrayDataset(paths[0], columns)
+        raise UserError(f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}") from None
+    return ArrayDataset(path, columns)
 
 
 @contextmanager

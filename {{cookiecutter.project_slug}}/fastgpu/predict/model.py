@@ -18,30 +18,16 @@ from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from workloads import Workload
 
 
-class _Field(BaseModel):
-    dtype: str
-    shape: tuple[int, ...]
-    is_ragged: bool
-    n_items: int | None
-    dataset: str
-
-
 class _Card(BaseModel, extra="allow"):
     """What model.json must hold; fastgpu/run/record.py describes it."""
 
     format: Literal[1]
     workload: str
     options: dict[str, Any]
-    fields: dict[str, _Field]
+    fields: dict[str, dict[str, Any]]
     attributes: dict[str, Any]
     batch_size: int
     precision: Literal["bf16", "fp16", "fp32"]
-
-
-class _State(BaseModel):
-    """What predictions need of state.json."""
-
-    sha256: dict[str, str]
 
 
 class Trained(NamedTuple):
@@ -74,15 +60,12 @@ def load_model(folder: str | Path) -> Trained:
     folder = Path(folder)
     try:
         card = _read_card(folder)
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"{folder} is damaged ({_in_one_line(error)}); use another checkpoint") from None
-    try:
         workload = make_workload(card)
         model = workload.model()
         fill(model, folder / WEIGHTS)
-    except (RuntimeError, ValueError, SafetensorError) as error:
-        reason = _in_one_line(error)
-        raise UserError(f"{folder} does not fit workloads/{card['workload']}.py: {reason}") from None
+    except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder} is damaged, or of other code than workloads/ has: {reason}") from None
     return Trained(model.eval(), workload, card)
 
 
@@ -98,19 +81,10 @@ def make_workload(card: Mapping[str, Any], val: Dataset | None = None) -> Worklo
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
-    """The content of model.json. A copy of the two files without state.json has no checksums to compare with.
-
-    Raises OSError, TypeError or ValueError if something is missing or wrong.
-    """
+    """The content of model.json. A copy of the two files without state.json has no checksums to compare with."""
     if (folder / "state.json").exists():
-        state = _State.model_validate_json((folder / "state.json").read_bytes())
+        digests = json.loads((folder / "state.json").read_bytes())["sha256"]
         for name in (DESCRIPTION, WEIGHTS):
-            if sha256_of(folder / name) != state.sha256.get(name):
+            if sha256_of(folder / name) != digests[name]:
                 raise ValueError(f"{name} does not match its checksum")
-    card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
-    DescribedSource(card)  # NumPy may know no such type
-    return card
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
