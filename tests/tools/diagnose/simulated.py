@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from harness import ALONE, CPU
 
 from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, measure, open_supplies, read_pool, repeat
-from fastgpu.diagnose.verdict import Cause, Measured, Options
+from fastgpu.diagnose.verdict import Cause, Measured
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
@@ -156,7 +156,8 @@ class Planted(NamedTuple):
     """The beginning of the advice."""
     cured: Times
     """The times after the change."""
-    options: Options = Options()
+    readers: tuple[str, float] | None = None
+    """See `judge`."""
 
 
 PLANTED = [
@@ -166,7 +167,7 @@ PLANTED = [
         "READ",
         "loader.num_readers=2",
         Times(disk_s=0.012, n_readers=2),
-        Options(readers=("loader.num_readers=2", 0.006)),
+        ("loader.num_readers=2", 0.006),
     ),
     Planted(
         "slow decoding",
@@ -174,7 +175,7 @@ PLANTED = [
         "DECODE",
         "loader.num_readers=2",
         Times(decode_s=0.012, n_readers=2),
-        Options(readers=("loader.num_readers=2", 0.006)),
+        ("loader.num_readers=2", 0.006),
     ),
     Planted("a slow transform", Times(transform_s=0.006), "AUGMENT", "make `transform`", Times()),
     Planted(

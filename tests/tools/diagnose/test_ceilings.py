@@ -34,7 +34,7 @@ from fastgpu.diagnose.ceilings import (
     read_pool,
 )
 from fastgpu.diagnose.result import ceilings
-from fastgpu.diagnose.verdict import Measured, Options, judge
+from fastgpu.diagnose.verdict import Measured, judge
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler
@@ -77,7 +77,7 @@ def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, pl
     def attempt():
         slow = measure_simulated(path, planted.times)
         cured = measure_simulated(path, planted.cured)
-        verdict = judge(slow, planted.options)
+        verdict = judge(slow, readers=planted.readers)
         gain = speed(cured) / speed(slow)
         is_named = verdict.cause == planted.cause and verdict.change.startswith(planted.change)
         is_predicted = gain == pytest.approx(verdict.gain, rel=0.15)
@@ -92,7 +92,7 @@ def test_one_slow_rank_of_two(path):
     def attempt():
         slow = in_world(2, measure_slow_second_rank, path, 0.03)
         cured = in_world(2, measure_slow_second_rank, path, 0.012)
-        verdicts = [judge(m, Options()) for m in slow]
+        verdicts = [judge(m) for m in slow]
         gain = speed(cured[0]) / speed(slow[0])
         named = {(verdict.cause, verdict.change) for verdict in verdicts}
         is_named = named == {("RANKS", "look at the machine of rank 1")}

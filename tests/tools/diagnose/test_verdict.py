@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from harness import ROOT
 
-from fastgpu.diagnose.verdict import ADVICE, MEANING, Measured, Options, Rounds, exceeds, is_enough, judge
+from fastgpu.diagnose.verdict import ADVICE, MEANING, Measured, Rounds, exceeds, is_enough, judge
 from fastgpu.process.config_loader import keys
 
 
@@ -31,46 +31,44 @@ SLOW_DISK = measured(1.0, 4.0, supply=4.0, cached=0.5)
 FAST = {"supply": 0.9, "cached": 0.9}
 SYNC = {"syncs": ("mine.py:3",)}
 CASES = [  # (measurements, what could be changed, cause, a part of the change, its gain)
-    (measured(1.0, 1.01, supply=0.2, cached=0.2), Options(), "COMPUTE", "", 1.0),
-    (SLOW_DISK, Options(readers=("loader.num_readers=4", 2.0)), "READ", "loader.num_readers=4", 2.0),
-    (SLOW_DISK, Options(readers=("loader.num_readers=4", 3.95)), "READ", "data.echo=4", 4.0),
-    (measured(1.0, 4.0, supply=4.0, cached=3.9), Options(), "DECODE", "data.echo=4", 4.0),
-    (measured(1.0, 4.0, supply=4.0)._replace(is_uncached=True), Options(), "READ", "data.echo=4", 4.0),
-    (measured(1.0, 3.0, supply=3.0, cached=0.5), Options(), "READ", "data.echo=3", 3.0),
-    (measured(1.0, 3.0, supply=3.0, cached=0.5), Options(echo=2.0), "READ", "data.echo=4", 2.0),
-    (measured(1.0, 9.0, supply=9.0, cached=0.5), Options(), "READ", "data.echo=4", 4.0),
-    (measured(1.0, 3.0, copy=3.0, supply=3.0), Options(), "COPY", "data.echo=3", 3.0),
-    (measured(1.0, 1.0, copy=0.9, supply=0.95), Options(), "COMPUTE", "", 1.0),
-    (measured(1.0, 1.0, busy_s=0.1), Options(), "HOST", "data.batch_size=512", 8.0),
-    (measured(1.0, 1.0, busy_s=0.1), Options(n_rows=200), "HOST", "data.batch_size=128", 2.0),
-    (measured(1.0, 1.0, busy_s=0.1), Options(n_rows=64), "HOST", "", 1.0),
-    (measured(1.0, 1.0, busy_s=0.6, **SYNC), Options(), "HOST", "mine.py:3", 1 / 0.6),
-    (measured(1.0, 1.0, busy_s=0.95, **SYNC), Options(), "COMPUTE", "", 1.0),
-    (measured(1.0, 1.0, untransformed=0.6), Options(), "AUGMENT", "transform", 1 / 0.6),
-    (measured(1.0, 1.0, ranks_compute=(0.5, 1.0)), Options(), "RANKS", "rank 1", 2.0),
-    (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 2.0)), Options(), "RANKS", "rank 0", 2.0),
-    (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 0.5)), Options(), "RANKS", "rank 0", 4.0),
-    (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), Options(), "RANKS", "data.batch_size=128", 1.25),
-    (measured(1.0, 1.8, **FAST, cpu_share=0.95), Options(), "DECODE", "data.echo=1.8", 1.8 / (1 + 0.8 / 1.8)),
-    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), Options(), "INCONCLUSIVE", "", 1.0),
-    (measured(1.0, 1.8, **FAST, cpu_share=0.5), Options(), "INCONCLUSIVE", "", 1.0),
-    (measured(1.0, 1.8, **FAST, busy_s=0.1), Options(), "HOST", "data.batch_size=512", 1.8 / 0.925),
+    (measured(1.0, 1.01, supply=0.2, cached=0.2), {}, "COMPUTE", "", 1.0),
+    (SLOW_DISK, {"readers": ("loader.num_readers=4", 2.0)}, "READ", "loader.num_readers=4", 2.0),
+    (SLOW_DISK, {"readers": ("loader.num_readers=4", 3.95)}, "READ", "data.echo=4", 4.0),
+    (measured(1.0, 4.0, supply=4.0, cached=3.9), {}, "DECODE", "data.echo=4", 4.0),
+    (measured(1.0, 4.0, supply=4.0)._replace(is_uncached=True), {}, "READ", "data.echo=4", 4.0),
+    (measured(1.0, 3.0, supply=3.0, cached=0.5), {}, "READ", "data.echo=3", 3.0),
+    (measured(1.0, 3.0, supply=3.0, cached=0.5), {"echo": 2.0}, "READ", "data.echo=4", 2.0),
+    (measured(1.0, 9.0, supply=9.0, cached=0.5), {}, "READ", "data.echo=4", 4.0),
+    (measured(1.0, 3.0, copy=3.0, supply=3.0), {}, "COPY", "data.echo=3", 3.0),
+    (measured(1.0, 1.0, copy=0.9, supply=0.95), {}, "COMPUTE", "", 1.0),
+    (measured(1.0, 1.0, busy_s=0.1), {}, "HOST", "data.batch_size=512", 8.0),
+    (measured(1.0, 1.0, busy_s=0.6, **SYNC), {}, "HOST", "mine.py:3", 1 / 0.6),
+    (measured(1.0, 1.0, busy_s=0.95, **SYNC), {}, "COMPUTE", "", 1.0),
+    (measured(1.0, 1.0, untransformed=0.6), {}, "AUGMENT", "transform", 1 / 0.6),
+    (measured(1.0, 1.0, ranks_compute=(0.5, 1.0)), {}, "RANKS", "rank 1", 2.0),
+    (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 2.0)), {}, "RANKS", "rank 0", 2.0),
+    (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 0.5)), {}, "RANKS", "rank 0", 4.0),
+    (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), {}, "RANKS", "data.batch_size=128", 1.25),
+    (measured(1.0, 1.8, **FAST, cpu_share=0.95), {}, "DECODE", "data.echo=1.8", 1.8 / (1 + 0.8 / 1.8)),
+    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), {}, "INCONCLUSIVE", "", 1.0),
+    (measured(1.0, 1.8, **FAST, cpu_share=0.5), {}, "INCONCLUSIVE", "", 1.0),
+    (measured(1.0, 1.8, **FAST, busy_s=0.1), {}, "HOST", "data.batch_size=512", 1.8 / 0.925),
 ]
 
 
 @pytest.mark.parametrize(("m", "options", "cause", "change", "gain"), CASES)
 def test_one_cause_and_one_change(m, options, cause, change, gain):
-    verdict = judge(m, options)
+    verdict = judge(m, **options)
     assert verdict.cause == cause
     assert change in verdict.change if change else not verdict.change
     assert verdict.gain == pytest.approx(gain, rel=0.02)
 
 
 def test_the_echo_that_costs_nothing_is_named_beside_a_better_change():
-    more_readers = Options(readers=("loader.num_readers=4", 1.0))
-    assert judge(SLOW_DISK, more_readers)[2:] == ("loader.num_readers=4", 4.0, 4.0)
-    assert judge(measured(1.0, 2.5, supply=2.5, cached=0.5), more_readers).free_echo == 2.5
-    assert judge(measured(1.0, 1.0, untransformed=0.6), Options()).free_echo is None
+    more_readers = {"readers": ("loader.num_readers=4", 1.0)}
+    assert judge(SLOW_DISK, **more_readers)[2:] == ("loader.num_readers=4", 4.0, 4.0)
+    assert judge(measured(1.0, 2.5, supply=2.5, cached=0.5), **more_readers).free_echo == 2.5
+    assert judge(measured(1.0, 1.0, untransformed=0.6)).free_echo is None
 
 
 # ---------------------------------------------------------------------------------------------- noise
@@ -117,7 +115,7 @@ NEAR_A_LIMIT = [  # (measurements, cause): a small change would make another cau
 def test_a_wrong_cause_is_named_in_at_most_one_of_28_diagnoses(m, right, noise):
     """Whatever the noise, and also where the truth is at the limit of two causes."""
     rng = np.random.default_rng(0)
-    named = [judge(disturbed(m, rng, noise), Options()).cause for _ in range(N_TRIES)]
+    named = [judge(disturbed(m, rng, noise)).cause for _ in range(N_TRIES)]
     false = [cause for cause in named if cause not in (right, "INCONCLUSIVE")]
     three_sigma = 3 * (FALSE_SHARE * N_TRIES) ** 0.5
     assert len(false) < FALSE_SHARE * N_TRIES + three_sigma, set(false)
@@ -126,7 +124,7 @@ def test_a_wrong_cause_is_named_in_at_most_one_of_28_diagnoses(m, right, noise):
 @pytest.mark.parametrize(("m", "options", "cause", "change", "gain"), CASES)
 def test_a_little_noise_does_not_hide_a_cause(m, options, cause, change, gain):
     rng = np.random.default_rng(0)
-    named = [judge(disturbed(m, rng, 0.01), options).cause for _ in range(N_TRIES)]
+    named = [judge(disturbed(m, rng, 0.01), **options).cause for _ in range(N_TRIES)]
     assert named.count(cause) > 0.9 * N_TRIES
 
 
@@ -137,7 +135,7 @@ LOADED_LOOP = Rounds((1.0, 0.4, 0.5, 0.5, 1.2, 0.45, 0.4, 0.6))
 def test_a_ratio_whose_interval_says_nothing_gives_no_verdict_about_a_feed():
     """Rounds of a loaded machine: the median says that the loop is fed, and the loop may have half of its speed."""
     fast = Rounds((0.001,) * 8)
-    verdict = judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP, supply=fast, cached=fast), Options())
+    verdict = judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP, supply=fast, cached=fast))
     assert (verdict.cause, verdict.change, verdict.gain) == ("INCONCLUSIVE", "", 1.0)
     assert "the loop loses 0 to 4" in verdict.why
     assert verdict.why.endswith("COMPUTE, parts that slow each other down")
@@ -145,15 +143,15 @@ def test_a_ratio_whose_interval_says_nothing_gives_no_verdict_about_a_feed():
 
 def test_a_run_on_the_device_tier_has_no_feed_to_wait_for():
     """So that the first try of a newcomer ends with a verdict, also on a loaded machine."""
-    assert judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP), Options()).cause == "COMPUTE"
+    assert judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP)).cause == "COMPUTE"
     loses = Measured(64, Rounds((1.0,) * 5), Rounds((2.0,) * 5))
-    assert judge(loses, Options()).cause == "INCONCLUSIVE"
+    assert judge(loses).cause == "INCONCLUSIVE"
 
 
 def test_the_likeliest_candidate_comes_first():
     slow = Rounds((3.5, 4.5, 2.9, 5.5))
     storage = Rounds((1.0, 3.0, 1.2, 3.5))
-    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage), Options())
+    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage))
     assert verdict.cause == "INCONCLUSIVE"
     assert "READ, DECODE" in verdict.why
 

@@ -1,6 +1,5 @@
 """The training of a config, built by the functions of train.py, so that its parts can be measured."""
 
-import sys
 from functools import partial
 from itertools import count, islice
 from math import ceil
@@ -15,7 +14,6 @@ from fastgpu.diagnose.ceilings import FeedPlan, Loop, Meter, Supply, read_pool, 
 from fastgpu.diagnose.verdict import Measured
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Config
-from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
@@ -49,7 +47,7 @@ class Bench:
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step), 3)[1])
         if self.sizes.tier == "disk":
-            slowest_s = max(slowest_s, self._first_supply_s())
+            slowest_s = max(slowest_s, self._supply_s(self.sizes.n_readers))
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
@@ -61,7 +59,7 @@ class Bench:
             n_steps = self.loop.echo * ceil(len(pool) / sizes.batch_size)
             copy = ceilings.copies(pool, self.parts.train_rows.fields, device, n_steps)
         supplies = ceilings.open_supplies(self._plan(sizes.n_readers), self.loop)
-        measured = ceilings.measure(self.meter, self.loop, supplies, copy, report=self.show)
+        measured = ceilings.measure(self.meter, self.loop, supplies, copy)
         for supply in supplies.values():
             supply.feed.close()
         return measured
@@ -70,12 +68,8 @@ class Bench:
         """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
         n_readers = max(1, 2 * self.sizes.n_readers)
         setting = f"loader.{'num_workers' if self.sizes.uses_workers else 'num_readers'}={n_readers}"
-        self.show(f"trying {setting}")
-        supply = Supply(self._plan(n_readers), self.loop)
-        supply.drain(supply.n_ready)
-        _, _, ranks_s = self.meter.run_long(supply.drain, 2 * supply.n_joint)
-        supply.feed.close()
-        return setting, max(ranks_s)
+        self.world.print_once(f"trying {setting}")
+        return setting, self._supply_s(n_readers)
 
     @property
     def title(self) -> str:
@@ -84,7 +78,7 @@ class Bench:
         return f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
 
     def trace(self, n_steps: int, path: Path) -> None:
-        """Write a profile of some steps of the loop, on rank 0. Raises UserError if it cannot be written."""
+        """Write a profile of some steps of the loop, on rank 0."""
         supply = Supply(self._plan(self.sizes.n_readers), self.loop)
         steps = (step for _ in count() for step in supply.steps())
         next(steps)
@@ -92,23 +86,15 @@ class Bench:
             list(islice(steps, n_steps))
             self.meter.device.synchronize()
         supply.feed.close()
-        with self.world.together():
-            if self.world.is_main:
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    profile.export_chrome_trace(str(path))
-                except OSError as error:
-                    raise UserError(f"cannot write {path} ({error.strerror})") from None
-
-    def show(self, text: str) -> None:
-        """Print the progress to stderr."""
         if self.world.is_main:
-            print(text, file=sys.stderr, flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
 
-    def _first_supply_s(self) -> float:
-        """Seconds per step of the supply, as far as the first pools show them."""
-        supply = Supply(self._plan(self.sizes.n_readers), self.loop)
-        _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
+    def _supply_s(self, n_readers: int) -> float:
+        """Seconds per step of the supply with that many readers, after the pools that lie ready."""
+        supply = Supply(self._plan(n_readers), self.loop)
+        supply.drain(supply.n_ready)
+        _, _, ranks_s = self.meter.run_long(supply.drain, 2 * supply.n_joint)
         supply.feed.close()
         return max(ranks_s)
 

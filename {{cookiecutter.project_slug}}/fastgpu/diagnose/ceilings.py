@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from math import ceil
@@ -237,7 +238,6 @@ def measure(
     copy: Work | None = None,
     *,
     stop: Callable[[Measured], bool] = is_enough,
-    report: Callable[[str], None] = lambda _: None,
 ) -> Measured:
     """Measure everything, round after round, until `stop` says that it is enough. copy: copies that many pools.
 
@@ -253,7 +253,7 @@ def measure(
     busy_s = 0.0
     syncs: list[str] = []
     for number in range(MAX_ROUNDS):
-        report(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
+        world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         for name, task in tasks.items():
             task.warm_up()
             t0, cpu_t0 = time.perf_counter(), _cpu_s()
@@ -323,10 +323,8 @@ def repeat(step: Callable[[], object], n_steps: int) -> int:
 def _cpu_s() -> float:
     """CPU time of this process and of its workers, including workers that have ended."""
     process = psutil.Process()
-    total_s = sum(process.cpu_times()[:4])
-    for child in process.children(recursive=True):
-        try:
-            total_s += sum(child.cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue
+    total_s = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total_s += sum(each.cpu_times()[:4])
     return total_s

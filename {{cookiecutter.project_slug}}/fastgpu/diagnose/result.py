@@ -1,77 +1,9 @@
-"""What is told: processes, GPUs and file system before anything is measured; then what was found out, also as JSON."""
+"""What was found out, as a table for a terminal and as JSON values."""
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
 from fastgpu.diagnose.verdict import ADVICE, MEANING, Measured, Rounds, Verdict
-from fastgpu.process.config import Data
-from fastgpu.process.machine import available_cpus
-from fastgpu.process.world import World
-from fastgpu.storage.file import split_group
-from fastgpu.telemetry.monitor import gpu_handle, open_nvml
-
-# beginnings of the names of network file systems
-NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.", "virtiofs", "glusterfs", "afs")
-LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""The reasons (nvmlClocksEventReason<name>) that hold the clocks down although there is work."""
-
-
-def look(data: Data, world: World) -> list[str]:
-    """A line about everything that is worth a look before measuring. Those that begin with ! name a cure."""
-    lines = [_processes(world)]
-    try:
-        lines += [_gpu(uuid) for uuid in world.gpus]
-    except Exception as error:  # a driver that does not answer
-        lines.append(f"! GPUs         not seen: {error}")
-    paths = [data.train] if isinstance(data.train, str) else list(data.train)
-    return [*lines, _file_system(paths[0])]
-
-
-def _line(topic: str, value: str, advice: str = "") -> str:
-    return f"! {topic:<12} {value}: {advice}" if advice else f"  {topic:<12} {value}"
-
-
-def _processes(world: World) -> str:
-    n_ranks = world.local_world_size
-    cpus_per_rank = available_cpus() / n_ranks
-    n_gpus = torch.cuda.device_count()
-    is_gpu = world.device.type == "cuda"
-    advice = ""
-    if is_gpu and n_ranks < n_gpus:
-        advice = f"{n_gpus - n_ranks} GPUs have nothing to do; torchrun --standalone --nproc-per-node=gpu"
-    elif n_gpus and not is_gpu:
-        advice = "the GPUs are not used (dist.device)"
-    elif is_gpu and cpus_per_rank < 2:
-        advice = "the readers and the loop share a CPU; give the job more CPUs"
-    return _line("processes", f"{n_ranks} here, {cpus_per_rank:g} CPUs each, {n_gpus} GPUs visible", advice)
-
-
-def _gpu(uuid: str) -> str:
-    nvml = open_nvml()
-    handle = gpu_handle(nvml, uuid)
-    n_lanes = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
-    max_lanes = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    limits = [name for name in LIMITS if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")]
-    advice = ""
-    if n_lanes < max_lanes:
-        advice = f"its slot has {n_lanes} of {max_lanes} PCIe lanes; copies are slower by this factor"
-    if limits:
-        advice = f"its clocks are held down ({', '.join(limits)}); look at power and cooling"
-    return _line("GPU", f"{nvml.nvmlDeviceGetName(handle)}, PCIe x{n_lanes}", advice)
-
-
-def _file_system(path: str) -> str:
-    place = Path(split_group(path)[0]).resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
-    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else "an unknown file system"
-    is_network = kind.startswith(NETWORK)
-    return _line("data", f"{path} on {kind}", "the first epoch is no faster than the network" if is_network else "")
 
 
 def ceilings(m: Measured) -> dict[str, Rounds]:
@@ -112,7 +44,7 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def as_json(title: str, m: Measured, verdict: Verdict, preflight: Sequence[str]) -> dict[str, Any]:
+def as_json(title: str, m: Measured, verdict: Verdict) -> dict[str, Any]:
     """Everything as JSON values. Times are seconds per step."""
     parts = {
         name: {"rows_per_s": m.batch_size / timing.median, "step_s": timing.values}
@@ -121,7 +53,6 @@ def as_json(title: str, m: Measured, verdict: Verdict, preflight: Sequence[str])
     return {
         "title": title,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "preflight": list(preflight),
         "verdict": verdict._asdict(),
         "feed_ratio": m.feed_ratio.median,
         "parts": parts,

@@ -32,9 +32,9 @@ MEANING: dict[Cause, str] = {
     "INCONCLUSIVE": "the measurements do not tell",
 }
 ADVICE: dict[Cause, str] = {
-    "READ": "data.tier=auto; a faster disk, or blocks of 2 MiB (python convert.py info rates the file)",
+    "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py info rates the file)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
-    "COPY": "data.tier=auto; store floats as uint8, and let the transform make floats of them on the device",
+    "COPY": "data.tier=auto; floats stored as uint8; nvidia-smi -q shows missing PCIe lanes and held-down clocks",
     "AUGMENT": "train.compile=true",
     "HOST": "train.compile=true; bf16 instead of fp16, whose loss scaler reads a value in each step",
     "RANKS": "fewer ranks; of a slow rank, the other processes, clocks and disk of its machine",
@@ -159,17 +159,6 @@ class Measured(NamedTuple):
         return saved(self.untransformed or self.compute, self.compute)
 
 
-class Options(NamedTuple):
-    """What could be changed about a run."""
-
-    echo: float = 1.0
-    """data.echo now."""
-    readers: tuple[str, float] | None = None
-    """(setting, seconds per step of the supply with it) for twice as many readers. None: not tried."""
-    n_rows: int = 1 << 40
-    """Rows of training, which limit the size of a batch."""
-
-
 class Verdict(NamedTuple):
     """One cause and one change."""
 
@@ -197,9 +186,13 @@ class Suspect(NamedTuple):
     """Seconds of a step that the change should save."""
 
 
-def judge(m: Measured, options: Options) -> Verdict:
-    """The bottleneck, and the change that promises most."""
-    suspects = find_suspects(m, options)
+def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = None) -> Verdict:
+    """The bottleneck, and the change that promises most.
+
+    echo: data.echo of the loop. readers: (setting, seconds per step of the supply with it) for twice as many readers.
+    None: not tried.
+    """
+    suspects = find_suspects(m)
     causes = list(dict.fromkeys(suspect.cause for suspect in suspects))
     if len(causes) > 1:
         possible = ", ".join(causes).replace("INCONCLUSIVE", "parts that slow each other down")
@@ -209,8 +202,8 @@ def judge(m: Measured, options: Options) -> Verdict:
     change, loop_s = first.change, m.loop.median - first.saved_s
     free_echo = None
     if first.cause in ("READ", "DECODE", "COPY"):
-        change, loop_s = _find_feed_change(m, options)
-        free_echo = _free_echo(m, options)
+        free_echo = round(min(MAX_ECHO, echo * m.loop.median / m.compute.median), 2)
+        change, loop_s = _find_feed_change(m, readers, echo, free_echo)
     if not _gains(loop_s, m):
         change, loop_s = "", m.loop.median
     return Verdict(first.cause, first.why, change, m.loop.median / loop_s, free_echo)
@@ -222,24 +215,24 @@ def judge(m: Measured, options: Options) -> Verdict:
 def is_enough(m: Measured) -> bool:
     """Whether more rounds would hardly tell more."""
     n_rounds = len(m.loop.values)
-    causes = {suspect.cause for suspect in find_suspects(m, Options())}
+    causes = {suspect.cause for suspect in find_suspects(m)}
     if len(causes) > 1 or causes == {"INCONCLUSIVE"}:
         return n_rounds >= MAX_ROUNDS
     return n_rounds >= N_ROUNDS or (n_rounds >= MIN_ROUNDS and m.lost.low > CLEAR_SHARE)
 
 
-def find_suspects(m: Measured, options: Options) -> list[Suspect]:
+def find_suspects(m: Measured) -> list[Suspect]:
     """The causes that the measurements do not exclude, the likeliest first."""
     loses = exceeds(m.lost, 0.0)
     if loses is None and not m.supply:
         loses = False  # the rows lie on the device: there is no feed to wait for
     if loses is None:
-        in_step, in_feed = _find_in_step(m, options), _find_in_feed(m, options)
+        in_step, in_feed = _find_in_step(m), _find_in_feed(m)
         return in_feed + in_step if m.lost.median > DEAD_BAND else in_step + in_feed
-    return _find_in_feed(m, options) if loses else _find_in_step(m, options)
+    return _find_in_feed(m) if loses else _find_in_step(m)
 
 
-def _find_in_feed(m: Measured, options: Options) -> list[Suspect]:
+def _find_in_feed(m: Measured) -> list[Suspect]:
     """Which part of the way to the device may be the slowest."""
     supply = m.supply or m.copied
     supply_is_slower = exceeds(saved(m.copied, supply), 0.0)  # the supply includes copies
@@ -251,7 +244,7 @@ def _find_in_feed(m: Measured, options: Options) -> list[Suspect]:
         suspects.append(Suspect("COPY", "copies alone take as long as the loop"))
     if suspects and (supply_is_slower or copies_are_slower):
         return suspects
-    return suspects + _find_in_between(m, options)
+    return suspects + _find_in_between(m)
 
 
 def _may_explain(part: Rounds, m: Measured) -> bool:
@@ -282,25 +275,25 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
     return suspects
 
 
-def _find_in_between(m: Measured, options: Options) -> list[Suspect]:
+def _find_in_between(m: Measured) -> list[Suspect]:
     """Why the loop takes longer than each of its parts."""
     supply_matters = m.supply and m.supply.low > m.lost.high * m.loop.high / 4
     if supply_matters and m.cpu_share.low > CPU_SHARE:
         return [Suspect("DECODE", f"supply and step share the CPUs, of which {m.cpu_share} are used")]
-    in_step = _find_in_step(m, options)
+    in_step = _find_in_step(m)
     if all(suspect.cause == "HOST" for suspect in in_step):
         return in_step  # a host that is late with its launches is late with the feed's work, too
     longest_s = max(part.median for part in (m.compute, m.copy, m.supply) if part)
     return [Suspect("INCONCLUSIVE", f"the loop takes {m.loop.median / longest_s:.2f} x as long as its slowest part")]
 
 
-def _find_in_step(m: Measured, options: Options) -> list[Suspect]:
+def _find_in_step(m: Measured) -> list[Suspect]:
     """What may cost most of the step. COMPUTE: maybe nothing costs enough to be worth a change."""
     costs = [_transform(m)]
     if len(m.ranks_compute) > 1:
-        costs += [_gradients(m, options), _straggler(m.ranks_compute, m.compute, "a step")]
+        costs += [_gradients(m), _straggler(m.ranks_compute, m.compute, "a step")]
     if m.busy_s is not None:
-        costs.append(_host(m, m.busy_s, options))
+        costs.append(_host(m, m.busy_s))
     costs = [cost for cost in costs if exceeds(cost.share, cost.limit) is not False]
     costs.sort(key=lambda cost: cost.share.median, reverse=True)
     suspects = []
@@ -319,12 +312,11 @@ def _transform(m: Measured) -> Suspect:
     return Suspect("AUGMENT", f"{share} of a step", share, AUGMENT_SHARE, "make `transform` lighter", saved_s)
 
 
-def _gradients(m: Measured, options: Options) -> Suspect:
+def _gradients(m: Measured) -> Suspect:
     """The ranks wait for each other's gradients: half as often with twice the rows."""
     share = saved(m.local, m.compute)
-    factor = _batch_factor(2.0, m, options)
-    saved_s = (1 - 1 / factor) * share.median * m.compute.median
-    change = f"data.batch_size={factor * m.batch_size}"
+    saved_s = share.median * m.compute.median / 2
+    change = f"data.batch_size={2 * m.batch_size}"
     return Suspect("RANKS", f"{share} of a step for averaging gradients", share, DEAD_BAND, change, saved_s)
 
 
@@ -340,7 +332,7 @@ def _straggler(ranks: Sequence[Rounds], whole: Rounds, name: str, behind: Rounds
     return Suspect("RANKS", f"{share} of {name} for rank {rank}", share, STRAGGLER_SHARE, change, saved_s)
 
 
-def _host(m: Measured, busy_s: float, options: Options) -> Suspect:
+def _host(m: Measured, busy_s: float) -> Suspect:
     """The device is idle although the batch is there: it waits for launches, or the host waits for values from it."""
     share = each_round(lambda local_s, step_s: (local_s - busy_s) / step_s, m.local, m.compute)
     idle_s = share.median * m.compute.median
@@ -350,15 +342,10 @@ def _host(m: Measured, busy_s: float, options: Options) -> Suspect:
         change = f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps"
         saved_s = min(idle_s, busy_s)
     else:  # the host takes as long for a large batch as for a small one
-        factor = _batch_factor(m.compute.median / busy_s, m, options)
+        factor = 1 << int(log2(max(2.0, m.compute.median / busy_s)))
         change = f"data.batch_size={factor * m.batch_size}"
         saved_s = min(idle_s, (1 - 1 / factor) * m.compute.median)
     return Suspect("HOST", why, share, IDLE_SHARE, change, saved_s)
-
-
-def _batch_factor(wanted: float, m: Measured, options: Options) -> int:
-    """A power of two by which to enlarge the batch: at least 2, if there are rows for it."""
-    return 1 << int(log2(min(max(2.0, wanted), options.n_rows / m.batch_size)))
 
 
 # ---------------------------------------------------------------------------------------------- the change
@@ -368,22 +355,18 @@ def _gains(loop_s: float, m: Measured) -> bool:
     return loop_s < (1 - DEAD_BAND) * m.loop.median
 
 
-def _find_feed_change(m: Measured, options: Options) -> tuple[str, float]:
+def _find_feed_change(
+    m: Measured, readers: tuple[str, float] | None, echo: float, free_echo: float
+) -> tuple[str, float]:
     """More readers, otherwise the echo that costs no time; and the seconds of the loop afterwards."""
     loop_s, compute_s = m.loop.median, m.compute.median
     feed_s = max(part.median for part in (m.copied, m.supply) if part)
     shares_cpus = feed_s < (1 - NEAR) * loop_s  # the feed is fast enough alone, but takes CPUs from the step
-    if options.readers and not shares_cpus:
-        setting, supply_s = options.readers
+    if readers and not shares_cpus:
+        setting, supply_s = readers
         left_s = max(m.copied.median, supply_s)
         if _gains(left_s, m):
             return setting, left_s
-    free_echo = _free_echo(m, options)
-    fresh_share = options.echo / free_echo
+    fresh_share = echo / free_echo
     echoed_s = compute_s + fresh_share * (loop_s - compute_s) if shares_cpus else max(compute_s, fresh_share * loop_s)
     return f"data.echo={free_echo:g}", echoed_s
-
-
-def _free_echo(m: Measured, options: Options) -> float:
-    """How often a row can be trained on in the time that the next one takes, as far as that is worth it."""
-    return round(min(MAX_ECHO, options.echo * m.loop.median / m.compute.median), 2)
