@@ -2,7 +2,7 @@
 
 python report.py runs/a                      print the summary, write runs/a/report.html
 python report.py --compare runs/*            metric, speed, data wait, and the settings that differ
-python report.py --compare runs/* --csv      the same for a spreadsheet
+python report.py --csv runs/*                the same for a spreadsheet
 """
 
 import argparse
@@ -20,15 +20,13 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run")
     parser.add_argument("--compare", action="store_true", help="one line for each run")
-    parser.add_argument("--csv", action="store_true", help="with --compare: as CSV")
+    parser.add_argument("--csv", action="store_true", help="the same as CSV")
     args = parser.parse_args(argv)
-    if args.csv and not args.compare:
-        raise UserError("--csv belongs to --compare: give both")
-    found = [results.read_run(folder) for folder in args.runs]
-    runs = [run for run in found if run.points]
-    if not runs or (len(runs) < len(found) and not args.compare):
-        empty = next(run.folder for run in found if not run.points)
-        raise UserError(f"{empty} holds no metrics.jsonl with points; name the folder of a run, such as runs/first")
+    runs = [run for run in map(results.read_run, args.runs) if run.points]
+    if not runs:
+        raise UserError(
+            f"{args.runs[0]} has no metrics.jsonl with points; name the folder of a run, such as runs/first"
+        )
     if args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(results.compare(runs, str))
     elif args.compare:

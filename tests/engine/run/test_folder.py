@@ -8,7 +8,6 @@ from harness import ALONE
 
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
-from fastgpu.report import results
 from fastgpu.run import folder as folder_module
 from fastgpu.run.folder import find_changes, find_folder, lock
 from fastgpu.telemetry import TensorBoard
@@ -98,7 +97,6 @@ def test_files_that_only_describe_a_run_never_stop_it(tmp_path, content):
     run = make_run(tmp_path / "a")
     for name in ("config.yaml", "run.json", "metrics.jsonl"):
         (run / name).write_bytes(content)
-    results.read_run(run)
     assert find_folder(settings(tmp_path, resume="auto")) == run
     with log_to(run) as log:
         log.write(1, {"val/x": 1.0})

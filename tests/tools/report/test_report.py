@@ -43,7 +43,7 @@ def test_means_of_a_run_are_sums_over_sums():
         Throughput(seconds=0.1, wait_s=0.1, fresh_rows=16 * 1, trained_rows=64 * 1, steps=1),
     ]
     points = [
-        {"step": 1, "time_s": 1.0, "gpu0/util_min_pct": low, "gpu0/mem_peak_gib": low} | each._asdict() | each.scalars()
+        {"step": 1, "part": 1, "gpu0/util_min_pct": low, "gpu0/mem_peak_gib": low} | each._asdict() | each.scalars()
         for each, low in zip(intervals, (1.0, 2.0, 30.0, 4.0), strict=True)
     ]
     seconds = 0.5 + 20.0 + 0.1
@@ -63,9 +63,9 @@ def test_the_start_of_every_part_is_left_out_of_means_and_the_last_metric_counts
     assert over_run(points[:1], "data/wait_pct") == 9
 
 
-def test_points_that_were_trained_again_count_once_and_what_is_no_point_is_left_out(tmp_path):
-    path = write_points(tmp_path, RESUMED) / "metrics.jsonl"
-    path.write_text(f"5\n{{}}\n[1]\n{path.read_text()}{{'cut")
+def test_points_that_were_trained_again_count_once_and_a_line_that_was_cut_not_at_all(tmp_path):
+    with (write_points(tmp_path, RESUMED) / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "tra')
     points = read_run(tmp_path).points
     assert [(p["step"], p["train/loss"]) for p in points] == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 12)]
 

@@ -18,9 +18,9 @@ VALUES = {
 
 
 def write_points(folder: Path, points: list[dict[str, float]]) -> Path:
-    """metrics.jsonl in a folder, which is made."""
+    """metrics.jsonl in a folder, which is made. Points that say nothing else are of part 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"part": 1} | point) + "\n" for point in points))
     return folder
 
 

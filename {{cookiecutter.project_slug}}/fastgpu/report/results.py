@@ -41,38 +41,27 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Whatever can be read. Points that a resumed run trained again, because they came after its checkpoint, are left
-    out."""
+    """Points that a resumed run trained again, because they came after its checkpoint, are left out."""
     points: list[Point] = []
-    with suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # cut, or no point
-                point = json.loads(line)
-                if points and point.get("part", 1) != points[-1].get("part", 1):
-                    resumed_at = point["step"] - point.get("steps", 0)
-                    points = [earlier for earlier in points if earlier["step"] <= resumed_at]
-                if point["step"] >= 0:
-                    points.append(point)
-    return Run(folder, points, read_config(folder), read_newest(folder, "run*.json"))
-
-
-def read_newest(folder: Path, pattern: str) -> dict[str, Any]:
-    """The newest of the files that the parts of a run wrote, such as config-2.yaml. Empty if it cannot be read."""
-    paths = sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))  # 2 comes before 10
-    try:
-        content = yaml.safe_load(paths[-1].read_text(encoding="utf-8"))  # JSON is YAML, too
-    except (IndexError, OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """{dotted key: value} of the newest config.yaml."""
+    path = folder / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):  # a line that a kill has cut
+            point = json.loads(line)
+            if points and point["part"] != points[-1]["part"]:
+                resumed_at = point["step"] - point.get("steps", 0)
+                points = [earlier for earlier in points if earlier["step"] <= resumed_at]
+            points.append(point)
     config: dict[str, Any] = {}
-    for name, value in read_newest(folder, "config*.yaml").items():
+    for name, value in _read_newest(folder, "config*.yaml").items():
         is_section = isinstance(value, dict)
         config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
-    return config
+    return Run(folder, points, config, _read_newest(folder, "run*.json"))
+
+
+def _read_newest(folder: Path, pattern: str) -> dict[str, Any]:
+    """The newest of the files that the parts of a run wrote, such as config-2.yaml. Empty if there is none."""
+    paths = sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))  # 2 comes before 10
+    return yaml.safe_load(paths[-1].read_text(encoding="utf-8")) if paths else {}  # JSON is YAML, too
 
 
 def over_run(points: Sequence[Point], name: str) -> float | None:
@@ -88,7 +77,7 @@ def over_run(points: Sequence[Point], name: str) -> float | None:
         return min(point[name] for point in logged)
     if "_peak_" in name:
         return max(point[name] for point in logged)
-    later = [after for before, after in pairwise(logged) if after.get("part") == before.get("part")] or logged
+    later = [after for before, after in pairwise(logged) if after["part"] == before["part"]] or logged
     weights = [point.get(WEIGHTS.get(name, "seconds"), 1) for point in later]
     total = sum(point[name] * weight for point, weight in zip(later, weights, strict=True))
     return total / (sum(weights) or 1)
