@@ -125,6 +125,9 @@ runpy.run_path("{ROOT}/predict.py", run_name="__main__")
     done = start(minimal_run, rows, "-o", tmp_path / "x.csv", program=("-c", program))
     assert done.returncode == 143, done.stderr
     assert not list(tmp_path.iterdir())
+    done = start(minimal_run, rows, "-o", tmp_path / "none/x.csv")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].startswith("error: [Errno 2] No such file or directory: ")
 
 
 # ---------------------------------------------------------------------------------------------- metrics
