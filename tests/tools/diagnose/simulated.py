@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from harness import ALONE, CPU
 
-from fastgpu.diagnose.ceilings import Device, FeedPlan, Loop, Meter, measure, open_supplies, read_pool, repeat
+from fastgpu.diagnose.ceilings import FeedPlan, Loop, Meter, measure, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Cause, Measured
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
@@ -25,16 +25,16 @@ BLOCK_ROWS = 16
 FIELDS = {"images": "images", "labels": "labels"}
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(Meter):
     """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU)
+    def __init__(self, world: World) -> None:
+        super().__init__(world, 0.15)
         self._end = 0.0
         self._worked_s = 0.0
         self._waited_at: list[str] = []
 
-    def run(self, seconds: float) -> None:
+    def queue(self, seconds: float) -> None:
         """Queue a kernel."""
         now = time.perf_counter()
         if self._end > now:
@@ -101,7 +101,7 @@ class Times(NamedTuple):
 
 def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: int = 3) -> Measured:
     """Every part of a loop that takes these times."""
-    device = SimulatedDevice()
+    device = SimulatedDevice(world)
     factor = times.batch_size / BATCH_SIZE
     source = open_store("data.train", path, FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
@@ -114,12 +114,12 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
 
     def transform(batch: Rows) -> Rows:
         if times.transform_s:
-            device.run(times.transform_s * factor)
+            device.queue(times.transform_s * factor)
         return batch
 
     def local_step(_: Rows) -> None:
         time.sleep(times.launch_s)
-        device.run(times.step_s * factor)
+        device.queue(times.step_s * factor)
         if times.reads_value:
             device.item("mine.py:12")
 
@@ -134,8 +134,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
     plan = FeedPlan(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
     supplies = open_supplies(plan, loop)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
-    meter = Meter(world, device, 0.15)
-    measured = measure(meter, loop, supplies, copy, stop=lambda m: len(m.loop.values) == n_rounds)
+    measured = measure(device, loop, supplies, copy, stop=lambda m: len(m.loop.values) == n_rounds)
     for supply in supplies.values():
         supply.feed.close()
     return measured

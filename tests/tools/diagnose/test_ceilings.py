@@ -22,7 +22,6 @@ from simulated import (
 )
 
 from fastgpu.diagnose.ceilings import (
-    Device,
     FeedPlan,
     Loop,
     Meter,
@@ -37,6 +36,7 @@ from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Measured, judge
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
+from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
@@ -175,7 +175,7 @@ def test_a_slow_step_is_taken_as_seldom_as_possible(rows):
 
     loop = loop_of(step, read_pool(source, order, 1))
     supplies = open_supplies(FeedPlan(source, order, Placement("device", CPU, 1), Loader()), loop)
-    measure(Meter(ALONE, Device(CPU), 0.001), loop, supplies, stop=lambda m: len(m.loop.values) == 4)
+    measure(Meter(ALONE, 0.001), loop, supplies, stop=lambda m: len(m.loop.values) == 4)
     in_a_round = 2 * (1 + 1) + 2  # compute with its transform and without, and the loop on two pools of one step
     assert len(steps) == 4 * in_a_round
 
@@ -183,7 +183,7 @@ def test_a_slow_step_is_taken_as_seldom_as_possible(rows):
 @pytest.mark.gpu
 @needs_gpu
 def test_a_gpus_syncs_and_work_are_seen():
-    device = Device(torch.device("cuda", 0))
+    device = Meter(World(0, 1, 1, torch.device("cuda", 0)), 1.0)
     x = torch.ones(2048, 2048, device="cuda")
 
     def work() -> None:

@@ -33,7 +33,7 @@ class Bench:
         """
         self.config = config
         self.world = world
-        self.meter = Meter(world, ceilings.Device(world.device), seconds)
+        self.meter = Meter(world, seconds)
         parts = train.build(config, world)
         parts.loader.close()
         parts.val_loader.close()
@@ -84,7 +84,7 @@ class Bench:
         next(steps)
         with torch.profiler.profile() as profile:
             list(islice(steps, n_steps))
-            self.meter.device.synchronize()
+            self.meter.synchronize()
         supply.feed.close()
         if self.world.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -151,20 +151,41 @@ def copies(pool: Rows, fields: Mapping[str, Field], device: torch.device, n_step
     return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)
 
 
-# ---------------------------------------------------------------------------------------------- the device
+# ---------------------------------------------------------------------------------------------- the measurements
 
 
-class Device:
-    """What is asked of a GPU. A CPU has no queue to wait for."""
+class Meter:
+    """Measures times, on all ranks at once, and asks the GPU. A CPU has no queue to wait for, and tells nothing."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._is_gpu = device.type == "cuda"
+    def __init__(self, world: World, seconds: float):
+        """seconds: longest time of a measurement, unless its smallest work takes longer."""
+        self.world = world
+        self._seconds = seconds
+        self._is_gpu = world.device.type == "cuda"
 
     def synchronize(self) -> None:
         """Wait until everything that is queued has been done."""
         if self._is_gpu:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.world.device)
+
+    def run(self, work: Work, n_units: int) -> tuple[float, list[float]]:
+        """Seconds that the work takes, and seconds per step on each rank. All ranks begin together."""
+        self.synchronize()
+        self.world.all_reduce_max(0.0)
+        t0 = time.perf_counter()
+        n_steps = work(n_units)
+        self.synchronize()
+        seconds = time.perf_counter() - t0
+        return self.world.all_reduce_max(seconds), self.world.all_gather(seconds / n_steps)
+
+    def run_long(self, work: Work, multiple: int = 1) -> tuple[int, float, list[float]]:
+        """Number of units, a multiple of `multiple`, that take more than half of `seconds`; and what `run` returns."""
+        n_units = multiple
+        while True:
+            passed_s, ranks_s = self.run(work, n_units)
+            if passed_s > self._seconds / 2:
+                return n_units, passed_s, ranks_s
+            n_units *= 2
 
     def busy_s(self, work: Callable[[], object]) -> float:
         """Seconds in which the device was busy while `work` ran. 0: they cannot be seen, as in some containers."""
@@ -190,36 +211,6 @@ class Device:
                 torch.cuda.set_sync_debug_mode("default")
         syncs = [each for each in caught if "called a synchronizing" in str(each.message)]
         return list(dict.fromkeys(f"{os.path.relpath(sync.filename)}:{sync.lineno}" for sync in syncs))
-
-
-# ---------------------------------------------------------------------------------------------- the measurements
-
-
-class Meter(NamedTuple):
-    """Measures times, on all ranks at once. A measurement takes `seconds` or less, or as long as its smallest work."""
-
-    world: World
-    device: Device
-    seconds: float = 1.0
-
-    def run(self, work: Work, n_units: int) -> tuple[float, list[float]]:
-        """Seconds that the work takes, and seconds per step on each rank. All ranks begin together."""
-        self.device.synchronize()
-        self.world.all_reduce_max(0.0)
-        t0 = time.perf_counter()
-        n_steps = work(n_units)
-        self.device.synchronize()
-        seconds = time.perf_counter() - t0
-        return self.world.all_reduce_max(seconds), self.world.all_gather(seconds / n_steps)
-
-    def run_long(self, work: Work, multiple: int = 1) -> tuple[int, float, list[float]]:
-        """Number of units, a multiple of `multiple`, that take more than half of `seconds`; and what `run` returns."""
-        n_units = multiple
-        while True:
-            passed_s, ranks_s = self.run(work, n_units)
-            if passed_s > self.seconds / 2:
-                return n_units, passed_s, ranks_s
-            n_units *= 2
 
 
 class _Task(NamedTuple):
@@ -270,8 +261,8 @@ def measure(
             if task.rests:
                 time.sleep(rest_s)
         if number == 0:
-            busy_s = world.all_reduce_max(meter.device.busy_s(observed)) / OBSERVED_STEPS
-            syncs = meter.device.syncs(observed)
+            busy_s = world.all_reduce_max(meter.busy_s(observed)) / OBSERVED_STEPS
+            syncs = meter.syncs(observed)
         by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
         slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
         measured = Measured(
