@@ -87,7 +87,6 @@ def open_rows(args: argparse.Namespace, trained: Trained) -> Dataset:
     return rows
 
 
-@torch.inference_mode()
 def predict(
     trained: Trained, rows: Dataset, args: argparse.Namespace, *, device: torch.device, file: IO[str]
 ) -> list[str]:
@@ -95,15 +94,16 @@ def predict(
     model, workload, card = trained
     files, failed = (rows.files.paths, rows.failed) if isinstance(rows, ImageRows) else ((), {})
     is_csv = not args.output.endswith(".jsonl")
+    autocast = mixed_precision(card["precision"], device).autocast
     n_rows = 0
     with (
         open_pools(rows, args.batch_size, device) as pools,
         tqdm(total=len(rows), unit=" rows", disable=None) as bar,
-        mixed_precision(card["precision"], device).autocast,
     ):
         for pool in pools:
             for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(args.batch_size):
-                values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
+                with torch.inference_mode(), autocast:  # not around the pools: other threads fill their memory
+                    values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
                 numbers = range(n_rows, n_rows + len(batch))
                 ids: Columns = {"file": [str(files[row]) for row in numbers]} if files else {"row": [*numbers]}
                 ids |= {name: batch[name].tolist() for name in args.id}

@@ -43,8 +43,8 @@ def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top:
         if best.shape[1] == 1:
             best, numbers = best.squeeze(1), numbers.squeeze(1)
         columns[number_column] = numbers.tolist()
-        if has_names:
-            columns[name_column] = np.array([*names, None], object)[numbers.numpy()].tolist()  # -1 is the last: None
+        if has_names:  # the last one is that of number -1
+            columns[name_column] = np.array([*names, None], object)[columns[number_column]].tolist()
         columns[name] = to_list(best)
         if every:
             for label, column in zip(names if has_names else range(n_all), values[name].unbind(1), strict=True):
@@ -54,8 +54,8 @@ def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top:
 
 def to_list(values: Tensor) -> list[Any]:
     """Numbers as Python has them. Floats have nine significant figures, as a float32, and are None if not finite."""
-    numbers: list[Any] = (_shorten(values.double().numpy()) if values.is_floating_point() else values).tolist()
-    return numbers
+    numbers: list[Any] = values.tolist()
+    return _shorten(numbers).tolist() if values.is_floating_point() else numbers
 
 
 _shorten = np.vectorize(lambda number: float(f"{number:.9g}") if isfinite(number) else None, otypes=[object])
