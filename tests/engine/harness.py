@@ -31,6 +31,8 @@ from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.run.checkpoint import digest_of
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.columns import RaggedColumn
 from fastgpu.storage.store import HDF5Dataset
 
 ROOT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
@@ -85,6 +87,14 @@ def ragged(numbers: Iterable[int]) -> RaggedArray:
     rows = [np.arange(n * 7 % 5) * 31 + n for n in numbers]
     offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
     return RaggedArray((np.concatenate([*rows, []]) % ITEMS).astype(np.int32), offsets)
+
+
+def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
+    """The arrays that a source was made of."""
+    return {
+        name: RaggedArray(column.values.rows, column.indptr) if isinstance(column, RaggedColumn) else column.rows
+        for name, column in source.parts[0].items()
+    }
 
 
 def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:

@@ -1,6 +1,7 @@
 import h5py
 import make_interactions
 import numpy as np
+from harness import arrays_of
 from make_interactions import make_interactions as make
 from template import PROJECT
 
@@ -10,11 +11,11 @@ from fastgpu.rows.rows import RaggedArray
 def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
     parts, again, other = (make(600, 200, 20, train_share=0.8, seed=seed) for seed in (3, 3, 4))
     assert [len(part) for part in parts.values()] == [480, 120]
-    rows = {name: part.arrays for name, part in parts.items()}
+    rows = {name: arrays_of(part) for name, part in parts.items()}
     for name, part in rows.items():
         for field, found in part.items():
-            assert np.array_equal(found.values, again[name].arrays[field].values)
-            assert not np.array_equal(found.values, other[name].arrays[field].values)
+            assert np.array_equal(found.values, arrays_of(again[name])[field].values)
+            assert not np.array_equal(found.values, arrays_of(other[name])[field].values)
             assert parts[name].fields[field].n_items == 200
             each = [found.values[a:b].tolist() for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
             assert all(len(set(row)) == len(row) and set(row) <= set(range(200)) for row in each)

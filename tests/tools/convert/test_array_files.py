@@ -3,7 +3,7 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, numbers_of, read_rows
+from harness import arrays_of, numbered, numbers_of, read_rows
 from scipy import sparse
 
 from fastgpu.convert import block_readers
@@ -154,7 +154,7 @@ def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, convert, kind, ones):
 def test_values_that_stand_twice_are_summed_and_zeros_are_none(tmp_path):
     values = [1.0, 2.0, 0.0, 1.0]
     sparse.save_npz(tmp_path / "x.npz", sparse.coo_array((values, ([0, 0, 1, 2], [3, 3, 1, 0])), shape=(4, 5)))
-    columns = open_arrays([f"items={tmp_path}/x.npz"]).arrays
+    columns = arrays_of(open_arrays([f"items={tmp_path}/x.npz"]))
     assert (columns["items"].values.tolist(), columns["items"].offsets.tolist()) == ([3, 0], [0, 1, 1, 2, 2])
     assert columns["items_values"].values.tolist() == [3, 1]
 
@@ -168,8 +168,8 @@ def test_matrices_of_hdf5_files(tmp_path, kind):
         file["X"].attrs.update({"encoding-type": f"{kind}_matrix", "shape": (30, 12)})
         file["obs/number"] = np.arange(30)
     found = open_arrays([f"items={tmp_path}/x.h5::X", f"number={tmp_path}/x.h5::obs/number"])
-    np.testing.assert_array_equal(as_dense(found.arrays), matrix())
-    assert found.arrays["number"][:].tolist() == list(range(30))
+    np.testing.assert_array_equal(as_dense(arrays_of(found)), matrix())
+    assert arrays_of(found)["number"][:].tolist() == list(range(30))
 
 
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, convert):

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from harness import read_rows
+from harness import arrays_of, read_rows
 from scipy import sparse
 
 from fastgpu.convert.recsys.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
@@ -20,7 +20,7 @@ def events(seed: int = 0, users: int = 80, items: int = 60) -> tuple[np.ndarray,
 
 
 def rows_of(part: ArrayDataset, field: str) -> list[set[int]]:
-    found = part.arrays[field]
+    found = arrays_of(part)[field]
     return [set(found.values[a:b].tolist()) for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
 
 
@@ -58,7 +58,7 @@ def as_published(
 def test_the_split_is_that_of_the_published_protocol(seed):
     users, items = events(seed)
     found, (train, parts, names) = hold_out_users("x", users, items, HELD), as_published(users, items)
-    assert found.parts["train"].arrays["user"].tolist() == train
+    assert arrays_of(found.parts["train"])["user"].tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
     assert found.parts["train"].fields["items"].n_items == len(names)
     number = {item: place for place, item in enumerate(names)}
@@ -66,7 +66,7 @@ def test_the_split_is_that_of_the_published_protocol(seed):
     assert rows_of(found.parts["train"], "items") == of_user
     for part in ("val", "test"):
         seen, held = (rows_of(found.parts[part], field) for field in ("items", "held_out"))
-        for user, *mine in zip(found.parts[part].arrays["user"].tolist(), seen, held, strict=True):
+        for user, *mine in zip(arrays_of(found.parts[part])["user"].tolist(), seen, held, strict=True):
             assert tuple(mine) == parts[part][user]
     counts = np.unique(users, return_counts=True)[1]
     assert (found.n_events, found.n_users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
@@ -78,7 +78,7 @@ def test_a_pair_that_comes_again_does_not_count():
     once = hold_out_users("x", users, items, HELD)
     assert twice.n_events == once.n_events
     for part, reader in once.parts.items():
-        for field in [name for name, column in reader.arrays.items() if isinstance(column, RaggedArray)]:
+        for field in [name for name, column in arrays_of(reader).items() if isinstance(column, RaggedArray)]:
             assert rows_of(twice.parts[part], field) == rows_of(once.parts[part], field)
 
 
