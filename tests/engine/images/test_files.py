@@ -101,6 +101,14 @@ def test_a_mask_stays_on_its_image(preprocessing, mode):
     np.testing.assert_array_equal(mask_HW[is_sure] == 7, found_CHW[0][is_sure] == 200)
 
 
+def test_a_mask_is_of_the_size_of_the_upright_image():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = encoded(Image.fromarray(pixels(30, 40)), "JPEG", exif=exif)
+    found_CHW, mask_HW = decode_pair(image, encoded(Image.new("L", (30, 40), 1)), Preprocessing())
+    assert found_CHW.shape[1:] == mask_HW.shape == (40, 30)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -156,7 +156,7 @@ def decode_pair(
     The classes are the indices of a palette image, or the values of a grey one. is_binary: if they are not 0 and 1,
     they are 0 and 255, which is class 1. Raises ValueError if the mask has another size than the image.
     """
-    image = EncodedImage(np.frombuffer(image_file.read(), np.uint8))
+    image = EncodedImage(np.frombuffer(image_file.read(), np.uint8), obeys_exif=True)
     values = read_mask(mask_file, is_binary=is_binary)
     if values.shape != (image.height, image.width):
         sizes = f"{format_size(values.shape)} pixels, the image {format_size((image.height, image.width))}"
