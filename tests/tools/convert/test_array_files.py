@@ -106,6 +106,13 @@ def test_what_is_no_array_of_rows_is_one_line(tmp_path, monkeypatch, sources, me
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_member_that_is_no_array_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x.npy", b"no array")
+    with pytest.raises(UserError, match="x is .*; allowed are rows of bool, integers and floats"):
+        open_arrays([f"{tmp_path}/x.npz"])
+
+
 @pytest.mark.parametrize("source", ["images=x.npy", "images=x.h5::/raw/x"])
 def test_channels_last_become_channels_first(tmp_path, convert, source):
     images = np.random.default_rng(0).integers(0, 256, (60, 8, 6, 3), np.uint8)

@@ -117,7 +117,7 @@ def load(path: str) -> Any:
             content = np.load(path, mmap_mode="r", allow_pickle=False)
             if isinstance(content, np.ndarray):
                 return content
-            content = dict(content)
+            content = {name: np.asarray(member) for name, member in content.items()}  # a damaged member is bytes
             if not {"shape", "data", "format"} <= {*content}:
                 return content
         matrix = _open_matrix(path, content)

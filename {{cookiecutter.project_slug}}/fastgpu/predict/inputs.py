@@ -106,9 +106,11 @@ def _open_images(paths: Sequence[str], name: str, field: Field, preprocessing: s
 def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
     try:
         content = np.load(path, mmap_mode="r", allow_pickle=False)
-        arrays = {names[0]: content} if isinstance(content, np.ndarray) else dict(content)
-        columns = {name: arrays[name] for name in names}
-        (_,) = {len(column) for column in columns.values()}
+        if isinstance(content, np.ndarray):
+            content = {names[0]: content}
+        columns = {name: np.asarray(content[name]) for name in names}  # a damaged member is bytes
+        (n_rows,) = {len(column) for column in columns.values()}
+        assert n_rows, "they have no rows"
     except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}") from None
     return ArrayDataset(path, columns)
