@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, name):
 
 
 def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
-    for name in (".partial", "copy-of-last-000001"):
+    for name in (".partial-x", "copy-of-last-000001"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     lock(tmp_path).close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["copy-of-last-000001"]

@@ -116,14 +116,18 @@ def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monke
     assert checkpoints(tmp_path / "a") == ["best-000001"]
 
 
-def test_a_disk_that_refuses_a_checkpoint_ends_the_run(tmp_path, model, monkeypatch):
+def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with started_run(tmp_path, model) as run:
         monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(UserError, match="a/checkpoints/best-000001 cannot be written: .*No space left"):
-            train_epoch(run)
+        train_epoch(run)
+        with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
+            run.finish()
+    printed = capsys.readouterr().out
+    assert "last-000001 was not written: " in printed
+    assert "done:" not in printed
 
 
 class Masked(nn.Module):

@@ -120,3 +120,9 @@ def test_what_did_not_train_before_does_not_train_afterwards():
     evaluate(model, MacroF1(), [pool], ALONE, precision=FP32)
     assert [module.training for module in model.modules()] == [True, False, True]
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+
+
+def test_a_metric_that_is_no_number_is_told(capsys):
+    pool = pool_of(4, 2, x=torch.zeros(4, 3), labels=torch.zeros(4, dtype=torch.int64))  # of one class only: 0 / 0
+    evaluate(nn.Identity(), MacroF1(), [pool], ALONE, precision=FP32)
+    assert "warning: val/f1 is nan, " in capsys.readouterr().out

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -34,8 +35,8 @@ Kind = Literal["last", "best"]
 FORMAT = 3
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
-PARTIAL = ".partial"
-"""Name of the folder that is being written."""
+PARTIAL = ".partial-"
+"""Beginning of the names of folders that are being written."""
 KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
 """How many checkpoints of a kind are kept: two of the last ones, in case the newest turns out to be damaged."""
 
@@ -84,18 +85,19 @@ def save(
     *,
     order: Mapping[str, object],
     card: Mapping[str, Any],
-) -> None:
-    """Write `<run>/checkpoints/<kind>-<number>`, and remove those that it replaces.
+) -> bool:
+    """Write `<run>/checkpoints/<kind>-<number>`, and remove those that it replaces. False if the disk refused.
 
     state: {name: object with a state_dict}; the average "ema", or else "model", is the model to use. order: what the
-    order of the rows depends on. card: the content of model.json. Raises UserError if the disk refuses; the previous
-    checkpoints are still there.
+    order of the rows depends on. card: the content of model.json. If the disk refuses, a warning is printed, the
+    previous checkpoints are still there, and training can go on.
     """
     saved = [*newest_first(run, "last"), *newest_first(run, "best")]
     target = run / f"checkpoints/{kind}-{1 + max(map(_number, saved), default=0):06d}"
-    partial = target.with_name(PARTIAL)
+    partial = None
     try:
-        partial.mkdir()
+        partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=target.parent))  # a name that nothing else has
+        partial.chmod(target.parent.stat().st_mode & 0o777)
         for name, part in state.items():
             torch.save(part.state_dict(), partial / f"{name}.pt")
         (partial / DESCRIPTION).write_text(json.dumps(card, indent=1), encoding="utf-8")
@@ -111,12 +113,13 @@ def save(
         (partial / "state.json").write_text(json.dumps({**content, "digest": digest_of(content)}, indent=2))
         rename_folder(partial, target)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save reports a full disk as RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"{target} cannot be written: {error}; make room, and run.resume=auto continues from the one before"
-        ) from None
+        if partial:
+            shutil.rmtree(partial, ignore_errors=True)
+        warn(f"{target} was not written: {error}. Training goes on")
+        return False
     for old in newest_first(run, kind)[KEPT[kind] :]:
         shutil.rmtree(old, ignore_errors=True)
+    return True
 
 
 def newest_first(run: Path, kind: Kind) -> list[Path]:

@@ -61,7 +61,8 @@ def lock(folder: Path, *, is_new: bool = False) -> FolderLock:
     if is_new and any(folder.glob("checkpoints/*-[0-9]*")):
         held.close()
         raise UserError(f"run.name: {folder} holds a run; use run.resume=auto to continue it, or another run.name")
-    shutil.rmtree(folder / "checkpoints" / PARTIAL, ignore_errors=True)
+    for path in folder.glob(f"checkpoints/{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
     return held
 
 

@@ -38,6 +38,7 @@ class Run(AbstractContextManager["Run"]):
         self._world = world
         self._settings = parts.config.run
         self._lock: FolderLock | None = None
+        self._is_saved = True
         self.config: Mapping[str, Any] = parts.config.flat()
         self._card = describe_model(self.config, parts.train_rows, parts.val_rows, parts.workload.card())
         order = parts.loader.order
@@ -125,7 +126,7 @@ class Run(AbstractContextManager["Run"]):
         step = self.progress.step
         if self._world.is_main:
             folder.write_or_warn(self.folder / STOPPED, json.dumps({"step": step, "time": time.time()}))
-        self._world.print_once(f"asked to stop at step {step}, which is saved; run.resume=auto continues from there")
+        self._end(f"asked to stop at step {step}, which is saved; run.resume=auto continues from there")
         is_one_machine = self._world.world_size == self._world.local_world_size
         return 0 if read_launch().is_launched and is_one_machine else 128 + self._agreement.stop_signal
 
@@ -133,14 +134,23 @@ class Run(AbstractContextManager["Run"]):
         """Print the end of the run. Returns the exit code."""
         at = self.progress
         logs = f"charts: tensorboard --logdir {self._settings.folder}"
-        self._world.print_once(f"done: epoch {at.epoch}, step {at.step}; {self.folder}; {logs}")
+        self._end(f"done: epoch {at.epoch}, step {at.step}; {self.folder}; {logs}")
         return 0
+
+    def _end(self, text: str) -> None:
+        """Print the last words. Raises UserError on every rank if the last checkpoint is not on disk."""
+        with self._world.together():
+            if not self._is_saved:
+                raise UserError(
+                    f"the run is over, but its last checkpoint is not in {self.folder}: make room, and resume it"
+                )
+        self._world.print_once(text)
 
     def _save(self, *kinds: checkpoint.Kind, metrics: Mapping[str, float] | None = None) -> None:
         """Save the state, on rank 0, as checkpoints of these kinds, or the last one.
 
         The running statistics of all ranks are made equal before. Raises UserError on every rank if there is nothing
-        worth saving, if the disk refuses, or if the folder is no longer that of this run.
+        worth saving, or if the folder is no longer that of this run.
         """
         for part in self._state.values():
             if isinstance(part, nn.Module):
@@ -153,8 +163,9 @@ class Run(AbstractContextManager["Run"]):
                     f"{min(bad)} is not finite at step {at.step}; nothing is saved; run.resume=auto with a lower "
                     "optim.lr or optim.clip_grad_norm continues from the last checkpoint"
                 )
-            for kind in kinds or ("last",):
-                if self._lock:
-                    self._lock.check()
-                    checkpoint.save(self.folder, kind, at, self._state, order=self._order, card=card)
+            if self._lock:
+                self._lock.check()
         self._saved_step = at.step
+        if self._world.is_main:
+            for kind in kinds or ("last",):
+                self._is_saved = checkpoint.save(self.folder, kind, at, self._state, order=self._order, card=card)

@@ -1,11 +1,13 @@
 """Validation: the metrics over all rows of all ranks."""
 
 from collections.abc import Iterable
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastgpu.process.launch import warn
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
 from fastgpu.training.parallel import average_statistics
@@ -38,4 +40,7 @@ def evaluate(
         module.training = was_training
     totals = {name: world.all_reduce_sum(value.contiguous()).cpu() for name, value in sums.items()}
     metrics = workload.metrics(totals)
+    for name, metric in metrics.items():
+        if isnan(metric):
+            warn(f"val/{name} is nan, which no checkpoint can be judged by; look for NaN in the validation rows")
     return {f"val/{name}": float(metric) for name, metric in metrics.items()}
