@@ -22,7 +22,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
-    add("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
+    output = "FILE.csv or FILE.jsonl; default: CSV to the terminal. CSV has a ' before text that begins like a formula"
+    add("-o", "--output", default="-", help=output)
     add(
         "--id",
         metavar="FIELD",
@@ -112,16 +113,20 @@ def predict(
                 write_rows(file, columns, is_read, is_csv=is_csv, is_first=not n_rows)
                 n_rows += len(batch)
                 bar.update(len(batch))
+    reasons = [reason for _, reason in sorted(failed.items())]
+    if len(reasons) == len(rows):  # nothing is written
+        raise UserError("no image can be read:\n  " + "\n  ".join(reasons))
     print(f"{n_rows - len(failed):,} rows" + (f": {args.output}" if args.output != "-" else ""))
-    return [reason for _, reason in sorted(failed.items())]
+    return reasons
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     """terminal: what is asked for goes there; everything else goes to sys.stdout. Raises UserError, and OSError if the
     disk refuses."""
     folder = find_checkpoint(Path(args.checkpoint))
-    print(f"model: {folder}")
     trained = load_model(folder)
+    quality = "".join(f", {name} {value:.4g}" for name, value in trained.card["metrics"].items())
+    print(f"model: {folder}, of epoch {trained.card['epoch']}{quality}")
     if args.export:
         export(trained, Path(args.export), replace=args.force)
         print(f"written: {args.export}")

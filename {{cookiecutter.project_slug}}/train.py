@@ -2,7 +2,7 @@
 
 python train.py                                          one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
-python train.py run.check=true data.batch_size=512       build data and model, and stop: train and write nothing
+python train.py run.check=true data.batch_size=512       build data, model and optimizer, then stop: nothing is written
 python train.py data.batch_size=512 train.epochs=3       any key of config.yaml; docs/config.md explains them
 """
 
@@ -36,7 +36,7 @@ from fastgpu.training.step import MixedPrecision, make_seed, micro_batches, mixe
 class Parts(NamedTuple):
     """What the loop is made of. diagnose.py measures these very objects."""
 
-    config: Config  # without `auto`: what was chosen stands there
+    config: Config  # with the value that was chosen in place of each `auto`
     sizes: Sizes
     train_rows: Dataset
     val_rows: Dataset
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     val_loader: PrefetchLoader | ResidentLoader
     workload: workloads.Workload
     model: nn.Module
-    ddp: nn.Module  # the same model; it averages the gradients over the ranks
+    ddp: nn.Module  # wraps the model for forward passes: it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
     ema: AveragedModel  # its weights, averaged over the steps: ema.module is validated, and saved for use
@@ -55,10 +55,10 @@ def build(cfg: Config, world: World) -> Parts:
         splits = train_rows, val_rows = open_splits(cfg.data, cfg.loader, cfg.run.seed)  # HDF5Dataset, or your own
         workload = workloads.make(cfg, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
-        shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)  # a DistributedSampler, but of blocks
+        shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
+        val_shard = Shard(world.rank, world.world_size)
         sampler = BlockSampler(train_rows, sizes.batch_size, shard, sizes.pool_batches, seed=cfg.run.seed)
-        shard = Shard(world.rank, world.world_size)
-        val_sampler = BlockSampler(val_rows, sizes.batch_size, shard, sizes.pool_batches, seed=None)  # in order, all
+        val_sampler = BlockSampler(val_rows, sizes.batch_size, val_shard, sizes.pool_batches, seed=None)  # unshuffled
         sampler.n_epochs = val_sampler.n_epochs = cfg.train.epochs  # no rows are read ahead for an epoch after the last
         loader, val_loader = open_loaders(splits, (sampler, val_sampler), sizes, world.device, loader=cfg.loader)
         torch.manual_seed(cfg.run.seed)
@@ -76,7 +76,7 @@ def build(cfg: Config, world: World) -> Parts:
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """All with fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
+    """Each has fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]  # biases and norms
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -88,7 +88,7 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def learning_rate(share: float, optim: Optim) -> float:
-    """A linear rise, then a cosine or a line to 0, or the peak. share: of the run, in fresh rows: not in its steps."""
+    """A linear rise, then a cosine or a line to 0, or the peak. share: part of the run that is done, in fresh rows."""
     if share < optim.warmup_share:
         return optim.lr * (share / optim.warmup_share)
     fall = min(1.0, (share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
@@ -96,10 +96,10 @@ def learning_rate(share: float, optim: Optim) -> float:
 
 
 def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
-    """Forward, backward, update. Returns what is logged of it, {tag: scalar on the device}: nothing here waits."""
+    """Forward, backward, update. Nothing here waits. Returns what each step logs: {tag: scalar on the device}."""
     optim, optimizer, scaler = parts.config.optim, parts.optimizer, parts.precision.scaler
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr  # 0 keeps the weights: diagnose.py steps with it
     numbers = {"train/loss": torch.zeros((), device=batch.device)}
     for part, sync in micro_batches(batch, optim.accumulation_steps, parts.ddp):
         with sync:  # gradients are averaged over the ranks with the last part only
@@ -107,8 +107,8 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
                 loss = parts.workload.loss(parts.ddp, part) / optim.accumulation_steps
             scaler.scale(loss).backward()
         numbers["train/loss"] += loss.detach()
+    scaler.unscale_(optimizer)  # from here on, gradients are what they seem in fp16, too
     if optim.clip_grad_norm:
-        scaler.unscale_(optimizer)
         numbers["train/grad_norm"] = nn.utils.clip_grad_norm_(parts.model.parameters(), optim.clip_grad_norm)
     scaler.step(optimizer)
     scaler.update()
@@ -119,9 +119,9 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
 
 def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
-    cfg, sizes, workload, order = parts.config, parts.sizes, parts.workload, parts.loader.order
-    planned_rows = cfg.train.epochs * order.total_size
-    state = {"model": parts.model, "optimizer": parts.optimizer, "scaler": parts.precision.scaler}
+    cfg, sizes, workload, sampler = parts.config, parts.sizes, parts.workload, parts.loader.order
+    planned_rows = cfg.train.epochs * sampler.total_size
+    state = {"model": parts.model, "optimizer": parts.optimizer, "scaler": parts.precision.scaler}  # is in checkpoints
     if cfg.train.ema:
         state["ema"] = parts.ema
     with Run(parts, state, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
@@ -130,18 +130,18 @@ def train(parts: Parts, world: World) -> int:
         steps: list[dict[str, Tensor]] = []  # their numbers, since the last point of the log
         while at.epoch < cfg.train.epochs:
             for pool in clock.timed(parts.loader.pools(at.epoch, at.pool)):
-                place = cfg.run.seed, at.epoch, at.pool  # of which all that is drawn at random is a function
-                passes = echo_passes(cfg.data.echo, at.epoch * order.pools_per_epoch + at.pool)  # 2.5: 2, 3, 2, 3, ...
+                place = cfg.run.seed, at.epoch, at.pool  # seeds all that is drawn at random for this pool
+                passes = echo_passes(cfg.data.echo, at.epoch * sampler.pools_per_epoch + at.pool)  # 2.5: 2, 3, 2, ...
                 fresh = cfg.data.batch_size / passes  # rows of an echoed batch that count as fresh ones
                 n_steps = passes * len(pool.rows) // sizes.batch_size
                 batches = echo(pool.rows, sizes.batch_size, passes, make_seed(world, *place))
                 for batch in islice(batches, at.pool_steps, None):  # a resumed run goes on inside its pool
-                    share = (order.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh) / planned_rows
-                    lr = learning_rate(share, cfg.optim)
+                    done = sampler.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh  # up to mid-step
+                    lr = learning_rate(done / planned_rows, cfg.optim)
                     rows = workload.transform(batch, reseed(world, *place, at.pool_steps))
-                    settle_buckets(parts, rows, world)  # once: a resumed run then adds up gradients in the same order
+                    settle_buckets(parts, rows, world)  # once: on 3 ranks and more, for a resume that is exact
                     steps.append(train_step(parts, rows, lr))
-                    run.count()  # at.step, at.pool_steps; now and then it asks all ranks for signals
+                    run.count()  # advances at.step and at.pool_steps; now and then asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)
                     board.count(fresh)
                     is_epoch_end = pool.plan.is_last and at.pool_steps == n_steps
@@ -153,12 +153,12 @@ def train(parts: Parts, world: World) -> int:
                         board.write(at.step, {**numbers, "train/lr": lr, **monitor.take()}, clock.take())
                     if run.is_asked_to_stop:
                         return run.stop()  # saves this very step
-                run.end_pool()  # at.pool; saves if run.checkpoint_every_steps says so
+                run.end_pool()  # advances at.pool; saves if run.checkpoint_every_steps says so
             pools = run.until_asked_to_stop(parts.val_loader.pools(at.epoch))
             metrics = evaluate(parts.ema.module, workload, pools, world, precision=parts.precision)
             if run.is_asked_to_stop:
                 return run.stop()
-            run.end_epoch(metrics)  # at.epoch; saves the last checkpoint, and the best one
+            run.end_epoch(metrics)  # advances at.epoch; saves the last checkpoint, and the best one
             board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)
             clock.restart()
         return run.finish()

@@ -93,6 +93,13 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model)
     assert kept == [2, 2, 2, 5, 5, 5]
 
 
+def test_a_best_metric_that_does_not_exist_is_told_and_costs_no_epoch(tmp_path, model, capsys):
+    with started_run(tmp_path, model, best=("recall", "higher")) as run:
+        train_epoch(run, score=1.0, loss=0.5)
+    assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
+    assert checkpoints(tmp_path / "a") == ["last-000001"]
+
+
 def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
     with started_run(tmp_path, model) as run:
         train_epoch(run, score=1000.0, loss=0.5)

@@ -9,7 +9,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
-from fastgpu.training.parallel import average_statistics, share_gradients
+from fastgpu.training.parallel import average_statistics, mean_over_ranks, share_gradients
 from fastgpu.training.step import reseed
 
 
@@ -45,6 +45,12 @@ def test_ranks_share_weights_gradients_and_running_statistics():
     assert gradients == [[6.0, 6.0]]  # the mean of 0 and 4, three times
     assert statistics == [0.5, 5]  # a counter is not averaged
     assert queue == [1, 0]  # nor a queue of unit vectors, as of contrastive learning
+
+
+def test_a_number_that_only_some_steps_have_is_told():
+    steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
+    with pytest.raises(UserError, match="other tags than train/loss in some steps; return all in each"):
+        mean_over_ranks(steps, ALONE)
 
 
 def test_alone_nothing_is_averaged():

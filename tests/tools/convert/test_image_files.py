@@ -246,15 +246,18 @@ def test_folders_that_links_lead_to_are_read_once(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert listing.attributes["class_names"] == ["cat", "dog", "owl"]
     assert np.bincount(listing.labels).tolist() == [2, 3 + 1 + 1, 4]
-    assert ": 4 files without the name of an image, or links to folders seen before\n" in shown
+    assert f"left out of {photos}: 4 links to folders seen before (formats" in shown
 
 
 def test_only_images_of_pixels_are_opened(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 2})
     (tmp_path / "photos/a/x.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
-    (tmp_path / "photos/a/x.pdf").write_bytes(b"%PDF-1.4")
+    (tmp_path / "photos/b").mkdir()
+    for number in range(2):
+        (tmp_path / f"photos/b/{number}.HEIC").write_bytes(b"x")
     result = convert("images photos out.h5 --dry-run")
-    assert "left out of photos: 2 files without the name of an image" in result.stdout
+    assert "left out of photos: 2 .heic, 1 .eps (formats" in result.stdout
+    assert "warning: photos has folders without images, which are no classes: b\n" in result.stdout
     (tmp_path / "photos/a/x.eps").rename(tmp_path / "photos/a/x.png")
     assert (
         "x.png cannot be read: it is not an image that Pillow knows" in convert("images photos out.h5", code=2).stderr

@@ -326,6 +326,10 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines] == sorted(map(str, Path("photos").glob("?/[0-9]*.png")))
     assert {line["class_name"] for line in lines} <= {"a", "b"}
+    for name, message in {"photos/a/broken.png": "no image can be read:", "nowhere": "nowhere does not exist"}.items():
+        with pytest.raises(UserError, match=message):
+            run("runs/a", name, "-o", "y.jsonl")
+        assert not Path("y.jsonl").exists()
     model, _, _ = load_model(find_checkpoint(Path("runs/a")))
     converted = []
     for name in ("x-train.h5", "x-val.h5"):

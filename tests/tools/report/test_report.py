@@ -88,6 +88,9 @@ def test_what_differs_from_the_defaults(tmp_path):
     text = "workload: images\nrun: {name: x, seed: 3}\ndata: {train: a.h5, tier: disk, echo: 1.0}\nmodel: {width: 32}\n"
     write_run(tmp_path).joinpath("config.yaml").write_text(text)
     assert changed_settings(read_run(tmp_path)) == {"data.tier": "disk", "model.width": 32}
+    (tmp_path / "config-3.yaml").write_text("")  # what a full disk may leave
+    (tmp_path / "run-3.json").write_text("{'cut")
+    assert changed_settings(read_run(tmp_path)) == {"data.tier": "disk", "model.width": 32}
 
 
 def test_runs_are_compared_in_one_line_each_the_best_first_with_the_settings_that_differ(tmp_path):

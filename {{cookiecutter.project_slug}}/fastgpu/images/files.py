@@ -53,8 +53,8 @@ def is_image(name: str) -> bool:
 def list_images(root: Path) -> list[str]:
     """Paths, relative to `root`, of the image files in it at any depth, in the order of their names.
 
-    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many files and
-    links are left out. Raises UserError if a folder cannot be read.
+    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many files of which
+    kind, and links, are left out. Raises UserError if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -65,21 +65,23 @@ def list_images(root: Path) -> list[str]:
     top = root.resolve()
     seen: set[Path] = set()
     paths: list[str] = []
-    n_others = 0
+    others: Counter[str] = Counter()
     for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
         for name in sorted(folders):
             path = Path(place, name)
             target = path.resolve()
             if path.is_symlink() and (target in seen or target.is_relative_to(top)):
                 folders.remove(name)
-                n_others += 1
+                others["links to folders seen before"] += 1
             seen.add(target)
         folders.sort()
         images = [name for name in sorted(files) if is_image(name)]
         paths += [os.path.relpath(Path(place, name), root) for name in images]
-        n_others += len(files) - len(images)
-    if n_others:
-        print(f"left out of {root}: {n_others:,} files without the name of an image, or links to folders seen before")
+        for name in {*files} - {*images}:
+            others["hidden" if name.startswith(".") else Path(name).suffix.lower() or "without a suffix"] += 1
+    if others:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
+        print(f"left out of {root}: {kinds} (formats that Pillow reads by itself, such as JPEG and PNG, are taken)")
     return paths
 
 

@@ -26,6 +26,8 @@ class _Card(BaseModel, extra="allow"):
     options: dict[str, Any]
     fields: dict[str, dict[str, Any]]
     attributes: dict[str, Any]
+    epoch: int
+    metrics: dict[str, float]
     batch_size: int
     precision: Literal["bf16", "fp16", "fp32"]
 

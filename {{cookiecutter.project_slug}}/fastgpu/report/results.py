@@ -59,9 +59,13 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_newest(folder: Path, pattern: str) -> dict[str, Any]:
-    """The newest of the files that the parts of a run wrote, such as config-2.yaml. Empty if there is none."""
-    paths = sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))  # 2 comes before 10
-    return yaml.safe_load(paths[-1].read_text(encoding="utf-8")) if paths else {}  # JSON is YAML, too
+    """The newest whole file of those that the parts of a run wrote, such as config-2.yaml. Empty if there is none."""
+    for path in sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name), reverse=True):
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
+            if isinstance(content, dict):
+                return content
+    return {}
 
 
 def over_run(points: Sequence[Point], name: str) -> float | None:

@@ -4,13 +4,14 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from fastgpu.process.files import FolderLock
-from fastgpu.process.launch import UserError, read_launch
+from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.process.signals import Agreement
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Pool
@@ -103,7 +104,10 @@ class Run(AbstractContextManager["Run"]):
         """Go on to the next epoch, and save. metrics: {"val/<name>": value}."""
         at = self.progress
         name, direction = self._parts.workload.best
-        at.end_epoch(metrics[f"val/{name}"], direction, f"{name} ({direction}) on {self._card['val_rows']}")
+        if f"val/{name}" not in metrics:
+            warn(f"`best` of the workload is {name}, but `metrics` gives {', '.join(metrics)}: there is no best one")
+        score = metrics.get(f"val/{name}", nan)
+        at.end_epoch(score, direction, f"{name} ({direction}) on {self._card['val_rows']}")
         # The best one first: a run that is killed in between repeats the epoch, and misses no best one.
         kinds: tuple[checkpoint.Kind, ...] = ("best", "last") if at.best_epoch == at.epoch else ("last",)
         self._save(*kinds, metrics={key.removeprefix("val/"): value for key, value in metrics.items()})

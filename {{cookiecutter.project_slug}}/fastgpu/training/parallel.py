@@ -47,7 +47,12 @@ def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Datase
 
 
 def mean_over_ranks(steps: Sequence[Mapping[str, Tensor]], world: World) -> dict[str, float]:
-    """The mean of each number over some steps and all ranks. The host waits for the device, once."""
+    """The mean of each number over some steps and all ranks. The host waits for the device, once.
+
+    Raises UserError if steps have different numbers.
+    """
+    if any(step.keys() != steps[0].keys() for step in steps):
+        raise UserError(f"train_step returns other tags than {', '.join(steps[0])} in some steps; return all in each")
     means = [torch.stack([step[tag] for step in steps]).mean().float() for tag in steps[0]]
     sums = world.all_reduce_sum(torch.stack(means)).tolist()
     return {tag: total / world.world_size for tag, total in zip(steps[0], sums, strict=True)}
@@ -68,7 +73,10 @@ def average_statistics(model: nn.Module, world: World) -> None:
 
 
 def freeze(module: nn.Module) -> None:
-    """Stop training a part of a model: its weights, and the running statistics of its batch norms."""
+    """Stop training a part of a model: its weights, the running statistics of its batch norms, and its dropout.
+
+    Call it in `model()` of a workload. Nothing here sets the part back to training.
+    """
     module.requires_grad_(False).eval()
 
 

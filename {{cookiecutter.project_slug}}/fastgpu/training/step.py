@@ -22,15 +22,16 @@ class MixedPrecision(NamedTuple):
 
 
 def mixed_precision(
-    precision: Precision | Auto, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+    precision: Precision | Auto, device: torch.device, *optimizers: torch.optim.Optimizer
 ) -> MixedPrecision:
-    """auto: see `Train.precision`. optimizer: is made fit for steps that the scaler skips in fp16."""
+    """auto: see `Train.precision`. optimizers: are made fit for steps that the scaler skips in fp16."""
     if precision == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
     is_fp16 = precision == "fp16"
-    if is_fp16 and isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:  # torch's fused SGD (2.13) leaves momentum undefined if step 1 is skipped
+    fused_sgd = [each for each in optimizers if is_fp16 and isinstance(each, torch.optim.SGD)]
+    for optimizer in fused_sgd:  # that of torch 2.13 leaves momentum undefined if step 1 is skipped
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     dtype = torch.float16 if is_fp16 else torch.bfloat16

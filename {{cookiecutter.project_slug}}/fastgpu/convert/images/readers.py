@@ -21,7 +21,7 @@ from fastgpu.images import files
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
 from fastgpu.images.files import IGNORED_CLASS, fit, format_size, list_images
 from fastgpu.images.parts import Box, Preprocessing
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import CODECS
 
 JPEG_QUALITY = 92
@@ -104,6 +104,10 @@ class ImageFolder(ImageFiles):
         if not inside:
             cure = "if the files lie elsewhere, list them in a CSV of path,label"
             raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
+        places = [place for place in root.iterdir() if place.is_dir() and not place.is_symlink()]
+        empty = sorted({place.name for place in places if not place.name.startswith(".")} - folders)
+        if empty:
+            warn(f"{root} has folders without images, which are no classes: {', '.join(empty)}")
         if len(inside) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
         classes, labels = np.unique([path.split("/")[depth - 1] for path in inside], return_inverse=True)
