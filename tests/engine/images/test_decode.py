@@ -68,7 +68,9 @@ def test_a_part_is_that_of_the_upright_image(orientation, kind):
     assert as_stored.decode(Box(0, 0, 60, 80), (60, 80)).shape == (3, 60, 80)
     box = Box(5, 12, 40, 30)
     np.testing.assert_array_equal(image.decode(box, (40, 30)), upright[:, 5:45, 12:42])
-    half = image.decode(box, (20, 15)).astype(int)
+    half = image.decode(box, (20, 15))
+    assert half.transpose(1, 2, 0).flags.c_contiguous  # as it goes to a pool
+    half = half.astype(int)
     expected = np.asarray(Image.fromarray(upright[:, 5:45, 12:42].transpose(1, 2, 0)).resize((15, 20), 2))
     assert np.abs(half - expected.transpose(2, 0, 1)).mean() < 3
 

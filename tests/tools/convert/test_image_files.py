@@ -43,7 +43,8 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     assert listing.attributes["class_names"] == ["cat", "dog"]
     assert sorted(listing.paths)[2] == "dog/deeper/x.PNG"
     shown = capsys.readouterr().out
-    assert ": 1 files without the name of an image" in shown
+    assert f"left out of {tmp_path}: 1 .txt (" in shown
+    assert "has folders without images, which are no classes: empty\n" in shown
     assert "which are left out: 2\n" in shown
 
 
