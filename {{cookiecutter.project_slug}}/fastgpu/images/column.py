@@ -1,6 +1,6 @@
 """Encoded images as a column of pixels: the threads that read a block decode its rows straight into their places."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
 import numpy as np
@@ -89,7 +89,7 @@ class ImageColumn:
         self._decoder = decoder
         self._first_row = first_row
 
-    def read(self, ranges: Sequence[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
+    def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Decode images to their places in `out` (see `Column.read`). Raises RankError if one is damaged."""
         out_NHWC = out.transpose(0, 2, 3, 1)
         for start, places in ranges:

@@ -7,7 +7,7 @@ encoded images        `ImageColumn` (images/column.py): a ragged column of bytes
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
@@ -29,7 +29,7 @@ class Column(Protocol):
 
     field: Field
 
-    def read(self, ranges: Sequence[Range], out: Any, plan: PoolPlan | None = None) -> None:
+    def read(self, ranges: Iterable[Range], out: Any, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. Thread-safe.
 
         plan: see `Dataset.read`.
@@ -46,7 +46,7 @@ class InMemory:
         self.field = Field(rows.dtype.newbyteorder("="), rows.shape[1:], is_channels_last=is_channels_last)
         self.rows = rows
 
-    def read(self, ranges: Sequence[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
+    def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """See `Column.read`."""
         rows = self.rows
         if self.field.is_channels_last:  # copied as it lies in memory
@@ -86,17 +86,19 @@ class RaggedColumn:
         """The SHA-256 of `indptr`, and what stands for the values."""
         return hashlib.sha256(self.indptr.data).digest() + self.values.fingerprint()
 
-    def read(self, ranges: Sequence[Range], out: RaggedArray, plan: PoolPlan | None = None) -> None:
-        """See `Column.read`. A range of rows is a range of values."""
-        if self.field.row_bytes >= LONG_ROW_BYTES:
-            of_values: list[Range] = [
-                (int(self.indptr[start + first]), values)
-                for start, places in ranges
-                for first, values in out.runs(np.asarray(places))
-            ]
-        else:
-            of_values = [(int(self.indptr[start]), out.places(np.asarray(places))) for start, places in ranges]
-        self.values.read(of_values, out.values)
+    def read(self, ranges: Iterable[Range], out: RaggedArray, plan: PoolPlan | None = None) -> None:
+        """See `Column.read`."""
+        self.values.read(self._ranges_of_values(ranges, out), out.values)
+
+    def _ranges_of_values(self, ranges: Iterable[Range], out: RaggedArray) -> Iterator[Range]:
+        """A range of rows is a range of values. One is made when it is copied: together they would displace each other
+        from the caches of the CPU."""
+        for start, places in ranges:
+            if self.field.row_bytes < LONG_ROW_BYTES:
+                yield int(self.indptr[start]), out.places(np.asarray(places))
+                continue
+            for first, values in out.runs(np.asarray(places)):
+                yield int(self.indptr[start + first]), values
 
     def read_rows(self, start: int, n_rows: int) -> RaggedArray:
         """The rows start, start + 1, ... in scratch memory of this thread."""
