@@ -94,7 +94,11 @@ class Pool(NamedTuple):
 
 
 class Dataset:
-    """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset."""
+    """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset.
+
+    A kind of rows has a name, fields, attributes, block_rows and read; and lengths, column and digest as far as it
+    knows them. The rest follows.
+    """
 
     name: str
     """Name for messages."""
@@ -130,12 +134,6 @@ class Dataset:
     def row_bytes(self) -> int:
         """Bytes of one row over all fields; the mean for ragged fields."""
         return sum(field.row_bytes for field in self.fields.values())
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What tells these rows from others. All ranks must have the same."""
-        fields = {f"field {name}": field for name, field in self.fields.items()}
-        return {"the number of rows": len(self), **fields, "the digest of the rows": self.digest}
 
     def column(self, name: str) -> np.ndarray | None:
         """One field of all rows, selected or not: (rows, *shape). None if it is not in memory."""
