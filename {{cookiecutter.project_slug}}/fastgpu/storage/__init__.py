@@ -9,5 +9,4 @@ layout.py       where the rows of an HDF5 dataset lie, and how they are read
 file.py         one open file: system calls, page cache, scratch memory
 codecs.py       compression, undone by each thread on its own
 arrays.py       NumPy arrays as a dataset
-numpy_files.py  .npy and .npz files, as convert.py and predict.py read them
 """
