@@ -170,7 +170,9 @@ def test_mean_and_std_are_those_of_the_rows_of_all_files(write):
     np.testing.assert_allclose(store.attributes["std"], whole.std(1))
 
 
-def test_shards_of_one_conversion_keep_their_mean(write):
+def test_shards_of_one_conversion_keep_their_mean_and_a_shard_without_one_is_told(write, capsys):
     same = {"mean": [0.1234567], "std": [0.3]}
     assert open_with(write, same, same).attributes["mean"] == same["mean"]
+    assert capsys.readouterr().out == ""
     assert open_with(write, same, {}).attributes["mean"] == same["mean"]
+    assert "warning: 1 of 2 files have attributes mean and std; those of " in capsys.readouterr().out

@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Out, PoolPlan
 from fastgpu.storage.columns import ColumnDataset, InMemory, RaggedColumn
@@ -118,6 +118,8 @@ def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
     """The attributes `mean` and `std` of the rows of all files. Nothing if they do not differ, or a file has none."""
     names = ("mean", "std")
     known = [[file.attributes[name] for name in names] for file in files if {*names} <= file.attributes.keys()]
+    if 0 < len(known) < len(files):
+        warn(f"{len(known)} of {len(files)} files have attributes mean and std; those of {files[0].name} hold for all")
     if len(known) < len(files) or all(each == known[0] for each in known):
         return {}
     means, stds = np.array(known, np.float64).swapaxes(0, 1)
