@@ -248,6 +248,7 @@ def test_columns_and_class_names():
     assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
     assert numbers_of(source.column("images")) == list(range(N_ROWS))
     assert source.column("labels") is None  # the Dataset has no such attribute
+    assert source.column("masks") is None  # nor such a field
 
 
 CLASSES = np.arange(N_ROWS) % 4

@@ -144,7 +144,7 @@ class ItemDataset(Dataset):
         An attribute counts only if it has numbers of the shape of the field, and what the item of the first row has:
         others are file names, names of classes, or classes that the items number in another way.
         """
-        for attribute in (name, "targets"):
+        for attribute in (name, "targets") if name in self.fields else ():
             with suppress(*NO_ARRAY):
                 values = np.asarray(getattr(self.items.dataset, attribute, None))
                 if self._agrees(values, name):
