@@ -82,9 +82,8 @@ def write_files(parts: Mapping[str, Part], target: Path, options: WriteOptions) 
             writers[name] = stack.enter_context(writer)
             n_before = len(broken)
             batches = reader.batches(orders[name], broken)
-            bar = tqdm(
-                total=part.n_rows, unit="rows", unit_scale=True, desc=path.name, disable=None
-            )  # None: no terminal
+            # disable=None: no bar where there is no terminal
+            bar = tqdm(total=part.n_rows, unit="rows", unit_scale=True, desc=path.name, disable=None)
             with closing(batches), bar:
                 for rows in batches:
                     writer.append(rows)

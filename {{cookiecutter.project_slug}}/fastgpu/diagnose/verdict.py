@@ -32,7 +32,7 @@ MEANING: dict[Cause, str] = {
     "INCONCLUSIVE": "the measurements do not tell",
 }
 ADVICE: dict[Cause, str] = {
-    "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py info rates the file)",
+    "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py repack writes them)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
     "COPY": "data.tier=auto; floats stored as uint8; nvidia-smi -q shows missing PCIe lanes and held-down clocks",
     "AUGMENT": "train.compile=true",

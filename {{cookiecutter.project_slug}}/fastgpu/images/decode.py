@@ -145,7 +145,7 @@ def to_rgb(image: Image.Image) -> Tensor:
 def resize_pixels(image_CHW: Tensor, size: tuple[int, int], *, is_mask: bool = False) -> Tensor:
     """Resize to (height, width). torch's kernel for bytes gives Pillow's values, up to one level, in a third of the
     time. The result lies in memory as the image does."""
-    image_1CHW = image_CHW.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # by image_CHW[None], torch would not see how
+    image_1CHW = image_CHW.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # image_CHW[None] hides how it lies
     if is_mask:
         return F.interpolate(image_1CHW, size, mode="nearest-exact")[0]
     return F.interpolate(image_1CHW, size, mode="bilinear", antialias=True)[0]
