@@ -48,12 +48,13 @@ from short_run import CONFIG
 from torch import nn
 
 import workloads
+from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import Writer
 from fastgpu.predict.export import make_rows
 from fastgpu.predict.inputs import open_pools
 from fastgpu.predict.model import load_model
 from fastgpu.process.config_loader import load_config, read_options
-from fastgpu.process.launch import exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.run import checkpoint
@@ -170,7 +171,9 @@ def digest(source: Dataset) -> str:
 
 
 def read_hdf5(*fields: str, verify: bool = True) -> str:
-    return digest(open_store("data.train", "x.h5", {name: name for name in fields}, verify=verify))
+    if verify and (damages := damaged("x.h5")):
+        raise UserError(damages[0])
+    return digest(open_store("data.train", "x.h5", {name: name for name in fields}))
 
 
 def read_config(words: str = "") -> None:

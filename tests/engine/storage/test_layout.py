@@ -7,7 +7,7 @@ import pytest
 from harness import by_h5py, numbers_of
 from scattered import read_scattered
 
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import UserError
 from fastgpu.storage import layout as layout_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.layout import DIGESTS, Layout
@@ -19,9 +19,9 @@ FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-def refused(path: str, message: str, **options) -> None:
+def refused(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        open_store("data.train", path, FIELDS, **options)
+        open_store("data.train", path, FIELDS)
 
 
 @pytest.mark.usefixtures("either_cached_or_not")
@@ -112,31 +112,6 @@ def write_digests(path: str, chunk_rows: int) -> None:
             file[f"{DIGESTS}/{name}"] = np.array(digests, np.uint8)
 
 
-def flip_bit(path: str, block: int) -> None:
-    """Flip a bit in the middle of a block of `images`."""
-    with h5py.File(path) as file:
-        chunk = file["images"].id.get_chunk_info(block)
-    with Path(path).open("r+b") as raw:
-        raw.seek(chunk.byte_offset + chunk.size // 2)
-        byte = raw.read(1)[0]
-        raw.seek(chunk.byte_offset + chunk.size // 2)
-        raw.write(bytes([byte ^ 16]))
-
-
-@pytest.mark.usefixtures("either_cached_or_not")
-@pytest.mark.parametrize("shape", [(1, 4, 2), BIG])
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_verify_notices_a_flipped_bit(write, shape, compression):
-    path = write(40, shape, 7, compression=compression)
-    write_digests(path, 7)
-    intact = open_store("data.train", path, FIELDS, verify=True)
-    assert numbers_of(read_scattered(intact)["images"]) == list(range(40))
-    flip_bit(path, block=3)
-    damaged = open_store("data.train", path, FIELDS, verify=True)
-    with pytest.raises(RankError, match="images: block 3 is damaged"):
-        read_scattered(damaged)
-
-
 def test_checksums_tell_rows_apart_that_are_not_read(write):
     path = write(40, (1, 4, 2), 7)
     write_digests(path, 7)
@@ -145,7 +120,3 @@ def test_checksums_tell_rows_apart_that_are_not_read(write):
     with h5py.File(path, "r+") as file:
         file[f"{DIGESTS}/images"][5, 0] ^= 1
     assert open_store("data.train", path, FIELDS).digest != digest
-
-
-def test_verify_needs_checksums(write):
-    refused(write(10), "images has no checksums; `python convert.py repack`", verify=True)

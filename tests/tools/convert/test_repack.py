@@ -64,7 +64,7 @@ def test_repack_info_and_verify_know_ragged_rows(write_ragged, tmp_path, convert
         assert sorted(number) == list(range(300)) != number.tolist()
     shown = convert("info", target).stdout
     assert "/items/indices  int32 (600,)" in shown
-    assert "unequal length" not in shown
+    assert "fields of lengths" not in shown
     assert convert("check", target).stdout.strip().endswith("whole")
     data = bytearray(target.read_bytes())
     with h5py.File(target) as file:
@@ -180,7 +180,7 @@ def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
         "4 classes, 1 of them without rows",
         "  owl          30",
         "mean     [1. 2. 3.], std [4. 5. 6.]",
-        "has fields of unequal length {'images': 5, 'labels': 4}",
+        "has fields of lengths {'images': 5, 'labels': 4}",
         "/sorted is sorted by class: 100 % of neighbouring rows share a label",
         "targets, from 0.5 to 2.5, and 2 that are NaN or infinite\n",
         "`python convert.py repack` writes such rows",

@@ -10,7 +10,7 @@ import torch
 
 from fastgpu.convert.messages import explain_errors
 from fastgpu.convert.reader import Columns, Reader
-from fastgpu.convert.summary import fields_of, inspect
+from fastgpu.convert.summary import damaged, fields_of, inspect
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError, warn
@@ -52,7 +52,7 @@ class FeedReader(Reader):
 
 
 def open_files(paths: Sequence[str], fields: dict[str, str]) -> FeedReader:
-    """The rows of HDF5 files, whose checksums are verified if all fields have them.
+    """The rows of HDF5 files. Those with checksums are read once before, or the new file would vouch for their damage.
 
     fields: {field: dataset}; empty for all datasets of the group. Raises UserError if the group has no rows.
     """
@@ -63,8 +63,10 @@ def open_files(paths: Sequence[str], fields: dict[str, str]) -> FeedReader:
     if not fields and group not in groups:
         raise UserError(f"{paths[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
     fields = fields or groups[group]
-    is_checked = all(each.has_digests for each in stored if group in map(str, each.path.parents[:2]))
-    return FeedReader(open_store("SOURCE", paths, fields, verify=is_checked))
+    for each in (f"{file}::{group}" for path in paths for file, group in expand("SOURCE", path)):
+        if any(data.has_digests for data in inspect(each)) and (damages := damaged(each)):
+            raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
+    return FeedReader(open_store("SOURCE", paths, fields))
 
 
 def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:

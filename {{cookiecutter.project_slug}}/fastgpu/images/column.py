@@ -11,8 +11,9 @@ from fastgpu.images.parts import Preprocessing, centre_box, draw, random_box
 from fastgpu.process.launch import RankError, warn
 from fastgpu.rows.contract import Dataset, PoolPlan
 from fastgpu.rows.rows import Field
-from fastgpu.storage.columns import Column, ColumnDataset, RaggedColumn, Range
+from fastgpu.storage.columns import Column, ColumnDataset, RaggedColumn
 from fastgpu.storage.file import RESTORE
+from fastgpu.storage.layout import Range
 
 CENTRE_SHARE = 224 / 256
 """Share of the sides that is kept for validation where training sees random parts, which make things look larger."""

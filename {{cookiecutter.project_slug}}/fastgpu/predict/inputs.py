@@ -18,7 +18,6 @@ from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.file import not_found
 from fastgpu.storage.store import open_store
 
 POOL_BYTES = 64 << 20
@@ -98,7 +97,7 @@ def _open_images(paths: Sequence[str], name: str, field: Field, preprocessing: s
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
-            raise not_found(path)
+            raise UserError(f"{path} does not exist (looked in {Path.cwd()})")
         found = [path / name for name in images.list_images(path)] if path.is_dir() else [path]
         if not found:
             raise UserError(f"{path} has no images")

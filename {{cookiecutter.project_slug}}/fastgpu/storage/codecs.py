@@ -21,10 +21,9 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Filter(NamedTuple):
-    """A filter that was applied to the chunks of a dataset."""
+    """A filter that was applied to the chunks of a dataset. `code` is HDF5's number of it."""
 
     code: int
-    """HDF5's number of it."""
     parameters: tuple[int, ...]
     name: str
 
@@ -32,11 +31,8 @@ class Filter(NamedTuple):
 def filters_of(data: h5py.Dataset) -> list[Filter]:
     """The filters of a dataset, in the order in which they are applied."""
     properties = data.id.get_create_plist()
-    filters = []
-    for number in range(properties.get_nfilters()):
-        code, _, parameters, name = properties.get_filter(number)
-        filters.append(Filter(code, parameters, name.decode(errors="replace").partition(";")[0]))
-    return filters
+    found = [properties.get_filter(number) for number in range(properties.get_nfilters())]
+    return [Filter(code, parameters, name.decode().partition(";")[0]) for code, _, parameters, name in found]
 
 
 def can_decode(filters: Sequence[Filter]) -> bool:
@@ -51,10 +47,9 @@ def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> B
     would not shrink. Raises ValueError if the bytes are damaged.
     """
     try:
-        for number, (code, parameters, _) in reversed(list(enumerate(filters))):
-            was_applied = not skipped >> number & 1
-            if was_applied:
-                data = _DECODERS[code](data, parameters, size)
+        for number in reversed(range(len(filters))):
+            if not skipped >> number & 1:
+                data = _DECODERS[filters[number].code](data, filters[number].parameters, size)
     except (zlib.error, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be decoded ({error})") from None
     if len(data) != size:

@@ -1,27 +1,19 @@
-"""Rows as columns: one for each field, in memory or in a file.
-
-rows of one shape     `InMemory`, or a `Layout` (layout.py): where they lie in a file
-rows of any length    `RaggedColumn`: the values, which are one of these, and where those of each row begin
-encoded images        `ImageColumn` (images/column.py): a ragged column of bytes, and how they become pixels
+"""Rows as columns, one for each field: `InMemory`, `Layout` (in a file, layout.py), `RaggedColumn`, whose values are
+one of these two, and `ImageColumn` (images/column.py).
 """
 
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import Any, Protocol
 
 import numpy as np
 
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import scratch
-
-if TYPE_CHECKING:
-    from fastgpu.storage.layout import Layout
-
-Range = tuple[int, np.ndarray | range]
-"""(first row, places): neighbouring rows of a column, and where each of them goes; a range if these are neighbours."""
+from fastgpu.storage.layout import Layout, Range, index_of
 
 
 class Column(Protocol):
@@ -55,9 +47,9 @@ class InMemory:
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
 
-    def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows to `out`, (n, *shape), in the order of `row_ids`. Thread-safe."""
-        np.take(self.rows, row_ids, axis=0, out=out, mode="clip")
+    def in_memory(self, ranges: Iterable[Range]) -> np.ndarray:
+        """(rows, bytes) uint8: all rows."""
+        return self.rows.reshape(len(self.rows), -1).view(np.uint8)
 
     def fingerprint(self) -> bytes:
         """The SHA-256 of all rows."""
@@ -67,7 +59,7 @@ class InMemory:
 class RaggedColumn:
     """Rows with any number of values each."""
 
-    def __init__(self, field: Field, values: Union[InMemory, "Layout"], indptr: np.ndarray):
+    def __init__(self, field: Field, values: InMemory | Layout, indptr: np.ndarray):
         """field: the type of a value. values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where
         those of each row begin."""
         self.field = field._replace(mean_values=float(indptr[-1]) / max(1, len(indptr) - 1))
@@ -93,11 +85,10 @@ class RaggedColumn:
     def _ranges_of_values(self, ranges: Iterable[Range], out: RaggedArray) -> Iterator[Range]:
         """A range of rows is a range of values. One is made when it is copied: together they would displace each other
         from the caches of the CPU."""
+        is_long = self.field.row_bytes >= LONG_ROW_BYTES
         for start, places in ranges:
-            if self.field.row_bytes < LONG_ROW_BYTES:
-                yield int(self.indptr[start]), out.places(np.asarray(places))
-                continue
-            for first, values in out.runs(np.asarray(places)):
+            rows = np.asarray(places)
+            for first, values in out.runs(rows) if is_long else [(0, out.places(rows))]:
                 yield int(self.indptr[start + first]), values
 
     def read_rows(self, start: int, n_rows: int) -> RaggedArray:
@@ -153,8 +144,3 @@ class ColumnDataset(Dataset):
         for number, ranges_of_part in ranges.items():
             for name, column in self.parts[number].items():
                 column.read(ranges_of_part, out[name], plan)
-
-
-def index_of(places: np.ndarray | range) -> np.ndarray | slice:
-    """The places as an index of an array."""
-    return slice(places.start, places.stop) if isinstance(places, range) else places

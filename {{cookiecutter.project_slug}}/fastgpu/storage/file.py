@@ -4,18 +4,18 @@ import mmap
 import os
 import random
 import threading
+from functools import cached_property
 from io import FileIO
-from pathlib import Path
 
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import RankError
 
 READ_AHEAD_BYTES = 128 << 10
 """Linux reads at most this many bytes ahead for one `posix_fadvise`."""
-DIRECT_ALIGNMENT = 4096
-"""Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
+PAGE_BYTES = 4096
+"""Reads begin and end at multiples of this, as those around the page cache have to. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
 RESTORE = "restore the file, then go on with run.resume=auto"
 
@@ -26,11 +26,6 @@ def split_group(path: str) -> tuple[str, str]:
     """(file, group) of `file.h5::/group`; the group of a plain `file.h5` is "/"."""
     file, _, group = path.partition("::")
     return file, group or "/"
-
-
-def not_found(path: object) -> UserError:
-    """The error for a file that does not exist."""
-    return UserError(f"{path} does not exist (looked in {Path.cwd()})")
 
 
 def is_in_page_cache(descriptor: int, offset: int) -> bool:
@@ -54,25 +49,19 @@ class OpenFile:
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
         self._raw = FileIO(path)
-        direct = _open_direct(path) if around_page_cache else None
-        self.is_direct = direct is not None
+        self._source = (_open_direct(path) if around_page_cache else None) or self._raw
+        self.is_direct = self._source is not self._raw
         """Whether bytes are read around the page cache."""
-        self._source = direct or self._raw
-        self._alignment = DIRECT_ALIGNMENT if self.is_direct else 1
-        self._stamp = self._current_stamp()
-        self.size = self._stamp[0]
-        self._mapped: np.ndarray | None = None
+        status = os.fstat(self._raw.fileno())
+        self.size = status.st_size
+        self._changed_ns = status.st_mtime_ns
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
 
-    def _current_stamp(self) -> tuple[int, int]:
-        """(size, time of the last change in ns)"""
-        status = os.fstat(self._raw.fileno())
-        return status.st_size, status.st_mtime_ns
-
     def check_unchanged(self) -> None:
         """Raise RankError if somebody has written to the file since it was opened."""
-        if self._current_stamp() != self._stamp:
+        status = os.fstat(self._raw.fileno())
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
             raise RankError(f"{self.path} was changed while in use; {RESTORE}")
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:
@@ -92,10 +81,9 @@ class OpenFile:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
-        begin = offset - offset % self._alignment
+        begin = offset - offset % PAGE_BYTES
         needed = offset + count - begin
-        size = -(-needed // self._alignment) * self._alignment
-        memory = aligned_scratch(size) if self.is_direct else scratch(size)
+        memory = scratch(-(-needed // PAGE_BYTES) * PAGE_BYTES, "file")
         n_read = os.preadv(self._source.fileno(), [memory.data], begin)
         if n_read < needed:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
             self.preadv([memory[n_read:needed].data], begin + n_read)
@@ -117,13 +105,12 @@ class OpenFile:
         if self.is_direct:
             return None
         is_cached = is_in_page_cache(self._raw.fileno(), offset + self._rng.randrange(max(1, count)))
-        return self.mapped(offset, count) if is_cached else None
+        return self.mapped[offset : offset + count] if is_cached else None
 
-    def mapped(self, offset: int, count: int) -> np.ndarray:
-        """(count,) uint8, a view of the mapped file. Each of its pages that is not in memory costs a page fault."""
-        if self._mapped is None:
-            self._mapped = np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        return self._mapped[offset : offset + count]
+    @cached_property
+    def mapped(self) -> np.ndarray:
+        """(bytes,) uint8: the mapped file. Each of its pages that is not in memory costs a page fault."""
+        return np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
         """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""
@@ -139,22 +126,19 @@ def _open_direct(path: str) -> FileIO | None:
     """A file without the page cache. None if the file system has no such reads."""
     try:
         direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
-        os.preadv(direct.fileno(), [aligned_scratch(DIRECT_ALIGNMENT).data], 0)
+        os.preadv(direct.fileno(), [scratch(PAGE_BYTES, "file").data], 0)
     except OSError:
         return None
     return direct
 
 
-def aligned_scratch(size: int) -> np.ndarray:
-    """(size,) uint8 as of `scratch`, at the beginning of a huge page: a disk fills those in few requests."""
-    memory = scratch(size + 2 * HUGE_PAGE_BYTES, "direct")  # so large that NumPy asks for huge pages
-    start = -memory.ctypes.data % HUGE_PAGE_BYTES
-    return memory[start : start + size]
+def scratch(size: int, purpose: str) -> np.ndarray:
+    """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing.
 
-
-def scratch(size: int, purpose: str = "file") -> np.ndarray:
-    """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing."""
+    They begin at a huge page: a disk fills those in few requests.
+    """
     memory = _thread_local.__dict__
     if purpose not in memory or len(memory[purpose]) < size:
-        memory[purpose] = np.empty(size, np.uint8)
+        new = np.empty(size + 2 * HUGE_PAGE_BYTES, np.uint8)  # so large that NumPy asks for huge pages
+        memory[purpose] = new[-new.ctypes.data % HUGE_PAGE_BYTES :]
     return memory[purpose][:size]

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
 
@@ -12,7 +13,6 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.storage.file import not_found
 
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """For images, tables and arrays."""
@@ -26,22 +26,20 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
     try:
         with h5py.File(path, "r") as file:
             yield file
-    except FileNotFoundError:
-        raise not_found(where) from None
-    except IsADirectoryError:
-        raise UserError(f"{where} is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}") from None
-    except BlockingIOError:
-        raise UserError(
-            f"{where} is locked by a process that writes it; wait for that to end, or set "
-            "HDF5_USE_FILE_LOCKING=FALSE if there is none"
-        ) from None
     except Exception as error:
         if "h5py" not in extract_tb(error.__traceback__)[-1].filename:  # h5py may raise anything, and so may a bug here
             raise
         reason = " ".join(str(error).split())
-        if "signature not found" in reason:
-            raise UserError(f"{where} is not an HDF5 file; name one, {OR_CONVERT}") from None
-        raise UserError(f"{where} cannot be read: {reason}: copy or write it again") from None
+        problems = {
+            "No such file": f"does not exist (looked in {Path.cwd()})",
+            "Is a directory": f"is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}",
+            "signature not found": f"is not an HDF5 file; name one, {OR_CONVERT}",
+            "unable to lock": "is locked by a process that writes it; wait for that to end, or set "
+            "HDF5_USE_FILE_LOCKING=FALSE if there is none",
+            "": f"cannot be read: {reason}: copy or write it again",
+        }
+        problem = next(text for part, text in problems.items() if part in reason)
+        raise UserError(f"{where} {problem}") from None
 
 
 def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
@@ -50,11 +48,8 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     if not isinstance(item, kind):
         names = ", ".join(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
         raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}")
-    is_spread = isinstance(item, h5py.Dataset) and (item.is_virtual or item.external)
-    if is_spread or item.file.filename != root.file.filename:
-        raise UserError(
-            f"{where}: {name} takes its bytes from other files; name those files, or write the rows into one file"
-        )
+    if item.file.filename != root.file.filename:
+        raise UserError(f"{where}: {name} takes its bytes from other files; name those files")
     return item
 
 

@@ -1,8 +1,8 @@
-"""The rows of HDF5 files as blocks that any number of threads can read.
+"""HDF5 files as one dataset of rows in blocks, which any number of threads can read.
 
 h5py reads the metadata once: type, shape and the place of each chunk in the file. The rows are read without it, because
 the HDF5 library holds one lock over all its reads: two threads read as fast as one through h5py, and 1.8x as fast by
-`preadv`. How the rows of one dataset are read is in layout.py, and which datasets a field has in csr.py.
+`preadv`.
 """
 
 import glob
@@ -18,8 +18,8 @@ import numpy as np
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Out, PoolPlan
+from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage.columns import ColumnDataset, InMemory, RaggedColumn
-from fastgpu.storage.csr import open_column, warn_of_unread_values
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import attributes_of, find, open_file
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout
@@ -28,76 +28,89 @@ from fastgpu.storage.meaning import check_meaning
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
+LOOK_AT_VALUES = 1 << 16
+"""How many values of a CSR matrix are looked at to find out whether they matter."""
+
+Stored = InMemory | Layout | RaggedColumn
 
 
 class HDF5Dataset(ColumnDataset):
-    """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork.
+    """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork."""
 
-    `attributes` are those of the first file or group, but `mean` and `std` are of all rows.
-    """
-
-    def __init__(self, files: Sequence["_File"]):
-        name = files[0].name + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-        attributes = files[0].attributes | _pool_statistics(files)
-        super().__init__(name, [file.columns for file in files], [file.block_rows for file in files], attributes)
-        self.around_page_cache = files[0].is_around_page_cache
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Mapping[str, Stored]],
+        part_blocks: Sequence[np.ndarray],
+        attributes: dict[str, Any],
+        *,
+        file: OpenFile,
+    ):
+        """file: the first one."""
+        super().__init__(name, parts, part_blocks, attributes)
+        self.around_page_cache = file.is_direct
         """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
-        self._files = files
+        self.file = file
+        self.stored = parts
+        """The columns as they lie in the files; those of `parts` may be decoded."""
 
     @cached_property
     def digest(self) -> str:
         """Of all rows if the files have checksums, else of some. Raises UserError."""
-        columns = [column for file in self._files for column in file.columns.values()]
-        return hashlib.sha256(b"".join(column.fingerprint() for column in columns)).hexdigest()[:12]
+        prints = [column.fingerprint() for part in self.stored for column in part.values()]
+        return hashlib.sha256(b"".join(prints)).hexdigest()[:12]
 
     def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
         """See `Dataset.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
-        columns = {name: each for name, each in self.parts[0].items() if isinstance(each, InMemory | Layout)}
-        may_be_found = len(self.parts) == 1 and len(columns) == len(self.fields)
-        if not may_be_found or not all(
-            column.is_in_memory(start, len(places))
-            for start, places in plan.reads.ranges()
-            for column in columns.values()
-            if isinstance(column, Layout)
-        ):
-            yield from super().jobs(plan, out, n_rows)
-            return
+        sources: list[tuple[np.ndarray, np.ndarray]] = []
+        for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
+            target = out[name]
+            rows = column.in_memory(plan.reads.ranges()) if isinstance(column, InMemory | Layout) else None
+            if rows is None or not isinstance(target, np.ndarray):
+                break
+            sources.append((rows, target[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
+        if len(sources) < len(self.fields):
+            return super().jobs(plan, out, n_rows)
         row_ids = plan.row_ids
-        for start in range(0, plan.n_rows, n_rows):
-            part = slice(start, min(start + n_rows, plan.n_rows))
-            targets = {name: column[part] for name, column in out.items() if isinstance(column, np.ndarray)}
-            yield partial(_gather, columns, row_ids[part], targets)
+        starts = range(0, plan.n_rows, n_rows)
+        return (partial(self._gather, sources, row_ids, slice(start, start + n_rows)) for start in starts)
+
+    def _gather(self, sources: Sequence[tuple[np.ndarray, np.ndarray]], row_ids: np.ndarray, part: slice) -> None:
+        """Copy rows to a part of the pool. sources: (all rows, pool) of each field, (rows, bytes) both."""
+        self.file.check_unchanged()
+        for rows, pool in sources:
+            np.take(rows, row_ids[part], axis=0, out=pool[part], mode="clip")  # mode="raise" would copy the pool
+        self.file.check_unchanged()
 
 
-def _gather(columns: Mapping[str, InMemory | Layout], row_ids: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
-    """Copy rows that are in memory to `out`, {field: (n, *shape)}, in the order of `row_ids`, (n,)."""
-    for name, column in columns.items():
-        column.gather(row_ids, out[name])
-
-
-def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str], *, verify: bool = False) -> HDF5Dataset:
+def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str]) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
-    such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. verify: compare each block that is read with
-    its SHA-256.
+    such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. The attributes are those of the first file
+    or group, but `mean` and `std` are of all rows.
     """
     names = [name for path in ([paths] if isinstance(paths, str) else paths) for name in expand(key, path)]
     if not fields or not names:
         raise UserError(f"{key}: no file or no field is named; data.fields maps names in the code to datasets of files")
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
-    files = [_File(key, path, group, fields=fields, verify=verify, around_page_cache=is_large) for path, group in names]
-    for file in files[1:]:
-        check_meaning(key, files[0], file)
-        for name, column in file.columns.items():
-            expected = files[0].columns[name].field
-            if column.field.signature != expected.signature:
+    files = [_open(key, path, group, fields, around_page_cache=is_large) for path, group in names]
+    first, *others = files
+    for other in others:
+        check_meaning(key, first, other)
+        for name, field in other.fields.items():
+            if field.signature != first.fields[name].signature:
                 raise UserError(
-                    f"{key}: {file.name} holds {name} as {column.field}, {files[0].name} as {expected}; files must "
+                    f"{key}: {other.name} holds {name} as {field}, {first.name} as {first.fields[name]}; files must "
                     "agree"
                 )
-    return HDF5Dataset(files)
+    if not others:
+        return first
+    name = f"{first.name} and {len(others)} more"
+    attributes = first.attributes | _pool_statistics(files)
+    blocks = [file.block_rows for file in files]
+    return HDF5Dataset(name, [file.stored[0] for file in files], blocks, attributes, file=first.file)
 
 
 def expand(key: str, path: str) -> list[tuple[str, str]]:
@@ -106,15 +119,14 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
     Whether a plain `file.h5` exists is found out when it is opened.
     """
     pattern, group = split_group(path)
-    if Path(pattern).exists() or not glob.has_magic(pattern):
-        return [(pattern, group)]
-    files = sorted(glob.glob(pattern))  # noqa: PTH207 (pathlib cannot glob absolute patterns)
+    is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
+    files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute patterns)
     if not files:
         raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
     return [(file, group) for file in files]
 
 
-def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
+def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
     """The attributes `mean` and `std` of the rows of all files. Nothing if they do not differ, or a file has none."""
     names = ("mean", "std")
     known = [[file.attributes[name] for name in names] for file in files if {*names} <= file.attributes.keys()]
@@ -123,51 +135,91 @@ def _pool_statistics(files: Sequence["_File"]) -> dict[str, Any]:
     if len(known) < len(files) or all(each == known[0] for each in known):
         return {}
     means, stds = np.array(known, np.float64).swapaxes(0, 1)
-    n_rows = [file.block_rows.sum() for file in files]
+    n_rows = [len(file) for file in files]
     mean = np.average(means, 0, n_rows)
     variance = np.average(stds**2 + means**2, 0, n_rows) - mean**2
     return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(variance, 0)).tolist()}
 
 
-class _File:
+def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_page_cache: bool) -> HDF5Dataset:
     """The rows of one file, or of one group of a file."""
+    name = path if group == "/" else f"{path}::{group}"
+    where = f"{key}: {name}"
+    with open_file(path, f"{key}: {path}") as h5:
+        file = OpenFile(path, around_page_cache=around_page_cache)
+        root = find(h5, group, h5py.Group, f"{key}: {path}")
+        attributes = attributes_of(root)
+        opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
+        for matrix in fields.values():
+            data = root.get(f"{matrix}/data")
+            if data is not None and f"{matrix}/data" not in fields.values() and (data[:LOOK_AT_VALUES] != 1).any():
+                warn(
+                    f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
+                    "one, a 0, too; store only the items that count"
+                )
+    lengths = {field: len(column) for field, column in opened.items()}
+    n_rows = min(lengths.values())
+    if n_rows < max(1, *lengths.values()):
+        raise UserError(f"{where} has fields of lengths {lengths}; give each as many rows, and at least one")
+    largest = max(opened.values(), key=lambda column: column.field.row_bytes)
+    columns: dict[str, Stored] = {**opened}
+    for field, column in opened.items():  # small ones in memory, so that a block costs one read: of the largest
+        if column is largest or n_rows * column.field.row_bytes > COLUMN_BYTES:
+            continue
+        if isinstance(column, Layout):
+            columns[field] = InMemory(column.read_all(column.field.dtype))
+        elif isinstance(column.values, Layout):
+            column.values = InMemory(column.values.read_all(column.field.dtype))
+    if isinstance(largest, Layout):
+        block_rows = largest.chunk_rows
+    else:  # about BLOCK_BYTES, in MIN_BLOCKS or more
+        block_rows = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
+    blocks = np.diff(np.arange(0, n_rows, block_rows), append=n_rows).astype(np.int32)
+    return HDF5Dataset(name, [columns], [blocks], attributes, file=file)
 
-    def __init__(
-        self, key: str, path: str, group: str, *, fields: Mapping[str, str], verify: bool, around_page_cache: bool
-    ):
-        self.name = path if group == "/" else f"{path}::{group}"
-        where = f"{key}: {self.name}"
-        with open_file(path, f"{key}: {path}") as file:
-            bytes_of_file = OpenFile(path, around_page_cache=around_page_cache)
-            self.is_around_page_cache = bytes_of_file.is_direct
-            root = find(file, group, h5py.Group, f"{key}: {path}")
-            self.attributes = attributes_of(root)
-            columns = {
-                field: open_column(root, name, where, bytes_of_file, verify=verify) for field, name in fields.items()
-            }
-            warn_of_unread_values(root, fields.values(), where)
-        lengths = {field: len(column) for field, column in columns.items()}
-        n_rows = next(iter(lengths.values()))
-        if len(set(lengths.values())) != 1:
-            raise UserError(f"{where} has fields of unequal length {lengths}; give each as many rows")
-        if not n_rows:
-            raise UserError(f"{where} has no rows")
-        largest = max(columns.values(), key=lambda column: column.field.row_bytes)
-        self.columns: dict[str, InMemory | Layout | RaggedColumn] = {}
-        for field, column in columns.items():  # small ones in memory, so that a block costs one read: of the largest
-            is_small = column is not largest and n_rows * column.field.row_bytes <= COLUMN_BYTES
-            self.columns[field] = _load(column) if is_small else column
-        if isinstance(largest, Layout):
-            block_rows = largest.chunk_rows
-        else:  # about BLOCK_BYTES, in MIN_BLOCKS or more
-            block_rows = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
-        self.block_rows = np.diff(np.arange(0, n_rows, block_rows), append=n_rows).astype(np.int32)
-        """(blocks,) int32: number of rows in each block."""
+
+def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Layout | RaggedColumn:
+    """The field that `name` stands for. Raises UserError if its datasets do not fit.
+
+    It is a dataset (rows, *shape); a CSR matrix as anndata writes it, or the `data` of one
+    (https://anndata.readthedocs.io/en/stable/fileformat-prose.html); or a group of `indptr` and `values`, (N, *shape),
+    which are the bytes of image files if it has the attribute `codec`.
+    """
+    group = root.get(name)
+    n_items = None
+    codec = ""
+    if not isinstance(group, h5py.Group) or "indptr" not in group:
+        data = find(root, name, h5py.Dataset, where)
+        is_cut_by_indptr = data.ndim == 1 and "indptr" in data.parent
+        if not is_cut_by_indptr or len(data) == len(data.parent["indptr"]) - 1:  # one value per row
+            return Layout(f"{where}: {name}", data, file)
+    elif "values" in group:
+        data = find(root, f"{name}/values", h5py.Dataset, where)
+        codec = str(attributes_of(group).get("codec", ""))
+    else:
+        data = find(root, f"{name}/indices", h5py.Dataset, where)
+        n_items = _read_n_items(group, data, f"{where}: {name}")
+    values = Layout(f"{where}: {name}", data, file, n_items)
+    indptr_data = find(data.parent, "indptr", h5py.Dataset, where)
+    indptr = Layout(f"{where}: {name}/indptr", indptr_data, file).read_all(np.dtype(np.int64))
+    lengths = np.diff(indptr, axis=0)
+    begins_and_ends = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and indptr[-1] == len(values)
+    if not begins_and_ends or lengths.min(initial=0) < 0 or lengths.max(initial=0) > MAX_VALUES:
+        raise UserError(f"{where}: {name} is damaged: its indptr should rise from 0 to the {len(values):,} values")
+    dtype = OFFSET_DTYPE if n_items else values.field.dtype  # item numbers fit it, whatever type the file has
+    return RaggedColumn(Field(dtype, values.field.shape, n_items=n_items, codec=codec), values, indptr)
 
 
-def _load(column: Layout | RaggedColumn) -> InMemory | RaggedColumn:
-    """The same column, with its values in memory."""
-    if isinstance(column, Layout):
-        return InMemory(column.read_all(column.field.dtype))
-    assert isinstance(column.values, Layout)
-    return RaggedColumn(column.field, InMemory(column.values.read_all(column.field.dtype)), column.indptr)
+def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
+    """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
+    attributes = attributes_of(group)
+    kind = attributes.get("encoding-type", "csr_matrix")
+    shape = attributes.get("shape")
+    n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else 0
+    is_matrix = 1 <= n_items <= MAX_VALUES and indices.dtype.kind in "ui" and indices.ndim == 1
+    if kind != "csr_matrix" or not is_matrix:
+        raise UserError(
+            f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it "
+            f"is a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
+        )
+    return int(n_items)
