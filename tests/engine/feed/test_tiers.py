@@ -1,5 +1,6 @@
 import threading
 from contextlib import closing
+from copy import copy
 
 import numpy as np
 import pytest
@@ -40,8 +41,9 @@ def mixed(source: Dataset, kind: str) -> Dataset:
     if kind == "sources":
         groups = np.repeat(np.arange(len(source.block_rows)) % 5 // 4, source.block_rows)
     groups[hold_out(source.block_rows, len(source) // 10)[1].rows()] = -1
-    mixture = Mixture(Groups(("a", "b"), (1, 3), groups, kind == "sources"), source.block_rows, 8, seed=1)
-    return source.select(mixture, "mixed")
+    rows = copy(source)
+    rows.selection = Mixture(Groups(("a", "b"), (1, 3), groups, kind == "sources"), source.block_rows, 8, seed=1)
+    return rows
 
 
 @pytest.fixture(params=["small rows", "large rows", "whole", "chunks", "gzip", "sources", "classes"])

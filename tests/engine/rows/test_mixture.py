@@ -32,9 +32,10 @@ def rows_of(samplers: list[BlockSampler], epoch: int) -> np.ndarray:
 
 
 @many
-@given(st.lists(st.sampled_from([1, 3, 0.25, 7.5]), min_size=1, max_size=5), st.integers(0, 1000))
+@given(st.lists(st.sampled_from([1, 3, 0.25, 7.5]), min_size=1, max_size=5), st.integers(1, 1000))
 def test_turns_are_the_largest_remainders(weights, n_rows):
-    turns = Groups((), tuple(weights), np.empty(0), True).turns(n_rows)
+    groups = Groups(("",) * len(weights), tuple(weights), np.arange(n_rows) % len(weights), False)
+    turns = Mixture(groups, np.array([n_rows]), 1, 0).turns
     assert turns.sum() == n_rows
     exact = n_rows * np.array(weights) / sum(weights)
     assert (np.abs(turns - exact) < 1).all()
@@ -48,8 +49,7 @@ def test_turns_are_the_largest_remainders(weights, n_rows):
 def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly(case, seed):
     samplers = case.samplers(seed=seed)
     groups = case.groups.groups
-    batch_size = samplers[0].global_batch_size
-    turns = case.groups.turns(case.n_rows // batch_size * batch_size)
+    turns = samplers[0].selection.turns
     n_epochs = 4
     total = np.zeros(len(groups), int)
     for epoch in range(n_epochs):

@@ -74,7 +74,8 @@ def test_taking_ragged_rows_gathers_them(sparse, index):
     taken = sparse.take(torch.tensor(index, dtype=torch.int64))
     assert taken["number"].tolist() == index
     assert is_ragged(taken["items"], index)
-    out = Rows({"items": Ragged.empty(np.dtype("i4"), 30, 100, CPU), "number": torch.empty(30).long()})
+    fields = {"items": Field(np.dtype("i4"), (), 2.0), "number": Field(np.dtype("i8"), ())}
+    out = Rows.empty(fields, 30, CPU, n_values={"items": 100})
     address = out["items"].values.data_ptr()
     for part in (sparse, sparse.slice(0, 20)):
         taken = part.take(torch.tensor(index, dtype=torch.int64), out=out)
@@ -94,7 +95,7 @@ def test_batches_of_ragged_rows_and_the_row_of_each_value(sparse):
 def test_ragged_rows_are_copied_to_memory_that_shares_their_offsets_on_the_host(sparse):
     fields = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS)}
     host = Rows.empty(fields, 30, CPU, n_values={"items": 99})
-    device = host.empty_like(CPU)
+    device = host.to(CPU)
     source = sparse["items"]
     host["items"].host_offsets[:21] = source.host_offsets
     host["items"].values[: len(source.values)] = source.values

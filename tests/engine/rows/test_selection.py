@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpu.rows.contract import runs
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import runs
 from fastgpu.rows.selection import Share, hold_out
 
 

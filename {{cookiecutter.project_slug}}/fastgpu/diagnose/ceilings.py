@@ -147,7 +147,7 @@ def copies(pool: Rows, fields: Mapping[str, Field], device: torch.device, n_step
     """Copies of a pool from staging memory to a GPU, whatever lies there. n_steps: steps that it is good for."""
     n_values = {name: len(column.values) for name, column in pool.columns.items() if isinstance(column, Ragged)}
     host = Rows.empty(fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
-    on_device = host.empty_like(device)
+    on_device = host.to(device)
     return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)
 
 

@@ -91,7 +91,7 @@ class PrefetchLoader:
         if self._stream is None:
             return _Slot(host, host, None, None)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
-        return _Slot(host, host.empty_like(self._device), copied, torch.cuda.Event())
+        return _Slot(host, host.to(self._device), copied, torch.cuda.Event())
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         """The pools of an epoch, beginning with that number. Rows are valid until the next pool is asked for."""

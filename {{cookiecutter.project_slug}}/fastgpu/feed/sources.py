@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from importlib import import_module
 from typing import Literal
 
@@ -118,9 +119,11 @@ def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
             f"data.val is {data.val}, which is {n_val} of the {n_rows} rows of {rows.name}; use a "
             "share that leaves rows to train on and rows to validate on"
         )
-    train_share, val_share = hold_out(rows.block_rows, n_val)
-    name = f"{rows.name} ({n_rows - n_val:,} of its rows; {n_val:,} are for validation)"
-    return rows.select(train_share, name), rows.select(val_share, f"{rows.name} ({n_val:,} of its rows)")
+    train, val = copy(rows), copy(rows)
+    train.selection, val.selection = hold_out(rows.block_rows, n_val)
+    train.name += f" ({n_rows - n_val:,} of its rows; {n_val:,} are for validation)"
+    val.name += f" ({n_val:,} of its rows)"
+    return train, val
 
 
 def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
@@ -143,7 +146,9 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         if len(lost):
             name = groups.names[lost[0]]
             raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
-    return source.select(Mixture(groups, source.block_rows, data.batch_size, seed), source.name)
+    mixed = copy(source)
+    mixed.selection = Mixture(groups, source.block_rows, data.batch_size, seed)
+    return mixed
 
 
 def _mix_sources(weights: Mapping[str, float], source: HDF5Dataset) -> Groups:

@@ -5,14 +5,13 @@ which blocks go to which places of a pool. The feed carries the plans out.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastgpu.rows.rows import Field, RaggedArray, Rows
+from fastgpu.rows.rows import Field, RaggedArray, Rows, runs
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler
@@ -30,16 +29,11 @@ class Reads(NamedTuple):
     """(rows,) int64, all different: the place of each row."""
 
     def portions(self, n_rows: int) -> Iterator["Reads"]:
-        """The same reads in portions of at least `n_rows` rows; the last may have fewer."""
+        """The same reads in portions of about `n_rows` rows; no run is cut."""
         ends = np.cumsum(self.counts)
-        first = 0
-        done = 0
-        while first < len(ends):
-            stop = min(len(ends), int(np.searchsorted(ends, done + n_rows)) + 1)
-            end = int(ends[stop - 1])
-            yield Reads(self.starts[first:stop], self.counts[first:stop], self.places[done:end])
-            first = stop
-            done = end
+        cuts = np.flatnonzero(np.diff((ends - self.counts) // n_rows)) + 1
+        places = np.split(self.places, ends[cuts - 1])
+        return map(Reads, np.split(self.starts, cuts), np.split(self.counts, cuts), places)
 
     def ranges(self) -> Iterator[tuple[int, np.ndarray]]:
         """(first row, places of this row and those that follow it) of each run."""
@@ -75,12 +69,6 @@ class PoolPlan(NamedTuple):
         return row_ids
 
 
-def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
-    before = np.cumsum(counts, dtype=np.int64) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
-
-
 Out = np.ndarray | RaggedArray | list[tuple[np.ndarray, RaggedArray]]
 """Where the rows of a field go: (rows, *shape), C-contiguous or channels-last; a RaggedArray, whose offsets say where
 the values of each place go; or, where nobody knows these before, a list that takes (places, rows)."""
@@ -96,7 +84,7 @@ class Pool(NamedTuple):
 class Dataset:
     """Rows in blocks: HDF5 files, arrays, image files, or a torch Dataset.
 
-    A kind of rows has a name, fields, attributes, block_rows and read; and lengths, column and digest as far as it
+    A kind of rows has a name, fields, attributes, block_rows and read; and lengths, digest and column as far as it
     knows them. The rest follows.
     """
 
@@ -108,22 +96,15 @@ class Dataset:
     block_rows: np.ndarray
     """(blocks,) int32: number of rows in each block."""
     lengths: Mapping[str, np.ndarray] = MappingProxyType({})
-    """{ragged field: (rows,) int32, number of values in each row}."""
+    """{ragged field: (rows,) int32, number of values in each row}, where that is known before they are read."""
     selection: "Share | Mixture | None" = None
-    """The rows of each epoch. None: each row once."""
+    """The rows of each epoch. None: each row once. Row numbers are those of all rows."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
 
     def __len__(self) -> int:
         """Number of rows that may be in an epoch."""
         return len(self.selection) if self.selection else int(self.block_rows.sum())
-
-    def select(self, selection: "Share | Mixture", name: str) -> Self:
-        """The same rows, of which an epoch has those of `selection`. Row numbers stay as they are."""
-        part = copy(self)
-        part.selection = selection
-        part.name = name
-        return part
 
     @property
     def digest(self) -> str:

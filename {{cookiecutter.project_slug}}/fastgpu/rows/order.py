@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.selection import AllRows, Extents, Mixture, Share
+from fastgpu.rows.selection import Extents, Mixture, Share
 
 
 def echo_passes(factor: float, number: int) -> int:
@@ -65,9 +65,10 @@ class BlockSampler(DistributedSampler):
             drop_last = seed is not None
         if isinstance(rows, Dataset):
             rows = rows.block_rows if rows.selection is None else rows.selection
-        self.selection = AllRows(rows) if isinstance(rows, np.ndarray) else rows
+        self.selection = Share(rows) if isinstance(rows, np.ndarray) else rows
         n_rows = self.selection.epoch_rows
         super().__init__(range(n_rows), shard.world_size, shard.rank, seed is not None, seed or 0, drop_last)  # type: ignore[arg-type]
+        self.shard = shard
         self.n_rows = n_rows
         self.batch_size = batch_size
         self.pool_batches = pool_batches
@@ -82,42 +83,23 @@ class BlockSampler(DistributedSampler):
             )
         self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
         if drop_last:
-            rank_rows = n_rows // self.canonical_ranks
-            self.n_batches = rank_rows // self._share
+            self._canonical_rows = n_rows // self.canonical_ranks // self._share * self._share
         else:
-            rank_rows = -(-n_rows // self.canonical_ranks)
-            self.n_batches = -(-rank_rows // self._share)
-        self._canonical_rows = min(rank_rows, self.n_batches * self._share)
-        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
+            self._canonical_rows = -(-n_rows // self.canonical_ranks)
+        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)  # as torch calls them
         self.total_size = self._canonical_rows * self.canonical_ranks
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.rank, self.num_replicas, self.canonical_ranks)
-
-    @property
-    def pools_per_epoch(self) -> int:
-        return -(-self.n_batches // self.pool_batches)
-
-    @property
-    def max_pool_rows(self) -> int:
+        self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._share))
+        self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
         """Number of rows in the largest pool of this rank."""
-        return min(self.pool_batches * self.batch_size, self.num_samples)
-
-    @property
-    def identity(self) -> dict[str, int]:
-        """The numbers that decide which row comes when, under the names that checkpoints use."""
-        return {
-            "rows": self.n_rows,
+        self.identity = {
+            "rows": n_rows,
             "selection": self.selection.checksum,
             "global_rows": self.global_batch_size,
-            "pool_batches": self.pool_batches,
+            "pool_batches": pool_batches,
             "lanes": self.canonical_ranks,
             "seed": self.seed,
         }
+        """The numbers that decide which row comes when, under the names that checkpoints use."""
 
     def rows_before(self, epoch: int, pool: int) -> int:
         """Fresh rows of a run that all ranks together take before that pool of that epoch."""
@@ -135,7 +117,8 @@ class BlockSampler(DistributedSampler):
             units = np.arange(len(line.units), dtype=np.int32)
             self._rng(epoch).shuffle(units)
             line = line.permuted(units)
-        ends = np.cumsum(line.counts, dtype=np.int64)
+        ends = line.counts.astype(np.int64)
+        np.cumsum(ends, out=ends)  # in place: there may be ten million blocks
         for number in range(first_pool, self.pools_per_epoch):
             yield self._plan(epoch, number, line, ends)
 
@@ -157,39 +140,31 @@ class BlockSampler(DistributedSampler):
         Shuffling permutes the places of each canonical rank among themselves, so every batch keeps its share of each.
         """
         share = self._share
-        first_batch = number * self.pool_batches
         per_rank = self.canonical_ranks // self.num_replicas
-        begin = first_batch * share  # first and last row of the pool, counted within each canonical rank
-        stop = min((first_batch + self.pool_batches) * share, self._canonical_rows)
-        full = (stop - begin - 1) // share * share  # rows before the last batch of the pool, which may be short
-        spans = []  # (canonical rank, its first row on the line, its last row + 1) without padding
-        for rank in range(self.rank * per_rank, (self.rank + 1) * per_rank):
-            rank_start = rank * self.n_rows // self.canonical_ranks
-            rank_stop = (rank + 1) * self.n_rows // self.canonical_ranks
-            spans.append((rank, rank_start + begin, min(rank_start + stop, rank_stop)))
-        n_real_rows = sum(hi - lo for _, lo, hi in spans)
+        ranks = np.arange(self.rank * per_rank, (self.rank + 1) * per_rank)
+        begin = number * self.pool_batches * share  # first row of the pool, counted within each canonical rank
+        n_each = min(self.pool_batches * share, self._canonical_rows - begin)  # rows of each canonical rank, padded
+        starts = ranks * self.n_rows // self.canonical_ranks + begin  # on the line
+        n_real = np.minimum(n_each, (ranks + 1) * self.n_rows // self.canonical_ranks - starts)
+        n_full = (n_each - 1) // share  # batches before the last one, which may be short
+        slots = np.arange(per_rank, dtype=np.uint16)  # the canonical ranks of this rank
+        slot_of_place = np.concatenate([np.tile(slots.repeat(share), n_full), slots.repeat(n_real - n_full * share)])
+        places_of_slots = np.split(np.argsort(slot_of_place, kind="stable"), np.cumsum(n_real)[:-1])
+        next_padding = n_real_rows = len(slot_of_place)  # next free place of the padding
         reads: list[Reads] = []
-        next_tail = full * per_rank  # next free place of the last batch
-        next_padding = n_real_rows  # next free place of the padding
-        for slot, (rank, lo, hi) in enumerate(spans):
-            turn = np.arange(hi - lo)  # place of each row among the rows of its canonical rank
-            places = turn + turn // share * (self.batch_size - share) + slot * share
-            n_tail = len(places[full:])
-            places[full:] = next_tail + np.arange(n_tail)
-            next_tail += n_tail
-            if self.shuffle:
-                places = self._rng(epoch, rank, number).permutation(places)
-            reads.append(_cut(line, ends, lo, places))
-            if hi - lo < stop - begin:
-                reads.append(_cut(line, ends, max(hi - 1, 0), np.array([next_padding])))
+        for rank, start, in_order in zip(ranks.tolist(), starts.tolist(), places_of_slots, strict=True):
+            places = self._rng(epoch, rank, number).permutation(in_order) if self.shuffle else in_order
+            reads.append(_cut(line, ends, start, places))
+            if len(places) < n_each:
+                reads.append(_cut(line, ends, max(start + len(places) - 1, 0), np.array([next_padding])))
                 next_padding += 1
         return PoolPlan(
             epoch=epoch,
             number=number,
             seed=self.seed if self.shuffle else None,
-            n_rows=(stop - begin) * per_rank,
+            n_rows=n_each * per_rank,
             n_real_rows=n_real_rows,
-            is_last=stop == self._canonical_rows,
+            is_last=number == self.pools_per_epoch - 1,
             reads=Reads(*map(np.concatenate, zip(*reads, strict=True))),
             order=self,
         )
@@ -197,23 +172,21 @@ class BlockSampler(DistributedSampler):
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
         """A generator for the blocks of an epoch, or for one part of it.
 
-        `spawn_key` keeps the streams apart. Plain tuples would not: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy,
-        and the permutation of a pool put blocks of one row back into the order of the file.
+        `spawn_key` keeps the streams apart. Plain tuples would not: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy.
         """
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
 
 def _cut(line: Extents, ends: np.ndarray, start: int, places: np.ndarray) -> Reads:
     """The rows start, start + 1, ... of a line, which go to these places."""
+    if not len(places):
+        return Reads(places, places, places)
     stop = start + len(places)
-    first_slot = int(np.searchsorted(ends, start, "right"))
-    last_slot = int(np.searchsorted(ends, stop, "left"))
-    slots = slice(first_slot, last_slot + 1 if len(places) else first_slot)
-    starts = line.starts[slots].astype(np.int64)
-    counts = line.counts[slots].astype(np.int64)
-    if len(counts):  # the first and the last extent may be in this pool in part
-        counts[-1] -= ends[last_slot] - stop
-        n_before = start - (int(ends[first_slot]) - int(line.counts[first_slot]))
-        starts[0] += n_before
-        counts[0] -= n_before
+    first, last = np.searchsorted(ends, [start, stop - 1], "right")
+    starts = line.starts[first : last + 1].astype(np.int64)
+    counts = line.counts[first : last + 1].astype(np.int64)
+    counts[-1] -= ends[last] - stop  # the first and the last extent may be in this pool in part
+    n_before = start + line.counts[first] - ends[first]
+    starts[0] += n_before
+    counts[0] -= n_before
     return Reads(starts, counts, places)

@@ -69,6 +69,14 @@ class Field(NamedTuple):
         return self.dtype.itemsize * prod(self.shape)
 
 
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    numbers = np.repeat(starts - before, counts)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
 class RaggedArray(NamedTuple):
     """Rows with any number of values each, in host memory: row b is values[offsets[b] : offsets[b + 1]]."""
 
@@ -82,12 +90,8 @@ class RaggedArray(NamedTuple):
 
     def places(self, rows: np.ndarray) -> np.ndarray:
         """(n,) int64: the indices of the values of `rows`, one row after the other."""
-        starts = self.offsets[rows].astype(np.int64)
-        counts = self.offsets[rows + 1] - starts
-        ends = np.cumsum(counts)
-        places = np.repeat(starts - ends + counts, counts)
-        places += np.arange(len(places))
-        return places
+        starts = self.offsets[rows]
+        return runs(starts, self.offsets[rows + 1] - starts)
 
     def runs(self, rows: np.ndarray) -> Iterator[tuple[int, range]]:
         """(index of its first row in `rows`, indices of its values) for each run of neighbours in `rows`."""
@@ -109,21 +113,6 @@ class Ragged:
     """(B + 1,) int32, beginning with 0, as torch's embedding_bag takes them (include_last_offset)."""
     host_offsets: np.ndarray
     """(B + 1,) int32: the same numbers in host memory."""
-
-    @classmethod
-    def empty(
-        cls,
-        dtype: np.dtype,
-        n_rows: int,
-        values_shape: tuple[int, ...],
-        device: torch.device,
-        *,
-        pinned: bool = False,
-    ) -> "Ragged":
-        """Memory for `n_rows` rows that have values of (N, *shape) together, page-locked if `pinned`."""
-        offsets = _empty((n_rows + 1,), OFFSET_DTYPE, device, pinned).zero_()
-        host_offsets = offsets.numpy() if device.type == "cpu" else np.zeros(n_rows + 1, OFFSET_DTYPE)
-        return cls(_empty(values_shape, dtype, device, pinned), offsets, host_offsets)
 
     @property
     def device(self) -> torch.device:
@@ -150,33 +139,22 @@ class Ragged:
         row_ids = torch.arange(len(self), dtype=torch.int32, device=self.device)
         return row_ids.repeat_interleave(self.offsets.diff(), output_size=len(self.values))
 
-    def take(self, index: np.ndarray, out: "Ragged | None" = None) -> "Ragged":
-        """A copy of the rows at `index`, (n,) in host memory. It is written to the memory of `out` if that is given."""
+    def take(self, index: np.ndarray, out: Tensor | None = None) -> "Ragged":
+        """A copy of the rows at `index`, (n,) in host memory. Their values are written to `out` if that is given."""
         starts = self.host_offsets[index]
         counts = self.host_offsets[index + 1] - starts
-        if out is None:
-            values_shape = (int(counts.sum()), *self.values.shape[1:])
-            out = Ragged.empty(_numpy_dtype(self.values), len(index), values_shape, self.device)
-        host_offsets = out.host_offsets[: len(index) + 1]
+        host_offsets = np.zeros(len(index) + 1, OFFSET_DTYPE)
         np.cumsum(counts, out=host_offsets[1:])
-        moves = torch.from_numpy(np.stack([starts - host_offsets[:-1], counts, host_offsets[1:]]))
-        moves = to_device(moves, self.device)
-        total = int(host_offsets[-1])
-        places = torch.arange(total, dtype=torch.int32, device=self.device)
-        places += moves[0].repeat_interleave(moves[1], output_size=total)
-        values = torch.index_select(self.values, 0, places, out=out.values[:total])
-        offsets = out.offsets[: len(index) + 1]
-        offsets[1:].copy_(moves[2])
-        return Ragged(values, offsets, host_offsets)
+        moves = to_device(torch.from_numpy(np.stack([starts - host_offsets[:-1], counts])), self.device)
+        n_values = int(host_offsets[-1])
+        places = torch.arange(n_values, dtype=torch.int32, device=self.device)
+        places += moves[0].repeat_interleave(moves[1], output_size=n_values)
+        values = torch.index_select(self.values, 0, places, out=None if out is None else out[:n_values])
+        return Ragged(values, to_device(torch.from_numpy(host_offsets), self.device), host_offsets)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Ragged":
-        values = self.values.to(device, non_blocking=non_blocking)
-        return Ragged(values, self.offsets.to(device, non_blocking=non_blocking), self.host_offsets)
-
-    def empty_like(self, device: torch.device) -> "Ragged":
-        """Memory of the same size on a device. The offsets in host memory are shared with this one."""
-        values = torch.empty_like(self.values, device=device)
-        return Ragged(values, torch.empty_like(self.offsets, device=device), self.host_offsets)
+    def to(self, device: torch.device) -> "Ragged":
+        """The same rows on a device. The offsets in host memory are shared with this one."""
+        return Ragged(self.values.to(device), self.offsets.to(device), self.host_offsets)
 
     def copy_(self, other: "Ragged", non_blocking: bool = False) -> None:
         """Overwrite with equally many values. `host_offsets` must hold their offsets already."""
@@ -212,19 +190,17 @@ class Rows:
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
             if field.is_ragged:
-                values_shape = ((n_values or {}).get(name, 0), *field.shape)
-                columns[name] = Ragged.empty(field.dtype, n_rows, values_shape, device, pinned=pinned)
+                shape = ((n_values or {}).get(name, 0), *field.shape)
+                offsets = _empty((n_rows + 1,), OFFSET_DTYPE, device, pinned).zero_()
+                host_offsets = offsets.numpy() if device.type == "cpu" else np.zeros(n_rows + 1, OFFSET_DTYPE)
+                columns[name] = Ragged(_empty(shape, field.dtype, device, pinned), offsets, host_offsets)
+            elif field.is_channels_last:
+                channels, height, width = field.shape
+                shape = (n_rows, height, width, channels)
+                columns[name] = _empty(shape, field.dtype, device, pinned).permute(0, 3, 1, 2)
             else:
-                columns[name] = _empty_column(field, n_rows, device, pinned)
+                columns[name] = _empty((n_rows, *field.shape), field.dtype, device, pinned)
         return cls(columns)
-
-    def empty_like(self, device: torch.device) -> "Rows":
-        """Memory of the same size on a device. Offsets in host memory are shared with this one."""
-        columns: dict[str, Tensor | Ragged] = {}
-        for name, column in self.columns.items():
-            is_ragged = isinstance(column, Ragged)
-            columns[name] = column.empty_like(device) if is_ragged else torch.empty_like(column, device=device)
-        return Rows(columns)
 
     def make_room(self, name: str, n_values: int, *, pinned: bool = False) -> bool:
         """Give a ragged column of a pool new memory for so many values if they do not fit. Returns whether it did.
@@ -239,7 +215,8 @@ class Rows:
                 f"a pool has {n_values:,} values of {name} and at most {MAX_VALUES:,} fit; use fewer data.pool_batches"
             )
         shape = (min(int(ROOM * n_values), MAX_VALUES), *column.values.shape[1:])
-        values = _empty(shape, _numpy_dtype(column.values), column.device, pinned)
+        dtype = column.values[:0].cpu().numpy().dtype
+        values = _empty(shape, dtype, column.device, pinned)
         self.columns[name] = Ragged(values, column.offsets, column.host_offsets)
         return True
 
@@ -271,20 +248,17 @@ class Rows:
         index: on the device of the rows or in host memory; in host memory if there is a ragged column.
         """
         taken: dict[str, Tensor | Ragged] = {}
-        index_on_device: Tensor | None = None
+        index_on_device = to_device(index, self.device)
         for name, column in self.columns.items():
-            target = out[name] if out else None
             if isinstance(column, Ragged):
-                taken[name] = column.take(index.numpy(), target)
+                taken[name] = column.take(index.numpy(), out[name].values if out else None)
             else:
-                target = None if target is None else target[: len(index)]
-                if index_on_device is None:  # once for all columns
-                    index_on_device = to_device(index, column.device)
-                taken[name] = _take(column, index_on_device, target)
+                taken[name] = _take(column, index_on_device, out[name][: len(index)] if out else None)
         return Rows(taken)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
-        return Rows({name: column.to(device, non_blocking=non_blocking) for name, column in self.columns.items()})
+    def to(self, device: torch.device) -> "Rows":
+        """The same rows on a device. Offsets in host memory are shared with these."""
+        return Rows({name: column.to(device) for name, column in self.columns.items()})
 
     def copy_(self, other: "Rows", non_blocking: bool = False) -> None:
         """Overwrite with equally many rows."""
@@ -303,30 +277,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _empty_column(field: Field, n_rows: int, device: torch.device, pinned: bool) -> Tensor:
-    if not field.is_channels_last:
-        return _empty((n_rows, *field.shape), field.dtype, device, pinned)
-    channels, height, width = field.shape
-    return _empty((n_rows, height, width, channels), field.dtype, device, pinned).permute(0, 3, 1, 2)
-
-
 def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
     """index_select of rows, which are copied as they lie in memory."""
-    if column.ndim != 4 or column.is_contiguous() or not column.is_contiguous(memory_format=torch.channels_last):
-        return torch.index_select(column, 0, index, out=target)
-    out_NHWC = None if target is None else target.permute(0, 2, 3, 1)
-    return torch.index_select(column.permute(0, 2, 3, 1), 0, index, out=out_NHWC).permute(0, 3, 1, 2)
+    if column.ndim == 4 and column.stride(1) == 1:  # channels last
+        target_NHWC = None if target is None else target.permute(0, 2, 3, 1)
+        return torch.index_select(column.permute(0, 2, 3, 1), 0, index, out=target_NHWC).permute(0, 3, 1, 2)
+    return torch.index_select(column, 0, index, out=target)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype, device: torch.device, pinned: bool) -> Tensor:
     if device.type == "cpu" and not pinned:  # NumPy asks for huge pages and torch does not: 7 % faster to fill
         return torch.from_numpy(np.empty(shape, dtype))
-    return torch.empty(shape, dtype=_torch_dtype(dtype), device=device, pin_memory=pinned)
-
-
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-def _numpy_dtype(tensor: Tensor) -> np.dtype:
-    return torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.empty(shape, dtype=torch_dtype, device=device, pin_memory=pinned)

@@ -19,15 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastgpu.rows.contract import runs
+from fastgpu.rows.rows import runs
 
 SEED = 0
 """Seed of the validation rows. It is not run.seed: runs with other seeds are validated on the same rows, and none of
 them is ever trained on."""
 MIN_STRATA = 1024
 """A file is cut into at least this many parts, each of which gives a share of its rows."""
-MAX_GROUPS_SHOWN = 5
-"""Number of sources or classes that are listed one by one."""
 
 
 class Extents(NamedTuple):
@@ -42,46 +40,34 @@ class Extents(NamedTuple):
 
     def permuted(self, order: np.ndarray) -> "Extents":
         """The units in another order."""
-        if len(self.units) == len(self.starts):
-            index = order
-        else:
+        index = order
+        if len(self.units) < len(self.starts):
             index = runs(self.units[order], np.diff(self.units, append=len(self.starts))[order])
         return Extents(self.starts[index], self.counts[index], self.units)
 
 
-class AllRows:
-    """Each row once."""
-
-    def __init__(self, block_rows: np.ndarray):
-        """block_rows: (blocks,) number of rows in each block."""
-        self._block_rows = np.asarray(block_rows, np.int32)
-        self.epoch_rows = int(self._block_rows.sum(dtype=np.int64))
-        self.checksum = zlib.crc32(self._block_rows.tobytes())
-
-    def extents(self, epoch: int) -> Extents:
-        """The blocks of the file."""
-        starts = np.cumsum(self._block_rows, dtype=np.int64)
-        starts -= self._block_rows
-        return Extents(starts, self._block_rows, np.arange(len(starts), dtype=np.int32))
-
-
 class Share:
-    """Each of some rows once: those that are held out for validation, or the others."""
+    """Each of some rows once: all of them, those that are held out for validation, or the others."""
 
-    def __init__(self, block_rows: np.ndarray, is_member: np.ndarray):
-        """block_rows: (blocks,) of the file. is_member: (rows,) bool."""
-        block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
-        self._is_member = np.packbits(is_member)
-        self._extents = _extents_of([np.flatnonzero(is_member)], block_start)
-        self.epoch_rows = int(is_member.sum())
-        self.checksum = zlib.crc32(self._is_member.tobytes())
+    def __init__(self, block_rows: np.ndarray, is_member: np.ndarray | None = None):
+        """block_rows: (blocks,) of the file. is_member: (rows,) bool. None: all rows, by their blocks alone."""
+        block_rows = np.asarray(block_rows, np.int32)
+        block_start = np.cumsum(block_rows, dtype=np.int64)
+        block_start -= block_rows
+        if is_member is None:
+            self._extents = Extents(block_start, block_rows, np.arange(len(block_rows), dtype=np.int32))
+            self.checksum = zlib.crc32(block_rows.tobytes())
+        else:
+            self._extents = _extents_of(np.flatnonzero(is_member), block_start)
+            self.checksum = zlib.crc32(np.packbits(is_member).tobytes())
+        self.epoch_rows = int(self._extents.counts.sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return self.epoch_rows
 
     def rows(self) -> np.ndarray:
         """(n,) int64: these rows, in the order of the file."""
-        return np.flatnonzero(np.unpackbits(self._is_member))
+        return runs(self._extents.starts, self._extents.counts)
 
     def extents(self, epoch: int) -> Extents:
         """The rows of any epoch in the order of the file."""
@@ -100,15 +86,6 @@ class Groups(NamedTuple):
     by_block: bool
     """Whether all rows of a block are in one group. Blocks are then used as a whole, so that reads stay long."""
 
-    def turns(self, n_rows: int) -> np.ndarray:
-        """(groups,) int64: the rows of each group in an epoch of `n_rows` rows (largest remainders)."""
-        weights = np.asarray(self.weights, np.float64)
-        exact = n_rows * weights / weights.sum()
-        turns = np.floor(exact).astype(np.int64)
-        largest_first = np.argsort(turns - exact, kind="stable")
-        turns[largest_first[: n_rows - turns.sum()]] += 1
-        return turns
-
 
 class Mixture:
     """Groups of rows at given weights.
@@ -125,7 +102,12 @@ class Mixture:
         self._rows = self._order_rows(seed)  # group after group
         self._group_rows = np.bincount(groups.groups[self._rows], minlength=len(groups.names))
         self.epoch_rows = len(self._rows) // batch_size * batch_size
-        self.turns = groups.turns(self.epoch_rows)
+        weights = np.asarray(groups.weights, np.float64)
+        exact = self.epoch_rows * weights / weights.sum()
+        self.turns = np.floor(exact).astype(np.int64)
+        """(groups,) the rows of each group in an epoch (largest remainders)."""
+        largest_first = np.argsort(self.turns - exact, kind="stable")
+        self.turns[largest_first[: self.epoch_rows - self.turns.sum()]] += 1
         self.checksum = zlib.crc32(self.turns.tobytes(), zlib.crc32(groups.groups.tobytes()))
 
     def _order_rows(self, seed: int) -> np.ndarray:
@@ -152,13 +134,9 @@ class Mixture:
         """(rows,) whole numbers: how often each row is used in an epoch."""
         passes, extra = np.divmod(self.turns, self._group_rows)
         uses = np.zeros(len(self.groups.groups), np.min_scalar_type(int(passes.max()) + 1))
-        start = 0
-        for n_rows, n_passes, n_extra in zip(self._group_rows.tolist(), passes.tolist(), extra.tolist(), strict=True):
-            rows = self._rows[start : start + n_rows]
-            uses[rows] = n_passes
-            window = (epoch * n_extra + np.arange(n_extra)) % n_rows
-            uses[rows[window]] += 1
-            start += n_rows
+        uses[self._rows] = np.repeat(passes, self._group_rows)
+        window = runs(epoch * extra, extra) % np.repeat(self._group_rows, extra)
+        uses[self._rows[np.repeat(np.cumsum(self._group_rows) - self._group_rows, extra) + window]] += 1
         return uses
 
     def extents(self, epoch: int) -> Extents:
@@ -168,15 +146,14 @@ class Mixture:
         """
         uses = self.uses(epoch)
         passes = [np.flatnonzero(uses > n_times) for n_times in range(int(uses.max()))]
-        return _extents_of(passes, self._block_start)
+        return _extents_of(np.concatenate(passes), self._block_start)
 
     def describe(self) -> str:
-        """How many rows of each group an epoch has, for people."""
-        n_shown = min(len(self.turns), MAX_GROUPS_SHOWN)
-        shares = (self.turns / self._group_rows).tolist()
-        groups = [f"{self.turns[n]:,} rows of {self.groups.names[n]} ({shares[n]:.3g} passes)" for n in range(n_shown)]
-        n_more = len(self.turns) - n_shown
-        return ", ".join(groups) + (f", and those of {n_more:,} more" if n_more else "")
+        """How many rows of each group an epoch has, or of the first ones, for people."""
+        passes = (self.turns / self._group_rows).tolist()
+        groups = zip(self.groups.names, self.turns.tolist(), passes, strict=True)
+        texts = [f"{n_rows:,} rows of {name} ({n_passes:.3g} passes)" for name, n_rows, n_passes in groups]
+        return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
 
 
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
@@ -201,13 +178,10 @@ def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
     return Share(block_rows, ~is_val), Share(block_rows, is_val)
 
 
-def _extents_of(passes: list[np.ndarray], block_start: np.ndarray) -> Extents:
-    """passes: ascending row numbers. The rows of a block in one pass are a unit. block_start: (blocks,)"""
-    parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
-    for rows in passes:
-        blocks = np.searchsorted(block_start, rows, "right") - 1
-        cuts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(blocks, prepend=-1) != 0))
-        is_unit = np.diff(blocks[cuts], prepend=-1) != 0
-        parts.append((rows[cuts], np.diff(cuts, append=len(rows)), is_unit))
-    starts, counts, is_unit = map(np.concatenate, zip(*parts, strict=True))
-    return Extents(starts, counts, np.flatnonzero(is_unit))
+def _extents_of(rows: np.ndarray, block_start: np.ndarray) -> Extents:
+    """rows: in one or more passes over the file, in its order; the rows of a block in one pass are a unit."""
+    blocks = np.searchsorted(block_start, rows, "right")
+    steps = np.diff(rows, prepend=-2)
+    begins_unit = (np.diff(blocks, prepend=-1) != 0) | (steps <= 0)
+    cuts = np.flatnonzero((steps != 1) | begins_unit)
+    return Extents(rows[cuts], np.diff(cuts, append=len(rows)), np.flatnonzero(begins_unit[cuts]))
