@@ -40,7 +40,7 @@ from mutations import flip
 from PIL import Image
 
 from fastgpu.feed.tiers import Placement, make_feed
-from fastgpu.images.column import ImageDecoder
+from fastgpu.images.column import decoded
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset, Reads
@@ -169,7 +169,7 @@ def write_rows(path: Path, files: Sequence[bytes], row_of: np.ndarray) -> None:
 def opened(path: str) -> tuple[Dataset, Any]:
     """The rows of a file and their feed."""
     store = open_store("FILE", path, {"images": "images", "labels": "labels"})
-    source = ImageDecoder(SIZE, 0.08).decoded(store)
+    source = decoded(store, SIZE, min_scale=0.08)
     order = BlockSampler(source.block_rows, BATCH, pool_batches=4, drop_last=False)
     return source, make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
 

@@ -7,7 +7,6 @@ from harness import needs_gpu, no_host_sync
 from fastgpu.images.augment import (
     cutout,
     mixup,
-    random_boxes,
     random_crop,
     random_flip,
     random_resized_crop,
@@ -20,6 +19,14 @@ def rng(seed: int = 5) -> torch.Generator:
 
 def images(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng(0))
+
+
+def boxes_of(n_images: int, height: int, width: int, min_scale: float) -> list[list[int]]:
+    """(top, left, bottom, right) of the part of each image that `random_resized_crop` enlarges, as its pixels tell."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    images = torch.stack([y, x]).float().expand(n_images, 2, height, width)
+    places = random_resized_crop(images, min_scale, rng()).round().int()
+    return torch.cat([places[:, :, 0, 0], places[:, :, -1, -1] + 1], 1).tolist()
 
 
 def test_crop_against_a_plain_loop():
@@ -48,25 +55,23 @@ def test_flip_against_a_plain_loop():
 @pytest.mark.parametrize("shape", [(40, 3, 12, 17), (40, 1, 8, 8), (5, 3, 1, 1)])
 def test_resized_crop_against_a_plain_loop(shape):
     x = images(*shape)
-    boxes = random_boxes(x, 0.2, rng())
     out = random_resized_crop(x, 0.2, rng())
-    for i, (top, left, height, width) in enumerate(torch.stack(boxes, 1).int().tolist()):
-        part = x[i : i + 1, :, top : top + height, left : left + width]
-        assert part.shape[2:] == (height, width)
+    for i, (top, left, bottom, right) in enumerate(boxes_of(shape[0], *shape[2:], 0.2)):
+        part = x[i : i + 1, :, top:bottom, left:right]
         expected = F.interpolate(part.float(), shape[2:], mode="bilinear", align_corners=False)[0]
         assert (out[i].float() - expected).abs().max() <= 0.51  # half a step of rounding
 
 
 def test_boxes_have_the_areas_and_aspect_ratios_that_they_should_have():
-    x = torch.empty(4000, 1, 100, 100)
-    top, left, height, width = random_boxes(x, 0.1, rng())
+    top, left, bottom, right = torch.tensor(boxes_of(4000, 100, 100, 0.1)).T
+    height, width = bottom - top, right - left
     scale = height * width / 1e4
     ratio = width / height
     assert 0.09 < scale.min() < 0.12
     assert 0.45 < scale.mean() < 0.6
     assert 0.7 < ratio.min() < 0.8 < 1.25 < ratio.max() < 1.4
     assert top.min() == left.min() == 0
-    assert (top + height).max() == (left + width).max() == 100
+    assert bottom.max() == right.max() == 100
 
 
 def test_cutout_against_a_plain_loop():

@@ -11,7 +11,7 @@ from PIL import Image
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
 from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.images.column import CENTRE_SHARE, ImageDecoder
+from fastgpu.images.column import CENTRE_SHARE, decoded
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import decode_centre
 from fastgpu.images.parts import Box, draw, random_box
@@ -87,7 +87,7 @@ def expected_pixels(row: int, epoch: int, min_scale: float) -> bytes:
 @pytest.mark.parametrize("n_readers", [1, 4])
 def test_seed_epoch_and_row_decide_the_random_part_for_any_readers_world_and_start(tmp_path, cuts, n_readers):
     paths = [str(write_encoded(tmp_path / f"{start}.h5", start, stop)) for start, stop in pairwise([0, *cuts])]
-    source = ImageDecoder(SIZE, 0.2).decoded(open_store("data.train", paths, FIELDS))
+    source = decoded(open_store("data.train", paths, FIELDS), SIZE, min_scale=0.2)
     for shard, epoch, first_pool in (
         (ONE_RANK, 0, 0),
         (ONE_RANK, 7, 2),
@@ -101,12 +101,12 @@ def test_seed_epoch_and_row_decide_the_random_part_for_any_readers_world_and_sta
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_without_random_parts_every_tier_gives_the_centres(store, tier):
-    rows = rows_of(feed_of(ImageDecoder(SIZE).decoded(store), tier), 1)
+    rows = rows_of(feed_of(decoded(store, SIZE), tier), 1)
     assert rows == [(row, decode_centre(np.frombuffer(FILES[row], np.uint8), SIZE, 1.0).tobytes()) for row, _ in rows]
 
 
 def test_validation_takes_the_central_share_of_the_sides(store):
-    rows = read_rows(ImageDecoder(SIZE, 0.2).decoded(store))
+    rows = read_rows(decoded(store, SIZE, min_scale=0.2))
     for row in (0, 1, 89):
         image = EncodedImage(np.frombuffer(FILES[row], np.uint8))
         side = round(CENTRE_SHARE * min(image.height, image.width))
@@ -117,8 +117,8 @@ def test_validation_takes_the_central_share_of_the_sides(store):
 def test_a_field_may_have_any_name(store, tmp_path):
     for name in ("pixels", "file"):  # as scratch memory is called elsewhere
         renamed = open_store("x", str(tmp_path / "encoded.h5"), {name: "images"})
-        expected = read_rows(ImageDecoder(SIZE).decoded(store))["images"]
-        np.testing.assert_array_equal(read_rows(ImageDecoder(SIZE).decoded(renamed))[name], expected)
+        expected = read_rows(decoded(store, SIZE))["images"]
+        np.testing.assert_array_equal(read_rows(decoded(renamed, SIZE))[name], expected)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_what_the_decoder_raises_is_one_line(store, monkeypatch, error, message)
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("fastgpu.images.column.ImageDecoder.decode", fail)
+    monkeypatch.setattr("fastgpu.images.column.ImageColumn._decode", fail)
     with pytest.raises(RankError, match=message):
-        read_rows(ImageDecoder(SIZE).decoded(store))
+        read_rows(decoded(store, SIZE))
 
 
 def test_a_damaged_image_is_named_by_its_row(tmp_path):
@@ -143,7 +143,7 @@ def test_a_damaged_image_is_named_by_its_row(tmp_path):
     with h5py.File(path, "a") as file:
         begin, end = file["images/indptr"][20:22]
         file["images/values"][(begin + end) // 2 : end] = 0
-    source = ImageDecoder(SIZE, 0.5).decoded(open_store("data.train", str(path), FIELDS))
+    source = decoded(open_store("data.train", str(path), FIELDS), SIZE, min_scale=0.5)
     with pytest.raises(RankError, match=r"damaged\.h5: the image in row 20 cannot be decoded: \w"):
         rows_of(feed_of(source), 0)
 

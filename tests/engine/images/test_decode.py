@@ -102,7 +102,7 @@ def test_a_giant_image_is_refused_before_it_is_decoded(decoder):
     data = bytearray(photo("baseline").getvalue())
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = b"\xfe\xfe\xfe\xfe"  # height and width in its header
-    with pytest.raises(Exception, match=r"it has 4,261,\d+,\d+ pixels, more than|decompression bomb"):
+    with pytest.raises(Exception, match="decompression bomb"):
         EncodedImage(np.frombuffer(bytes(data), np.uint8))
 
 

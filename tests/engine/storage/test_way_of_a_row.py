@@ -11,7 +11,7 @@ import pytest
 from harness import PLAN, reads_of
 from PIL import Image
 
-from fastgpu.images.column import ImageDecoder
+from fastgpu.images.column import decoded
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage import file as file_room
 from fastgpu.storage.store import open_store
@@ -55,5 +55,5 @@ def test_the_way_of_an_encoded_image_has_as_many(tmp_path, monkeypatch):
         target["images/values"] = np.tile(data, 4)
         target["images"].attrs["codec"] = "jpeg"
     store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "images"})
-    frames = frames_of(ImageDecoder((16, 16)).decoded(store), monkeypatch)
+    frames = frames_of(decoded(store, (16, 16)), monkeypatch)
     assert len(frames) <= 5, frames

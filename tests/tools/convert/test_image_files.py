@@ -298,4 +298,7 @@ def test_images_of_16_bits_become_8_and_those_of_32_are_refused(tmp_path, conver
     Image.fromarray(values.astype(np.int32)).save(tmp_path / "photos/a/2.tif")
     for flags in ((), ("--keep-encoded",)):
         result = convert("images", "photos", "y.h5", *flags, code=2)
-        assert "a/2.tif cannot be read: its pixels are integers of 32 bits; scale them to 0 to 255" in result.stderr
+        assert (
+            "a/2.tif cannot be read: its pixels are integers of 32 bits, or floats; scale them to 0 to 255"
+            in result.stderr
+        )

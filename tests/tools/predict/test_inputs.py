@@ -7,7 +7,7 @@ import scipy.sparse
 from harness import ALONE, is_ragged, numbered, numbers_of, read_rows
 from PIL import Image
 
-from fastgpu.images.column import ImageDecoder
+from fastgpu.images.column import decoded
 from fastgpu.images.parts import Preprocessing
 from fastgpu.predict.inputs import open_inputs, open_pools
 from fastgpu.process.launch import UserError
@@ -97,7 +97,7 @@ def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(
         group.attrs["codec"] = "png"
         group["indptr"] = np.cumsum([0, *(path.stat().st_size for path in paths)])
         group["values"] = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
-    validated = ImageDecoder((8, 8), 0.25).decoded(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}))
+    validated = decoded(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}), (8, 8), min_scale=0.25)
     expected = read_rows(validated)["images"]
     for inputs in (list(map(str, paths)), [str(tmp_path / "encoded.h5")]):
         found = read(open_inputs(inputs, color(8, **validated.attributes), ["images"]), "images")

@@ -67,7 +67,7 @@ def _decoded(data: Data, source: Dataset) -> Dataset:
 
 
 def decode_images(source: Dataset, size: tuple[int, int], **options: float) -> Dataset:
-    """The source, with pixels in place of its encoded images. options: see `column.ImageDecoder`.
+    """The source, with pixels in place of its encoded images. options: see `decoded` of that room.
 
     Raises UserError if the project has no module that decodes them.
     """
@@ -75,7 +75,7 @@ def decode_images(source: Dataset, size: tuple[int, int], **options: float) -> D
         column = import_module("fastgpu.images.column")  # projects without an image workload have no such room
     except ModuleNotFoundError as error:
         raise UserError(f"{source.name} has encoded images, which this project cannot decode: {error}") from None
-    pixels: Dataset = column.ImageDecoder(size, **options).decoded(source)
+    pixels: Dataset = column.decoded(source, size, **options)
     return pixels
 
 

@@ -7,7 +7,6 @@ Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,45 +33,19 @@ def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
     return torch.where(is_flipped_B[:, None, None, None], x_BCHW.flip(3), x_BCHW)
 
 
-class Boxes(NamedTuple):
-    """One rectangle in each image. All values are (B,) float tensors of whole pixels."""
-
-    top_B: Tensor
-    left_B: Tensor
-    height_B: Tensor
-    width_B: Tensor
-
-
 def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Tensor:
     """Enlarge a random part of each image to the size of the image.
 
     The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3; where it would be longer than the
-    image, it is cut. Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842.
+    image, it is cut. Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842. The pixels are those of torch's
+    `interpolate` with mode="bilinear" and align_corners=False.
     """
-    return resize_boxes(x_BCHW, random_boxes(x_BCHW, min_scale, rng))
-
-
-def random_boxes(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Boxes:
-    """Draw the part of each image that `random_resized_crop` enlarges."""
     B, C, H, W = x_BCHW.shape
     u_4B = torch.rand((4, B), generator=rng, device=x_BCHW.device)
     area_B = min_scale + (1 - min_scale) * u_4B[0]
     ratio_B = torch.exp((2 * u_4B[1] - 1) * math.log(4 / 3))
-    height_B = (H * (area_B / ratio_B).sqrt()).round().clamp(1, H)
-    width_B = (W * (area_B * ratio_B).sqrt()).round().clamp(1, W)
-    top_B = torch.minimum((u_4B[2] * (H - height_B + 1)).floor(), H - height_B)
-    left_B = torch.minimum((u_4B[3] * (W - width_B + 1)).floor(), W - width_B)
-    return Boxes(top_B, left_B, height_B, width_B)
-
-
-def resize_boxes(x_BCHW: Tensor, boxes: Boxes) -> Tensor:
-    """Resize the box of each image to the size of the image.
-
-    The result is that of torch's `interpolate` with mode="bilinear" and align_corners=False, applied to each box.
-    """
-    B, C, H, W = x_BCHW.shape
-    y_BH = _sample_positions(boxes.top_B, boxes.height_B, H)
-    x_BW = _sample_positions(boxes.left_B, boxes.width_B, W)
+    y_BH = _sample_positions((H * (area_B / ratio_B).sqrt()).round().clamp(1, H), u_4B[2], H)
+    x_BW = _sample_positions((W * (area_B * ratio_B).sqrt()).round().clamp(1, W), u_4B[3], W)
     grid_BHW2 = torch.empty((B, H, W, 2), device=x_BCHW.device)  # -1 to 1, as grid_sample takes it
     grid_BHW2[..., 0] = (2 * x_BW / max(1, W - 1) - 1)[:, None, :]
     grid_BHW2[..., 1] = (2 * y_BH / max(1, H - 1) - 1)[:, :, None]
@@ -80,9 +53,13 @@ def resize_boxes(x_BCHW: Tensor, boxes: Boxes) -> Tensor:
     return to_dtype(resized, x_BCHW.dtype)
 
 
-def _sample_positions(start_B: Tensor, length_B: Tensor, count: int) -> Tensor:
-    """The centers of `count` equal pieces of each interval, in pixels: (B, count). They do not leave the interval."""
-    centers = torch.arange(count, device=start_B.device) + 0.5
+def _sample_positions(length_B: Tensor, u_B: Tensor, count: int) -> Tensor:
+    """The centers of `count` equal pieces of an interval of each image, in pixels: (B, count). They do not leave it.
+
+    length_B: of the interval, in whole pixels. u_B: in [0, 1): where in the `count` pixels of the image it begins.
+    """
+    start_B = torch.minimum((u_B * (count - length_B + 1)).floor(), count - length_B)
+    centers = torch.arange(count, device=length_B.device) + 0.5
     offsets_BN = (centers * (length_B / count)[:, None] - 0.5).clamp(min=0)
     return start_B[:, None] + torch.minimum(offsets_BN, length_B[:, None] - 1)
 

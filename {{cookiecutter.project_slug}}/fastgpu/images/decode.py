@@ -8,7 +8,6 @@ Shapes: C channels, H and W pixels.
 """
 
 import io
-import warnings
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,18 +25,11 @@ from fastgpu.storage.file import scratch
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
 """Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
 MAX_PIXELS = 89_478_485
-"""An image with more pixels is likely made to fill the memory. Pillow only warns, without the name of the file."""
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-
+"""Pillow warns of images with more pixels, and refuses those of twice as many: they may be made to fill the memory."""
 EXIF_ORIENTATION = 0x0112
 EXIF_ON_ITS_SIDE = 5
 """From this EXIF orientation on, images are stored on their side."""
-BITS_PER_SAMPLE = 258
-"""A tag of TIFF files. Pillow has one mode for integers of 16 bits with a sign and of 32 bits."""
-
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
-JPEG_COLORS = ("YCbCr", "Gray", "RGB")
-"""Colors of JPEG files that simplejpeg decodes as Pillow does."""
 
 
 class EncodedImage:
@@ -51,13 +43,11 @@ class EncodedImage:
         self._data = data
         self._obeys_exif = obeys_exif
         self.is_plain = False
-        """Whether it is a JPEG file that simplejpeg decodes. Pillow decodes all others."""
-        if simplejpeg and data[:2].tobytes() == b"\xff\xd8":
-            with suppress(ValueError):  # Pillow may know better, or say what is wrong
+        """Whether it is a JPEG file that simplejpeg decodes as Pillow does. Pillow decodes all others."""
+        if simplejpeg:
+            with suppress(ValueError):  # it is no JPEG file; or Pillow knows better, or says what is wrong
                 self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
-                self.is_plain = colors in JPEG_COLORS
-        if self.is_plain:
-            check_size(self.height, self.width)
+                self.is_plain = colors in ("YCbCr", "Gray", "RGB") and self.height * self.width <= MAX_PIXELS
         if obeys_exif or not self.is_plain:
             with open_image(io.BytesIO(data.data)) as image:
                 orientation = image.getexif().get(EXIF_ORIENTATION, 1) if obeys_exif else 1
@@ -72,7 +62,8 @@ class EncodedImage:
         It is valid until this thread decodes again. Raises an exception of any kind if the bytes are damaged.
         """
         top, left, height, width = box
-        factor = _reduction((height, width), size)
+        reduction = max(1, min(8, height // size[0], width // size[1]))
+        factor = 1 << (reduction.bit_length() - 1)  # of 1, 2, 4 and 8 the largest at which the part still fills `size`
         pixels_HWC = self._decode_whole(factor)
         if pixels_HWC.shape[:2] == (self.height, self.width):
             factor = 1
@@ -88,9 +79,11 @@ class EncodedImage:
         """All pixels, uint8 (H, W, 3): JPEG files at 1 / factor of their size, others in full."""
         if self.is_plain:
             height, width = -(-self.height // factor), -(-self.width // factor)
+            buffer = scratch(height * width * 3, "pixels")
             with suppress(ValueError):  # it may be harmless: Pillow decides
-                scale = {"min_height": height, "min_width": width, "min_factor": factor} if factor > 1 else {}
-                return simplejpeg.decode_jpeg(self._data, buffer=scratch(height * width * 3, "pixels"), **scale)
+                return simplejpeg.decode_jpeg(
+                    self._data, min_height=height, min_width=width, min_factor=factor, buffer=buffer
+                )
         with open_image(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (image.width // factor, image.height // factor))
             if self._obeys_exif:
@@ -100,52 +93,32 @@ class EncodedImage:
 
 def decode_plain(data: np.ndarray, out_HWC: np.ndarray) -> bool:
     """Decode a JPEG file of the size of `out_HWC`, uint8 (H, W, 3), right there. False: it is another one."""
-    if not simplejpeg:
-        return False
-    try:
-        return simplejpeg.decode_jpeg(data, buffer=out_HWC).shape == out_HWC.shape
-    except ValueError:  # it is larger, or of other colors, or damaged: the way for all files says it
-        return False
-
-
-def _reduction(part: tuple[int, int], size: tuple[int, int]) -> int:
-    """1, 2, 4 or 8: the most by which a part, (height, width), may be decoded smaller and still fill `size`."""
-    return max(n for n in (1, 2, 4, 8) if n == 1 or (part[0] >= n * size[0] and part[1] >= n * size[1]))
+    with suppress(ValueError):  # it is larger, or of other colors, or damaged: the way for all files says it
+        return bool(simplejpeg) and simplejpeg.decode_jpeg(data, buffer=out_HWC).shape == out_HWC.shape
+    return False
 
 
 def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
-    """Read the header of an image. Raises ValueError if it has too many pixels."""
-    image = Image.open(file, formats=FORMATS)
-    check_size(image.height, image.width)
-    return image
-
-
-def check_size(height: int, width: int) -> None:
-    """Raise ValueError if an image has too many pixels."""
-    if height * width > MAX_PIXELS:
-        raise ValueError(
-            f"it has {height * width:,} pixels, more than {MAX_PIXELS:,}; cut it into parts, or make it smaller"
-        )
+    """Read the header of an image. Raises an exception of any kind if it is none, or one of too many pixels."""
+    return Image.open(file, formats=FORMATS)
 
 
 def to_rgb(image: Image.Image) -> Tensor:
     """The pixels of an image as RGB, uint8 (3, H, W), channels last in memory. Raises ValueError if they are wider."""
-    is_wide = image.mode == "I" and 32 in getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, ())
-    if is_wide or image.mode == "F":
-        kind = "integers of 32 bits" if is_wide else "floats"
-        raise ValueError(f"its pixels are {kind}; scale them to 0 to 255 and save them as .npy for `convert.py arrays`")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            "its pixels are integers of 32 bits, or floats; scale them to 0 to 255 and save them as .npy for "
+            "`convert.py arrays`"
+        )
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode != "RGB":
         image = image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def resize_pixels(image_CHW: Tensor, size: tuple[int, int], *, is_mask: bool = False) -> Tensor:
     """Resize to (height, width). torch's kernel for bytes gives Pillow's values, up to one level, in a third of the
     time. The result lies in memory as the image does."""
     image_1CHW = image_CHW.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # image_CHW[None] hides how it lies
-    if is_mask:
-        return F.interpolate(image_1CHW, size, mode="nearest-exact")[0]
-    return F.interpolate(image_1CHW, size, mode="bilinear", antialias=True)[0]
+    return F.interpolate(image_1CHW, size, mode="nearest-exact" if is_mask else "bilinear", antialias=not is_mask)[0]

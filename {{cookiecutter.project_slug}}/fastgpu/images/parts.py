@@ -14,7 +14,6 @@ N_TRIES = 10
 N_DRAWS = 2 * N_TRIES + 2
 """Random numbers for one box."""
 MAX_LOG_RATIO = math.log(4 / 3)
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class Preprocessing(NamedTuple):
@@ -29,10 +28,7 @@ class Preprocessing(NamedTuple):
     aspect ratio of `size`. None: as above."""
 
     def to_json(self) -> str:
-        values = self._asdict()
-        if self.centre_share is None:
-            del values["centre_share"]
-        return json.dumps(values)
+        return json.dumps({name: value for name, value in self._asdict().items() if name != "centre_share" or value})
 
 
 class Box(NamedTuple):
@@ -47,14 +43,12 @@ class Box(NamedTuple):
 def draw(seed: tuple[int, int], rows: np.ndarray) -> np.ndarray:
     """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of seed and row alone.
 
-    seed: (seed of the run, epoch).
-
-    Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
-    generators", 2014), so that the rows of a block cost a few array operations.
+    seed: (seed of the run, epoch). Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast
+    splittable pseudorandom number generators", 2014), so that the rows of a block cost a few array operations.
     """
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
-    z = start + steps * np.uint64(GOLDEN_GAMMA)
+    z = start + steps * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
