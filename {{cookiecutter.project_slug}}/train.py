@@ -143,7 +143,6 @@ def train(parts: Parts, world: World) -> int:
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # advances at.step and at.pool_steps; now and then asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)
-                    board.count(fresh)
                     is_epoch_end = pool.plan.is_last and at.pool_steps == n_steps
                     if len(steps) == cfg.log.every_steps or is_epoch_end or run.is_asked_to_stop:
                         numbers = mean_over_ranks(steps, world)  # in a pool, the host waits for the device only here
@@ -160,7 +159,6 @@ def train(parts: Parts, world: World) -> int:
                 return run.stop()
             run.end_epoch(metrics)  # advances at.epoch; saves the last checkpoint, and the best one
             board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)
-            clock.restart()
         return run.finish()
 
 

@@ -2,6 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from fastgpu.telemetry import monitor
+
 
 class NvmlError(Exception):
     """As pynvml's."""
@@ -10,26 +15,34 @@ class NvmlError(Exception):
 class Nvml:
     """The functions of pynvml that the monitor uses. Those in `missing` raise, as on older GPUs."""
 
-    NVMLError = NvmlError
-
-    def __init__(self, *missing: str):
-        self.missing = missing
+    def __init__(self):
+        self.missing: set[str] = set()
 
     def __getattribute__(self, name: str):
         if name.startswith("nvml") and name in object.__getattribute__(self, "missing"):
             raise NvmlError(f"{name} Not Supported")
         return object.__getattribute__(self, name)
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid not in ("GPU-a", "MIG-b"):
-            raise NvmlError("Not Found")
-        return uuid
+    def nvmlInit(self) -> None:
+        pass
 
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(gpu=60, memory=10)
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return ["GPU-a", "GPU-b"].index(uuid)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=60 + handle, memory=10)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(used=5 << 30)
 
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         return 300_000
+
+
+def install(monkeypatch: pytest.MonkeyPatch, uuids: str = "ab") -> Nvml:
+    """Let CUDA number GPUs with these UUIDs, the first of which holds 3 GiB of tensors, and NVML know a and b."""
+    nvml = Nvml()
+    monkeypatch.setattr(monitor, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=uuids[number]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+    return nvml

@@ -24,8 +24,9 @@ def time(monkeypatch) -> FakeTime:
     return fake
 
 
-def test_waits_and_rates_and_a_restart_forgets(time):
+def test_waits_and_rates_since_the_first_pool_or_a_restart(time):
     clock = Clock(ALONE)
+    time.now += 100  # validation, say
 
     def pools():
         for pool in range(3):
@@ -50,7 +51,6 @@ def test_waits_and_rates_and_a_restart_forgets(time):
     )
     assert str(throughput) == "10 fresh rows/s, 20.0 % of the time waiting for data"
     clock.count(1, 1)
-    time.now += 100  # validation, say
     clock.restart()
     time.now += 1
     clock.count(3, 3)

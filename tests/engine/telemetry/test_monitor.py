@@ -4,47 +4,34 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import TypeVar
 
 import psutil
 import pytest
 import torch
-from fake_nvml import Nvml, NvmlError
+from fake_nvml import Nvml, install
 from harness import ALONE, CPU, TIMEOUT_S, needs_gpu
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import monitor as monitor_module
-from fastgpu.telemetry.monitor import Counters, Monitor, machine_counters
+from fastgpu.telemetry.monitor import Counters, Monitor, gpu_counters, read_host
 
-T = TypeVar("T")
-POLL_S = 0.01
-GPU = {
-    "gpu0/util_pct": 60,
-    "gpu0/util_min_pct": 60,
-    "gpu0/mem_used_gib": 5,
-    "gpu0/mem_peak_gib": 3,
-    "gpu0/power_w": 300,
-}
-"""What the stand-in for NVML counts."""
-HOST = {"host/cpu_user_pct", "host/cpu_system_pct", "host/cpu_iowait_pct", "host/rss_gib", "host/available_gib"}
+GPU = World(0, 1, 1, torch.device("cuda", 0))
+TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
 
 
 @pytest.fixture
 def nvml(monkeypatch) -> Nvml:
-    """The driver, whose GPU holds 3 GiB of tensors."""
-    nvml = Nvml()
-    monkeypatch.setattr(monitor_module, "open_nvml", lambda: nvml)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
-    return nvml
+    return install(monkeypatch)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Counters], Monitor]]:
-    """start(counters) -> a Monitor that reads often and is closed after the test."""
+def start(monkeypatch) -> Iterator[Callable[[Counters], Monitor]]:
+    """start(counters) -> a Monitor that reads them often and is closed after the test."""
     monitors = []
 
     def make(counters: Counters) -> Monitor:
-        monitors.append(Monitor(ALONE, counters, poll_s=POLL_S))
+        monkeypatch.setattr(monitor_module, "gpu_counters", lambda world: counters)
+        monitors.append(Monitor(ALONE, poll_s=0.01))
         return monitors[-1]
 
     yield make
@@ -52,101 +39,97 @@ def start() -> Iterator[Callable[[Counters], Monitor]]:
         monitor.__exit__()
 
 
-def wait_for(get: Callable[[], T]) -> T:
-    """The first result that is not empty."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        if result := get():
-            return result
-    pytest.fail("nothing came")
-
-
-def read(counters: Counters) -> dict[str, float]:
-    """The values of all counters."""
-    return {tag: value for function in counters.values() for tag, value in function().items()}
+def values_of(counters: Counters) -> dict[str, float]:
+    return {tag: function() for tag, function in counters.items()}
 
 
 # ---------------------------------------------------------------------------------------------- counters
 
 
-def test_every_counter_has_its_tag_and_unit(nvml):
-    values = read(machine_counters(["a"]))
-    assert set(values) == {*GPU, *HOST}
-    assert {name: values[name] for name in GPU} == pytest.approx(GPU)
+def test_every_counter_of_a_gpu_has_its_tag_and_unit(nvml):
+    assert values_of(gpu_counters(GPU)) == pytest.approx(
+        {
+            "gpu0/util_pct": 60,
+            "gpu0/util_min_pct": 60,
+            "gpu0/mem_used_gib": 5,
+            "gpu0/mem_peak_gib": 3,
+            "gpu0/power_w": 300,
+        }
+    )
+    assert gpu_counters(ALONE) == {}
+
+
+def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(monkeypatch):
+    install(monkeypatch, "ba")
+    values = values_of(gpu_counters(TWO_GPUS))
+    assert (values["gpu0/util_pct"], values["gpu1/util_pct"]) == (61, 60)
+
+
+@pytest.mark.parametrize(("missing", "uuids"), [("nvmlInit", "ab"), ("", "xb")])
+def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(monkeypatch, capsys, missing, uuids):
+    install(monkeypatch, uuids).missing.add(missing)
+    assert set(gpu_counters(TWO_GPUS)) == {"gpu0/mem_peak_gib"}
+    assert capsys.readouterr().out.startswith("warning: GPU is not measured here (")
+
+
+def test_the_host_is_that_of_psutil(monkeypatch):
+    n_calls = 0
+
+    def cpu_times_percent() -> SimpleNamespace:
+        nonlocal n_calls
+        n_calls += 1
+        values = {"user": 4.0 * n_calls, "nice": 2.0, "system": 12.0}
+        return SimpleNamespace(_asdict=lambda: values)
+
+    monkeypatch.setattr(psutil, "cpu_times_percent", cpu_times_percent)
+    with Monitor(ALONE) as monitor:  # the first value of psutil is about the time before
+        values = monitor.take()
     assert values["host/rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
-    assert 0 <= values["host/cpu_user_pct"] <= 100
-
-
-def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
-    values = read(machine_counters(["b", "a"]))
-    assert {tag.split("/")[0] for tag in values} == {"gpu0", "gpu1", "host"}
-
-
-@pytest.mark.parametrize("gpus", [["unknown"], ["a", "unknown"]])
-def test_a_gpu_that_the_driver_does_not_know_leaves_the_host(nvml, gpus, capsys):
-    assert set(read(machine_counters(gpus))) >= HOST
-    assert capsys.readouterr().out == "warning: GPU is not measured here (NVML knows no GPU unknown)\n"
-
-
-def test_without_a_driver_the_host_is_read_all_the_same(nvml, monkeypatch, capsys):
-    def fail():
-        raise NvmlError("Shared Library Not Found")
-
-    monkeypatch.setattr(monitor_module, "open_nvml", fail)
-    assert set(read(machine_counters(["a"]))) == {*HOST, "gpu0/mem_peak_gib"}
-    assert capsys.readouterr().out == "warning: GPU is not measured here (Shared Library Not Found)\n"
+    assert values.pop("host/available_gib") > 0
+    assert values == {"host/cpu_user_pct": 10.0, "host/cpu_system_pct": 12.0, "host/rss_gib": values["host/rss_gib"]}
 
 
 # ---------------------------------------------------------------------------------------------- the monitor
 
 
 def test_means_between_two_calls_and_minima(start):
-    samples = iter([(70, 200.0), (75, 400.0)])
+    utils = iter([70, 75])
+    powers = iter([200.0, 400.0])
     is_done = threading.Event()
 
-    def gpu() -> dict[str, float]:
-        sample = next(samples, None)
-        if sample is None:
+    def power() -> float:
+        if (value := next(powers, None)) is None:
             is_done.set()
-            return {}
-        return dict(zip(("gpu0/util_min_pct", "gpu0/power_w"), sample, strict=True))
+            raise RuntimeError("no more")
+        return value
 
-    monitor = start({"gpu0": gpu})
+    monitor = start({"gpu0/util_min_pct": lambda: next(utils), "gpu0/power_w": power})
     assert is_done.wait(TIMEOUT_S)
-    assert monitor.take() == {"gpu0/util_min_pct": 70, "gpu0/power_w": 300}
-    assert monitor.take() == {}
-
-
-def test_the_cpu_counters_begin_in_the_thread_that_reads_them(start, monkeypatch):
-    """psutil compares with the last call of the same thread, so the first value of a thread is a false zero."""
-    n_calls: dict[int, int] = {}
-
-    def cpu_times_percent() -> SimpleNamespace:
-        thread = threading.get_ident()
-        n_calls[thread] = n_calls.get(thread, 0) + 1
-        share = 0.0 if n_calls[thread] == 1 else 12.0
-        values = {"user": share / 2, "nice": share / 2, "system": share}
-        return SimpleNamespace(_asdict=lambda: values)
-
-    monkeypatch.setattr(psutil, "cpu_times_percent", cpu_times_percent)
-    counters = machine_counters([])
-    read(counters)  # even if another thread has read before
-    scalars = wait_for(start(counters).take)
-    assert (scalars["host/cpu_user_pct"], scalars["host/cpu_system_pct"]) == (12.0, 12.0)
+    host = set(read_host())
+    taken = monitor.take()
+    assert {tag: value for tag, value in taken.items() if tag not in host} == {
+        "gpu0/util_min_pct": 70,
+        "gpu0/power_w": 300,
+    }
+    assert set(monitor.take()) == host
 
 
 def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(start, nvml, monkeypatch):
     told: SimpleQueue[str] = SimpleQueue()  # what is printed while capsys is read would be lost
     monkeypatch.setattr(monitor_module, "warn", told.put)
-    nvml.missing += ("nvmlDeviceGetPowerUsage",)
-    monitor = start(machine_counters(["a"]))
+    nvml.missing.add("nvmlDeviceGetPowerUsage")
+    monitor = start(gpu_counters(GPU))
     text = "gpu0/{} is not measured here ({} Not Supported)"
-    assert told.get(timeout=TIMEOUT_S) == text.format("power", "nvmlDeviceGetPowerUsage")
-    nvml.missing += ("nvmlDeviceGetMemoryInfo",)
-    assert told.get(timeout=TIMEOUT_S) == text.format("used_memory", "nvmlDeviceGetMemoryInfo")
+    assert told.get(timeout=TIMEOUT_S) == text.format("power_w", "nvmlDeviceGetPowerUsage")
+    nvml.missing.add("nvmlDeviceGetMemoryInfo")
+    assert told.get(timeout=TIMEOUT_S) == text.format("mem_used_gib", "nvmlDeviceGetMemoryInfo")
     monitor.take()
-    scalars = wait_for(monitor.take)
-    assert not {"gpu0/power_w", "gpu0/mem_used_gib"} & set(scalars)
+    taken: dict[str, float] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while "gpu0/util_pct" not in taken and time.monotonic() < deadline:
+        taken = monitor.take()
+    assert "gpu0/util_pct" in taken
+    assert not {"gpu0/power_w", "gpu0/mem_used_gib"} & set(taken)
     assert told.empty()
 
 
@@ -155,9 +138,9 @@ def threads() -> list[threading.Thread]:
 
 
 def test_closing_ends_the_thread_and_other_ranks_read_nothing(start):
-    with Monitor(World(1, 1, 1, CPU), poll_s=POLL_S) as other:
+    with Monitor(World(1, 1, 1, CPU)) as other:
         assert other.take() == {}
-    monitor = start({"host/rss": lambda: {"host/rss_gib": 1.0}})
+    monitor = start({"gpu0/util_pct": lambda: 1.0})
     assert threads()
     monitor.__exit__()
     assert not threads()
@@ -166,19 +149,18 @@ def test_closing_ends_the_thread_and_other_ranks_read_nothing(start):
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_its_counters_are_there():
-    gpus = World(0, 1, 1, torch.device("cuda", 0)).gpus
     busy = torch.randn(4096, 4096, device="cuda")
     busy = busy @ busy / 4096  # loads libraries, which may take seconds
     torch.cuda.synchronize()
-    monitor = Monitor(ALONE, machine_counters(gpus), poll_s=0.2)
-    t0 = time.monotonic()
-    while time.monotonic() - t0 < 3:
-        busy = busy @ busy / 4096
-        torch.cuda.synchronize()
-    query = ["nvidia-smi", f"--id=GPU-{gpus[0]}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    used_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
-    scalars = monitor.take()
-    monitor.__exit__()
+    with Monitor(GPU, poll_s=0.2) as monitor:
+        t0 = time.monotonic()
+        while time.monotonic() - t0 < 3:
+            busy = busy @ busy / 4096
+            torch.cuda.synchronize()
+        gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+        query = ["nvidia-smi", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        used_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+        scalars = monitor.take()
     assert scalars["gpu0/util_pct"] > 50
     assert scalars["gpu0/mem_used_gib"] == pytest.approx(used_mib / 1024, abs=1)
     assert scalars["gpu0/mem_used_gib"] > 0

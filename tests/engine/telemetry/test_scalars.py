@@ -6,13 +6,14 @@ import psutil
 import pytest
 import torch
 import train
-from fake_nvml import Nvml
+from fake_nvml import install
 from harness import ALONE, ROOT
 
 from fastgpu.process.config_loader import load_config
+from fastgpu.process.world import World
 from fastgpu.report.results import read_run
-from fastgpu.telemetry import monitor
 from fastgpu.telemetry.clock import Throughput
+from fastgpu.telemetry.monitor import gpu_counters
 
 
 @pytest.fixture
@@ -23,11 +24,8 @@ def logged(folder, monkeypatch) -> set[str]:
     names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
     names.add("val/loss")  # of other workloads
 
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1)
-    monkeypatch.setattr(monitor, "open_nvml", Nvml)
-    for function in monitor.machine_counters(["a"]).values():
-        names |= set(function())
-    return names
+    install(monkeypatch)
+    return names | set(gpu_counters(World(0, 1, 1, torch.device("cuda", 0))))
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="other systems lack some counters")

@@ -30,15 +30,6 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def gpus(self) -> list[str]:
-        """UUIDs of the GPUs that the ranks of this machine use, in their order.
-
-        CUDA's numbers are not NVML's where CUDA_VISIBLE_DEVICES hides or reorders GPUs; a MIG slice has its own UUID.
-        """
-        count = self.local_world_size if self.device.type == "cuda" else 0
-        return [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
-
     def __str__(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return f"{self.world_size} x {name}" + (f" over {dist.get_backend()}" if self.world_size > 1 else "")

@@ -1,8 +1,8 @@
 """What a run measures, and how it is shown.
 
 clock       rows per second, and the time that the device waits for rows
-monitor     GPUs, CPUs, memory and disks during the run, read by a thread
-tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
+monitor     GPUs, CPUs and memory of the machine
+tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, lines of progress
 """
 
 from fastgpu.telemetry.clock import Clock

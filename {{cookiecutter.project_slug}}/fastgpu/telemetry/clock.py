@@ -40,9 +40,8 @@ class Throughput(NamedTuple):
         }
 
     def __str__(self) -> str:
-        rates = self.scalars()
-        wait_pct = rates["data/wait_pct"]
-        return f"{rates['data/fresh_rows_per_s']:,.0f} fresh rows/s, {wait_pct:.1f} % of the time waiting for data"
+        fresh_rows_per_s, wait_pct = self.fresh_rows / self.seconds, 100 * self.wait_s / self.seconds
+        return f"{fresh_rows_per_s:,.0f} fresh rows/s, {wait_pct:.1f} % of the time waiting for data"
 
 
 class Clock:
@@ -62,7 +61,8 @@ class Clock:
         self._t0 = time.perf_counter()
 
     def timed(self, pools: Iterable[T]) -> Iterator[T]:
-        """The same items; the time that the device waits for each is measured."""
+        """The same items; the time that the device waits for each is measured. A new interval begins with them."""
+        self.restart()
         begin = self._mark()
         for item in pools:
             self._waits.append((begin, self._mark()))
@@ -88,7 +88,7 @@ class Clock:
         return throughput
 
     def _mark(self) -> Any:
-        """This point of the stream as a CUDA event, or the time on a CPU."""
+        """This point of the stream as a CUDA event, or the time in seconds on a CPU."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
