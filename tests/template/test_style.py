@@ -13,7 +13,7 @@ import pytest
 from template import LEAF_ROOMS, PROJECT, ROOT, project_files, tracked
 
 import workloads
-from fastgpu.process.config import SECTIONS
+from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
@@ -174,7 +174,7 @@ def texts_of(name: str) -> list[str]:
 
 def keys_named_in(text: str) -> set[str]:
     """Words like `data.tier`. Tags (`data/tier`), file names, attributes (`cfg.data.tier`) and calls are none."""
-    words = re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][a-z0-9_]*)(?![\w(/-]|\.\w)", text)
+    words = re.findall(rf"(?<![\w./-])((?:{'|'.join(Config.model_fields)})\.[a-z][a-z0-9_]*)(?![\w(/-]|\.\w)", text)
     return {word for word in words if not FILE_SUFFIX.fullmatch(word.partition(".")[2])}
 
 

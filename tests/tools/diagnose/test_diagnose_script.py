@@ -73,7 +73,7 @@ def test_two_ranks_as_json(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--quick",), '"--quick" is not understood'),
+        (("--quick",), "arguments: --quick; usage: "),
         (("loader.num_reader=1",), "did you mean loader.num_readers?"),
         (("data.train=none.h5",), "none.h5 does not exist"),
     ],

@@ -176,26 +176,15 @@ class Config(Section):
     log: Log = Log()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @property
-    def origins(self) -> dict[str, str]:
-        """{dotted key: where it was set last}: `config.yaml:12` or `command line`."""
-        return self._origins
+    """{dotted key: where it was set last}: `config.yaml:12` or `command line`. For messages of the loader."""
 
     def resolved(self, **sections: dict[str, Any]) -> "Config":
-        """A copy with other values: resolved(data={"tier": "disk"}). The values are not checked again."""
-        changed: dict[str, Any] = {}
-        for name, values in sections.items():
-            section = getattr(self, name)
-            changed[name] = section | values if name == "model" else section.model_copy(update=values)
-        return self.model_copy(update=changed)
+        """A copy with other values: resolved(data={"tier": "disk"})."""
+        tree = self.model_dump()
+        return Config.model_validate(tree | {name: tree[name] | values for name, values in sections.items()})
 
     def flat(self) -> dict[str, Any]:
         """{dotted key: value} of every key."""
-        tree = self.model_dump()
-        values = {f"{section}.{key}": value for section in SECTIONS for key, value in tree[section].items()}
+        sections = self.model_dump(exclude={"workload"})
+        values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
         return {"workload": self.workload, **values}
-
-
-SECTIONS = tuple(name for name in Config.model_fields if name != "workload")
-"""Names of the sections of config.yaml, `model` included."""
