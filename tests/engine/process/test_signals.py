@@ -13,7 +13,7 @@ import os, time
 from types import SimpleNamespace
 from fastgpu.process import signals
 from fastgpu.process.launch import exit_with_message
-world = SimpleNamespace(world_size=1, all_reduce_max=lambda value: value)
+world = SimpleNamespace(world_size=1, all_gather=lambda value: [value])
 """
 ORPHAN = """
 if os.fork():

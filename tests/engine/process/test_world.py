@@ -95,8 +95,8 @@ def test_only_the_main_rank_prints(capsys):
 @pytest.mark.parametrize(
     ("n_gpus", "device", "launch", "message"),
     [
-        (0, "cuda", Launch(), "dist.device is cuda, but torch .* sees no GPU.*dist.device=cpu"),
-        (2, "auto", Launch(2, 3, 2, 3), "3 processes on a machine with 2 visible GPUs"),
+        (0, "cuda", Launch(), "dist.device is cuda, but torch .* sees no GPU; look at nvidia-smi"),
+        (2, "auto", Launch(2, 3, 2, 3), "3 processes for 2 visible GPUs"),
     ],
 )
 def test_gpus_that_are_missing_are_one_line(monkeypatch, n_gpus, device, launch, message):

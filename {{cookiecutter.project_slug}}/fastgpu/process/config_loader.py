@@ -113,12 +113,10 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
     try:
         loader = _YamlLoader(text)
         node = loader.get_single_node()
-        for key, start in _keys_in(node, prefix):
+        for key, at in _keys_in(node, prefix):
             if key in lines:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key} stands twice, first in line {lines[key]}", problem_mark=start
-                )
-            lines[key] = start.line + 1
+                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, first in line {lines[key]}", problem_mark=at)
+            lines[key] = at.line + 1
         origins |= {key: f"{place}:{line}" for key, line in lines.items()}
         return loader.construct_document(node) if node else None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a date in month 13

@@ -20,10 +20,7 @@ AGREE_S = 1.0
 
 
 class Agreement:
-    """What signals ask of the ranks, as all of them know it. Every rank calls the same methods.
-
-    The ranks ask each other about once a second, not after each step.
-    """
+    """What signals ask of the ranks, as all of them know it. Every rank calls the same methods."""
 
     def __init__(self, world: "World", step: int):
         """Handle signals from this step to the end of the process. Call it in the main thread."""
@@ -33,8 +30,7 @@ class Agreement:
         self._own_signal = 0
         self._own_time = 0.0
         self._next_step = 0
-        self._asked_at = step
-        self._asked = time.monotonic()
+        self._asked = step, time.monotonic()
         for number in STOP:
             signal.signal(number, self._handle)
 
@@ -42,13 +38,11 @@ class Agreement:
         """Whether a signal to any rank asks for a stop at this step. at_once: the ranks ask each other now."""
         if step < self._next_step and self._world.world_size > 1 and not at_once:
             return False
-        now = time.monotonic()
-        seconds = self._world.all_reduce_max(now - self._asked)  # all ranks ask again after the same number of steps
-        steps_per_s = (step - self._asked_at) / max(seconds, 1e-9)
-        self._next_step = step + max(1, int(AGREE_S * steps_per_s))
-        self._asked = now
-        self._asked_at = step
-        self.stop_signal = int(self._world.all_reduce_max(self._own_signal))
+        asked_step, asked_time = self._asked
+        self._asked = step, time.monotonic()
+        answers = self._world.all_gather((self._asked[1] - asked_time, self._own_signal))
+        seconds, self.stop_signal = map(max, zip(*answers, strict=True))  # so all ranks ask again at the same step
+        self._next_step = step + max(1, int(AGREE_S * (step - asked_step) / max(seconds, 1e-9)))
         return self.stop_signal > 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

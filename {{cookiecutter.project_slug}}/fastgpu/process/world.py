@@ -47,11 +47,7 @@ class World:
 
     def all_reduce_max(self, value: float) -> float:
         """The largest value of any rank."""
-        if self.world_size == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
+        return max(self.all_gather(value))
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks (pickled, only among the processes of this job)."""
@@ -87,10 +83,9 @@ class World:
         first, *others = self.all_gather({name: str(value) for name, value in values.items()})
         for rank, other in enumerate(others, 1):
             for name in first | other:
-                if other.get(name) != first.get(name):
-                    raise UserError(
-                        f"{name} is {other.get(name)} on rank {rank} and {first.get(name)} on rank 0; {cure}"
-                    )
+                value, expected = other.get(name), first.get(name)
+                if value != expected:
+                    raise UserError(f"{name} is {value} on rank {rank} and {expected} on rank 0; {cure}")
 
 
 @contextmanager
@@ -112,14 +107,11 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
     store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
+    gpu = device if device.type == "cuda" else None
+    backend = "nccl" if gpu else "gloo"
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=gpu
         )
         yield world
         dist.barrier()
@@ -139,11 +131,7 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
 
 
 def _leave() -> None:
-    """End the group and its threads while Python still runs.
-
-    A thread that gloo leaves behind needs the interpreter to free its last tensor, and aborts the process if the
-    interpreter is gone (1 run in 12 did).
-    """
+    """End the group and its threads while Python still runs: a thread of gloo aborts the process if it outlives it."""
     gc.collect()  # a DDP module still holds the group
     dist.destroy_process_group()
 
@@ -151,16 +139,11 @@ def _leave() -> None:
 def _choose_device(launch: Launch, device: str) -> torch.device:
     n_gpus = torch.cuda.device_count()
     if device == "cuda" and not n_gpus:
-        raise UserError(
-            f"dist.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build, "
-            "check nvidia-smi, or use dist.device=cpu"
-        )
+        raise UserError(f"dist.device is cuda, but torch {torch.__version__} sees no GPU; look at nvidia-smi")
     if device == "cpu" or not n_gpus:
         return torch.device("cpu")
     if launch.local_world_size > n_gpus:
-        raise UserError(
-            f"{launch.local_world_size} processes on a machine with {n_gpus} visible GPUs; use --nproc-per-node=gpu"
-        )
+        raise UserError(f"{launch.local_world_size} processes for {n_gpus} visible GPUs; use --nproc-per-node=gpu")
     chosen = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(chosen)  # before anything allocates, or every rank would hold memory on GPU 0
     return chosen
