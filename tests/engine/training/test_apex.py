@@ -13,7 +13,7 @@ from fastgpu.process.config import Dist, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
-from fastgpu.training.apex import CLASSES
+from fastgpu.training.apex import OPTIMIZERS
 from fastgpu.training.parallel import share_gradients
 
 TWO = World(0, 2, 2, CPU)
@@ -38,9 +38,9 @@ def install(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused_optimizers_have_the_settings(install, name):
-    install("optimizers", **{CLASSES[name]: torch.optim.AdamW})
+    install("optimizers", **{OPTIMIZERS[name]: torch.optim.AdamW})
     optimizer = make_optimizer(nn.Linear(3, 2), Optim(name=name, lr=0.3, momentum=0.8, weight_decay=0.5))
     assert (optimizer.defaults["lr"], optimizer.defaults["betas"]) == (0.3, (0.8, 0.999))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]

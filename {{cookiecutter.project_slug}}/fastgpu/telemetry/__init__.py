@@ -8,5 +8,3 @@ tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, line
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.monitor import Monitor
 from fastgpu.telemetry.tensorboard import TensorBoard
-
-__all__ = ["Clock", "Monitor", "TensorBoard"]

@@ -4,13 +4,3 @@ from fastgpu.training.apex import apex_optimizer
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.parallel import freeze, mean_over_ranks, settle_buckets, share_gradients
-
-__all__ = [
-    "AveragedModel",
-    "apex_optimizer",
-    "evaluate",
-    "freeze",
-    "mean_over_ranks",
-    "settle_buckets",
-    "share_gradients",
-]

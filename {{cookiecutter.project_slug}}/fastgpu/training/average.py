@@ -11,10 +11,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class AveragedModel(nn.Module):
     """A copy of a model, `module`, whose weights are a moving average: decay x average + (1 - decay) x weights.
 
-    With a decay of 0, that is the model itself: nothing is copied.
-
-    Running statistics (buffers of floats) are averaged like weights, other buffers are copied. After n updates the
-    decay is at most n / (n + 9), so that the initial weights do not count. All ranks compute the same average. The
+    With a decay of 0, that is the model itself. Running statistics (buffers of floats) are averaged like weights, other
+    buffers are copied. After n updates the decay is at most n / (n + 9), so that the initial weights do not count. The
     state has the names that torch.optim.swa_utils.AveragedModel gives it; that class makes the host wait in an update.
     """
 
@@ -34,8 +32,7 @@ class AveragedModel(nn.Module):
             return
         averages = []
         weights = []
-        old = chain(self.module.parameters(), self.module.buffers())
-        new = chain(model.parameters(), model.buffers())
+        old, new = (chain(each.parameters(), each.buffers()) for each in (self.module, model))
         for average, weight in zip(old, new, strict=True):
             if average.is_floating_point():
                 averages.append(average)

@@ -23,25 +23,16 @@ def share_gradients(model: nn.Module, settings: Dist, world: World, rows: Datase
     """
     if settings.strategy == "dp":
         if world.world_size > 1 or any(field.is_ragged for field in rows.fields.values()):
-            raise UserError(
-                "dist.strategy is dp, which cuts the batches of one process into equal parts for all GPUs; it takes no "
-                "ragged rows, and torchrun should start one process: use ddp"
-            )
+            raise UserError("dist.strategy is dp, which is for one process and takes no ragged rows: use ddp")
         return DataParallel(model)
-    is_cuda = world.device.type == "cuda"
     if world.world_size == 1:
-        if is_cuda and (n_gpus := torch.cuda.device_count()) > 1:
+        if world.device.type == "cuda" and (n_gpus := torch.cuda.device_count()) > 1:
             print(f"1 of {n_gpus} GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py uses all")
         return model
     if settings.strategy == "apex":  # Apex had it until 25.05
-        shared: nn.Module = from_apex("dist.strategy is apex", "parallel", "DistributedDataParallel", model)
-        return shared
-    ddp = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if is_cuda else None,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=settings.find_unused_parameters,
-    )
+        return from_apex("dist.strategy is apex", "apex.parallel:DistributedDataParallel", model)
+    unused = settings.find_unused_parameters
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=unused)
     ddp.broadcast_buffers = False  # `average_statistics` does this when it matters, not in every forward pass
     return ddp
 
@@ -81,21 +72,18 @@ def freeze(module: nn.Module) -> None:
 
 
 def settle_buckets(parts: Any, batch: Rows, world: World) -> None:
-    """Run two backward passes that change nothing, by which DDP chooses the places of the gradients in its buckets.
+    """Run a backward pass that changes nothing, by which DDP chooses the places of the gradients in its buckets.
 
-    A place decides in which order the gradients of more than two ranks are summed. Without these passes, a resumed run
-    would round its first steps otherwise than a run that goes on. Later calls do nothing. parts: of train.py.
+    A place decides in which order the gradients of more than two ranks are summed. Without this pass, a resumed run
+    would round its first step otherwise than a run that goes on. Later calls do nothing. parts: of train.py.
     """
     if world.world_size <= 2 or hasattr(parts.ddp, "is_settled"):
         return
     parts.ddp.is_settled = True
     buffers = [buffer.clone() for buffer in parts.model.buffers()]
     part = batch.slice(0, len(batch) // parts.config.optim.accumulation_steps)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        for _ in range(2):
-            with parts.precision.autocast:
-                loss = parts.workload.loss(parts.ddp, part)
-            loss.backward()
-            parts.model.zero_grad()
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), parts.precision.autocast:
+        parts.workload.loss(parts.ddp, part).backward()
+    parts.model.zero_grad()
     for buffer, before in zip(parts.model.buffers(), buffers, strict=True):
         buffer.copy_(before)
