@@ -52,7 +52,7 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, mod
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder, "write_whole", refuse)
+    monkeypatch.setattr(folder, "new_file", refuse)
     with started_run(tmp_path, model) as run:
         train_epoch(run)
     printed = capsys.readouterr().out

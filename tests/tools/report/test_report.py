@@ -197,6 +197,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page_module, "write_whole", refuse)
+    run = read_run(write_run(tmp_path))
+    monkeypatch.setattr(page_module.Path, "write_text", refuse)
     with pytest.raises(UserError, match="report.html was not written: No space left on device"):
-        write_report(read_run(write_run(tmp_path)))
+        write_report(run)

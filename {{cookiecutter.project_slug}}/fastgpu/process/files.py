@@ -14,9 +14,8 @@ from fastgpu.process.launch import UserError
 
 def rename_folder(partial: Path, target: Path) -> None:
     """Flush a folder of files to disk and rename it to `target`. Raises OSError if the disk refuses."""
-    for path in partial.iterdir():
+    for path in (*partial.iterdir(), partial):
         flush(path)
-    flush(partial)
     partial.replace(target)
     flush(target.parent)
 
@@ -26,28 +25,19 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """An empty file beside `target`, under a name that nothing else has, to be written.
 
     At the end it is called `target`; after an exception it is removed, and `target` is as before. Raises UserError if
-    `target` is a folder, or if it exists and `replace` is false; OSError if the disk refuses.
+    `target` is a folder, or exists and `replace` is false; OSError if the disk refuses.
     """
-    if target.is_dir():
-        raise UserError(f"{target} is a folder; name a file")
-    if not replace and os.path.lexists(target):
-        raise UserError(f"{target} exists; --force replaces it")
+    if os.path.lexists(target) and (not replace or target.is_dir()):
+        raise UserError(f"{target} exists; --force replaces a file")
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex[:8]}{target.suffix}")
     partial.touch(exist_ok=False)
     try:
         yield partial
         flush(partial)
         partial.replace(target)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
     flush(target.parent)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file: it is complete, or as before. Raises OSError if the disk refuses."""
-    with new_file(path, replace=True) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:
@@ -82,14 +72,13 @@ class FolderLock:
     def check(self) -> None:
         """Raise UserError if the lock is no longer that of the folder: it was removed, or the folder was moved."""
         try:
-            is_own = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-            is_own = is_own and os.pread(self._descriptor, 512, 0) == self._holder
+            is_same = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
         except OSError:
-            is_own = False
-        if not is_own:
+            is_same = False
+        if not is_same or os.pread(self._descriptor, 512, 0) != self._holder:
             raise UserError(
-                f"{self._path} is no longer the lock of this process: it was removed, or the folder was moved or "
-                "deleted. Nothing more is written; run.resume=auto continues from the last checkpoint"
+                f"{self._path} is no longer the lock of this process: it was removed, or the folder was moved; "
+                "run.resume=auto continues from the last checkpoint"
             )
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 SPEAKER_S = 3.0
 """How long ranks wait until the first one has printed a message: torchrun ends all of them with the first that ends."""
+PR_SET_PDEATHSIG = 1
+"""Lets Linux kill this process when its parent, torchrun, dies."""
 
 
 class UserError(ValueError):
@@ -62,8 +64,8 @@ def exit_with_message() -> Iterator[None]:
     traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too."""
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
-    if launch.is_launched:
-        _end_with_parent()
+    if launch.is_launched and sys.platform == "linux":  # an orphan would hold its GPU, and write to a restarted run
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         yield
     except UserError as error:
@@ -79,11 +81,3 @@ def exit_with_message() -> Iterator[None]:
         if launch.local_rank == 0:
             print("\ninterrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
-
-
-def _end_with_parent() -> None:
-    """Let Linux kill this process when torchrun, which started it, dies: as an orphan it would hold its GPU, and write
-    to a run that has been restarted."""
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,15 +22,11 @@ def available_cpus() -> int:
 
 
 def free_host_bytes() -> int:
-    """Host memory that this process may still allocate: of the machine, or of its cgroups if that is less.
+    """Host memory that this process may still allocate: of the machine, or of its cgroups (version 2) if that is less.
 
     What the page cache holds counts as free: the kernel gives it up.
     """
-    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
-
-
-def _free_in_cgroups() -> Iterator[int]:
-    """What is left of each limit on this process: of its cgroup (version 2), and of those around it."""
+    free = psutil.virtual_memory().available
     own = CGROUPS
     with suppress(OSError):
         own /= Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
@@ -41,7 +36,8 @@ def _free_in_cgroups() -> Iterator[int]:
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
             cached = re.findall(r"(?m)^(?:in)?active_file (\d+)", (folder / "memory.stat").read_text())
-            yield max(0, limit - used + sum(map(int, cached)))
+            free = min(free, max(0, limit - used + sum(map(int, cached))))
+    return free
 
 
 def format_bytes(n_bytes: float) -> str:

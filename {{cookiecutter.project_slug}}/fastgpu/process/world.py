@@ -76,9 +76,7 @@ class World:
         if errors := [error for error in self.all_gather(own) if error]:
             raise UserError(errors[0])
 
-    def check_same(
-        self, values: Mapping[str, object], cure: str = "all ranks need the same settings, rows and versions"
-    ) -> None:
+    def check_same(self, values: Mapping[str, object], cure: str = "all ranks need the same") -> None:
         """Raise UserError on every rank if a rank has another value than rank 0. values: {name: value}."""
         first, *others = self.all_gather({name: str(value) for name, value in values.items()})
         for rank, other in enumerate(others, 1):

@@ -13,7 +13,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fastgpu.process.files import write_whole
 from fastgpu.process.launch import UserError
 from fastgpu.report import results
 from fastgpu.report.results import Point, Run
@@ -46,7 +45,7 @@ def write_report(run: Run) -> Path:
     )
     path = run.folder / "report.html"
     try:
-        write_whole(path, text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} was not written: {error.strerror}") from None
     return path

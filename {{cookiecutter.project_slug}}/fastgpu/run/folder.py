@@ -20,7 +20,7 @@ import yaml
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.process.config import Run
-from fastgpu.process.files import FolderLock, write_whole
+from fastgpu.process.files import FolderLock, new_file
 from fastgpu.process.launch import UserError, warn
 from fastgpu.run.checkpoint import PARTIAL
 
@@ -94,7 +94,8 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
 def write_or_warn(path: Path, text: str) -> None:
     """Write a file that a run does not need. If the disk refuses, training goes on."""
     try:
-        write_whole(path, text)
+        with new_file(path, replace=True) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         warn(f"cannot write {path} ({error}); training goes on")
 

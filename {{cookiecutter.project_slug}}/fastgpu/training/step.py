@@ -50,11 +50,9 @@ def micro_batches(batch: Rows, steps: int, ddp: nn.Module) -> Iterator[tuple[Row
 
     Only the last part averages gradients over the ranks: the others run in the `no_sync` context of the DDP module.
     """
-    n_rows = len(batch) // steps
     no_sync = getattr(ddp, "no_sync", nullcontext)
-    for number in range(steps):
-        is_last = number == steps - 1
-        yield batch.slice(number * n_rows, (number + 1) * n_rows), nullcontext() if is_last else no_sync()
+    for number, part in enumerate(batch.batches(len(batch) // steps), 1):
+        yield part, nullcontext() if number == steps else no_sync()
 
 
 def reseed(world: World, *numbers: int) -> torch.Generator:
