@@ -50,7 +50,6 @@ def test_every_counter_of_a_gpu_has_its_tag_and_unit(nvml):
     assert values_of(gpu_counters(GPU)) == pytest.approx(
         {
             "gpu0/util_pct": 60,
-            "gpu0/util_min_pct": 60,
             "gpu0/mem_used_gib": 5,
             "gpu0/mem_peak_gib": 3,
             "gpu0/power_w": 300,
@@ -103,11 +102,12 @@ def test_means_between_two_calls_and_minima(start):
             raise RuntimeError("no more")
         return value
 
-    monitor = start({"gpu0/util_min_pct": lambda: next(utils), "gpu0/power_w": power})
+    monitor = start({"gpu0/util_pct": lambda: next(utils), "gpu0/power_w": power})
     assert is_done.wait(TIMEOUT_S)
     host = set(read_host())
     taken = monitor.take()
     assert {tag: value for tag, value in taken.items() if tag not in host} == {
+        "gpu0/util_pct": 72.5,
         "gpu0/util_min_pct": 70,
         "gpu0/power_w": 300,
     }

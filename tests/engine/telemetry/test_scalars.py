@@ -25,7 +25,7 @@ def logged(folder, monkeypatch) -> set[str]:
     names.add("val/loss")  # of other workloads
 
     install(monkeypatch)
-    return names | set(gpu_counters(World(0, 1, 1, torch.device("cuda", 0))))
+    return names | {"gpu0/util_min_pct", *gpu_counters(World(0, 1, 1, torch.device("cuda", 0)))}
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="other systems lack some counters")

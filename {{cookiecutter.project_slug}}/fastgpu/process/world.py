@@ -121,10 +121,7 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
             raise
-        raise RankError(
-            f"rank {world.rank} lost the others; torchrun names the rank that failed first; if none did, raise "
-            "dist.timeout_s"
-        ) from None
+        raise RankError(f"rank {world.rank} lost the others; see which failed, or raise dist.timeout_s") from None
     _leave()
 
 

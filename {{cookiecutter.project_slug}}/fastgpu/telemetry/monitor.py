@@ -36,13 +36,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         psutil.cpu_times_percent()  # the first interval begins here
 
     def take(self) -> dict[str, float]:
-        """{tag: its value since the last call}: a mean, or the minimum for `*_min_pct`. Nothing on other ranks."""
+        """{tag: mean of its values since the last call}, with the minima of GPU use. Nothing on other ranks."""
         values: defaultdict[str, list[float]] = defaultdict(list)
         while not self._read.empty():
             tag, value = self._read.get()
             values[tag].append(value)
-        taken = {tag: min(read) if tag.endswith("_min_pct") else fmean(read) for tag, read in values.items()}
-        return taken | read_host() if self._world.is_main else {}
+        means = {tag: fmean(read) for tag, read in values.items()}
+        minima = {tag.replace("util", "util_min"): min(read) for tag, read in values.items() if "/util" in tag}
+        return means | minima | read_host() if self._world.is_main else {}
 
     def __exit__(self, *error: object) -> None:
         """End the thread."""
@@ -85,14 +86,8 @@ def _counters_of(number: int) -> Counters:
     """The counters of CUDA's GPU of this number. NVML has other numbers where CUDA hides or reorders GPUs."""
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(number).uuid}")
-
-    def utilisation() -> float:
-        """Of the driver's last interval: 1/6 s to 1 s, depending on the GPU."""
-        return pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-
     return {
-        f"gpu{number}/util_pct": utilisation,
-        f"gpu{number}/util_min_pct": utilisation,
+        f"gpu{number}/util_pct": lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,  # of the last 1/6 s to 1 s
         f"gpu{number}/mem_used_gib": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
         f"gpu{number}/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
     }
