@@ -143,6 +143,8 @@ def test_a_mistake_in_a_file_is_one_line_with_place_key_value_and_cure(text, mes
     ("words", "message"),
     [
         (["data.batch_siz=3"], r"command line: unknown key data.batch_siz \(did you mean data.batch_size\?\)"),
+        (["zzz.lr=3"], r"unknown key zzz \(allowed are: workload, run, data, loader, model, optim, train, dist, log\)"),
+        (["run.resume="], "run.resume is null; it should be 'never' or 'auto'"),
         (["optm.lr=3"], r"command line: unknown key optm \(did you mean optim\?\)"),
         (["model.width=0"], "command line: model.width is 0; it should be greater than or equal to 1$"),
         (["foo"], r"command line: foo has no value; usage: \[--config FILE\]"),

@@ -3,7 +3,7 @@
 import json
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -43,7 +43,7 @@ def load_config(argv: list[str]) -> Config:
         if not equals or key in words:
             parser.error(f"{key} {'is given twice' if equals else 'has no value'}")
         words[key] = value
-    if words.get("run.resume", "auto") not in ("auto", "never"):
+    if words.get("run.resume", "auto") not in ("auto", "never", ""):
         run = Path(words["run.resume"])
         recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
         if not recorded:
@@ -143,13 +143,10 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
         return kind.model_validate(values)
     except ValidationError as error:
         items = error.errors(include_url=False)
-    known = [*Config.model_fields, *keys()]
-    known += keys(kind, "model.") if section else []
+    known = Config.model_fields | keys() | (keys(kind, "model.") if section else {})
     lines: dict[str, str] = {}
     for item in items:
-        key = ".".join(
-            [*section, *map(str, item["loc"])][:2]
-        )  # branches of a union, or positions in a list, may follow
+        key = ".".join([*section, *map(str, item["loc"])][:2])  # branches of a union, or places in a list, follow
         wish = item["msg"].partition(" should ")[2] or item["msg"]
         if item["type"] == "missing":
             lines[key] = f"{key} is missing; set it in the file or on the command line"
@@ -162,7 +159,7 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
     raise UserError("\n       ".join(f"{origins.get(key, 'config')}: {line}" for key, line in lines.items()))
 
 
-def _near(key: str, known: list[str]) -> str:
+def _near(key: str, known: Iterable[str]) -> str:
     """What an unknown key should have been."""
     section, _, name = key.rpartition(".")
     close = [each for each in known if each.rpartition(".")[2] == name]  # in another section
