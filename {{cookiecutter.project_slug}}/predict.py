@@ -1,8 +1,8 @@
 """Use a trained model: predictions for your rows, metrics of a labelled file, or the model as one file.
 
-python predict.py CHECKPOINT INPUT... [-o FILE]    one line for each row, as CSV or JSON lines
-python predict.py CHECKPOINT --evaluate FILE.h5    the metrics of the workload over a labelled file
-python predict.py CHECKPOINT --export FILE         for torch.export (model.pt2) or ONNX (model.onnx)
+python predict.py CHECKPOINT INPUT... [-o FILE]       one line for each row, as CSV or JSON lines
+python predict.py CHECKPOINT INPUT... --evaluate      the metrics of the workload over labelled HDF5 or NumPy files
+python predict.py CHECKPOINT --export FILE            for torch.export (model.pt2) or ONNX (model.onnx)
 
 CHECKPOINT is the folder of a run (its best checkpoint is used), a folder in its `checkpoints`, or a copy of one: the
 training data is not needed. INPUT: image files and folders of them, or HDF5 files (`file.h5::/group`, `part-*.h5`), or
@@ -22,29 +22,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
-    output = "FILE.csv or FILE.jsonl; default: CSV to the terminal. CSV has a ' before text that begins like a formula"
-    add("-o", "--output", default="-", help=output)
-    add(
-        "--id",
-        metavar="FIELD",
-        action="append",
-        default=[],
-        help="of INPUT, such as user: its value is written beside each row",
-    )
+    add("-o", "--output", default="-", help="FILE.jsonl, or a CSV file of any name; default: CSV to the terminal")
+    add("--id", metavar="FIELD", action="append", default=[], help="of INPUT, such as user: written beside each row")
     add("--top", type=int, help="number of classes or items for each row, best first")
     add("--all", action="store_true", help="write the probability of every class, by its name, too")
-    add("--evaluate", metavar="FILE.h5", help="print the metrics over this file, which has labels")
+    add("--evaluate", action="store_true", help="print the metrics over INPUT, which has labels")
     add("--export", metavar="FILE", help="write FILE.onnx, or FILE.pt2 for torch.export, with model.json in it")
     add("--force", action="store_true", help="replace the file of -o or --export, if there is one")
     add("--batch-size", type=int, help="rows of a batch; default: as in training")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     args = parser.parse_intermixed_args(argv)  # flags may stand before INPUT
-    if bool(args.inputs) + bool(args.evaluate) + bool(args.export) != 1:
-        raise UserError("give INPUT, --evaluate FILE.h5 or --export FILE, one of them; see --help")
-    if not args.inputs and (args.output != "-" or args.id or args.top or args.all):
-        raise UserError("-o, --id, --top and --all belong to INPUT")
-    if args.output != "-" and not args.output.endswith((".csv", ".jsonl")):
-        raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
+    if bool(args.inputs) == bool(args.export):
+        raise UserError("give INPUT or --export FILE, one of them; see --help")
+    if (args.evaluate or args.export) and (args.output != "-" or args.id or args.top or args.all):
+        raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args
@@ -55,6 +46,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
         args = parse(sys.argv[1:])
 
 from contextlib import redirect_stdout
+from math import ceil
 from pathlib import Path
 from typing import IO
 
@@ -62,62 +54,43 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.predict.export import export
-from fastgpu.predict.inputs import DescribedSource, ImageRows, open_inputs, open_pools
+from fastgpu.predict.inputs import ImageRows, open_inputs, open_pools
 from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_workload
-from fastgpu.predict.output import Columns, to_columns, write_rows
+from fastgpu.predict.output import to_columns, write_rows
 from fastgpu.process.config import Dist
 from fastgpu.process.files import new_file
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset
-from fastgpu.storage.meaning import check_meaning
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
 
 
-def open_rows(args: argparse.Namespace, trained: Trained) -> Dataset:
-    """The rows to predict, with those fields that the workload takes, or to evaluate, with all fields of training."""
-    described = DescribedSource(trained.card, "the training rows")
-    if args.evaluate:
-        rows = open_inputs([args.evaluate], trained.card, list(described.fields))
-        make_workload(trained.card, rows)  # which checks the labels
-    elif not trained.workload.inputs:
-        raise UserError(f"workloads/{trained.card['workload']}.py declares no `inputs`; workloads/__init__.py has them")
-    else:
-        rows = open_inputs(args.inputs, trained.card, [*trained.workload.inputs, *args.id])
-    check_meaning("INPUT", described, rows, labels=bool(args.evaluate))
-    return rows
-
-
-def predict(
-    trained: Trained, rows: Dataset, args: argparse.Namespace, *, device: torch.device, file: IO[str]
-) -> list[str]:
+def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, *, device: torch.device, file: IO[str]) -> str:
     """Write a line for each row, in the order of the input. Returns which images are left out, and why."""
     model, workload, card = trained
-    files, failed = (rows.files.paths, rows.failed) if isinstance(rows, ImageRows) else ((), {})
-    is_csv = not args.output.endswith(".jsonl")
     autocast = mixed_precision(card["precision"], device).autocast
-    n_rows = 0
-    with (
-        open_pools(rows, args.batch_size, device) as pools,
-        tqdm(total=len(rows), unit=" rows", disable=None) as bar,
-    ):
-        for pool in pools:
-            for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(args.batch_size):
-                with torch.inference_mode(), autocast:  # not around the pools: other threads fill their memory
-                    values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
-                numbers = range(n_rows, n_rows + len(batch))
-                ids: Columns = {"file": [str(files[row]) for row in numbers]} if files else {"row": [*numbers]}
-                ids |= {name: batch[name].tolist() for name in args.id}
-                columns = ids | to_columns(values, card["attributes"], args.top, every=args.all)
-                is_read = [row not in failed for row in numbers]
-                write_rows(file, columns, is_read, is_csv=is_csv, is_first=not n_rows)
-                n_rows += len(batch)
-                bar.update(len(batch))
-    reasons = [reason for _, reason in sorted(failed.items())]
-    if len(reasons) == len(rows):  # nothing is written
-        raise UserError("no image can be read:\n  " + "\n  ".join(reasons))
-    print(f"{n_rows - len(failed):,} rows" + (f": {args.output}" if args.output != "-" else ""))
-    return reasons
+    files, failed = (rows.files.paths, rows.failed) if isinstance(rows, ImageRows) else ((), {})
+    for name in args.id:
+        if rows.fields[name].is_ragged:
+            raise UserError(f"--id {name}: {rows.name} has any number of values in a row; name a field that has one")
+    is_csv = not args.output.endswith(".jsonl")
+    size = args.batch_size
+    with open_pools(rows, size, device) as pools:
+        batches = (batch for pool in pools for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(size))
+        for number, batch in enumerate(tqdm(batches, total=ceil(len(rows) / size), unit=" batches", disable=None)):
+            with torch.inference_mode(), autocast:  # not around the pools: other threads fill their memory
+                values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
+            numbers = range(number * size, number * size + len(batch))
+            columns = {"file": [str(files[row]) for row in numbers]} if files else {"row": [*numbers]}
+            columns |= {name: batch[name].tolist() for name in args.id}
+            columns |= to_columns(values, card["attributes"], args.top, every=args.all)
+            is_read = [row not in failed for row in numbers]
+            write_rows(file, columns, is_read, is_csv=is_csv, is_first=not number)
+    print(f"{len(rows) - len(failed):,} rows")
+    lines = [f"{len(failed):,} of {len(rows):,} images are left out", *(failed[row] for row in sorted(failed))]
+    if len(failed) == len(rows):
+        raise UserError("\n  ".join(lines))
+    return "\n  ".join(lines) if failed else ""
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
@@ -125,43 +98,47 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     disk refuses."""
     folder = find_checkpoint(Path(args.checkpoint))
     trained = load_model(folder)
-    quality = "".join(f", {name} {value:.4g}" for name, value in trained.card["metrics"].items())
-    print(f"model: {folder}, of epoch {trained.card['epoch']}{quality}")
+    model, workload, card = trained
+    quality = "".join(f", {name} {value:.4g}" for name, value in card["metrics"].items())
+    print(f"model: {folder}, of epoch {card['epoch']}{quality}")
+    if not args.evaluate and not workload.inputs:
+        raise UserError(f"workloads/{card['workload']}.py declares no `inputs`; workloads/__init__.py has them")
     if args.export:
         export(trained, Path(args.export), replace=args.force)
         print(f"written: {args.export}")
         return
-    rows = open_rows(args, trained)
-    args.batch_size = args.batch_size or trained.card["batch_size"]
-    trained = trained._replace(model=to_device(trained.model, world.device))
+    names = list(card["fields"]) if args.evaluate else [*workload.inputs, *args.id]
+    rows = open_inputs(args.inputs, card, names, labels=args.evaluate)
+    args.batch_size = args.batch_size or card["batch_size"]
+    to_device(model, world.device)
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
     if args.evaluate:
+        make_workload(card, rows)  # which checks the labels
         with open_pools(rows, args.batch_size, world.device) as pools:
-            precision = mixed_precision(trained.card["precision"], world.device)
-            metrics = evaluate(trained.model, trained.workload, pools, world, precision=precision)
+            precision = mixed_precision(card["precision"], world.device)
+            metrics = evaluate(model, workload, pools, world, precision=precision)
         for name, value in metrics.items():
             print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
         return
     if args.output == "-":
-        failed = predict(trained, rows, args, device=world.device, file=terminal)
+        left_out = predict(trained, rows, args, device=world.device, file=terminal)
     else:
         with (
             new_file(Path(args.output), replace=args.force) as partial,
             partial.open("w", encoding="utf-8", errors="surrogateescape") as file,  # names of files may be any bytes
         ):
-            failed = predict(trained, rows, args, device=world.device, file=file)
-    if failed:
-        raise UserError(f"{len(failed):,} of {len(rows):,} images are left out:\n  " + "\n  ".join(failed))
+            left_out = predict(trained, rows, args, device=world.device, file=file)
+    if left_out:
+        raise UserError(left_out)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
-    with exit_with_message(), init_distributed(Dist(device=args.device)) as world:
-        terminal = sys.stdout
+    terminal = sys.stdout
+    with exit_with_message(), redirect_stdout(sys.stderr), init_distributed(Dist(device=args.device)) as world:
         try:
-            with redirect_stdout(sys.stderr):
-                main(args, world, terminal)
+            main(args, world, terminal)
         except OSError as error:  # such as a disk that is full
             raise UserError(str(error)) from None

@@ -182,7 +182,7 @@ class AutoEncoder(nn.Module):
         """Linear(dropout(normalize(x))) of rows x of 0 and 1, as a weighted sum of rows of the weight."""
         counts_B = offsets_B1.diff()
         share_B = counts_B.to(self.weight_IH.dtype).rsqrt()
-        share_N = share_B.repeat_interleave(counts_B, output_size=len(items_N))
+        share_N = share_B.repeat_interleave(counts_B, output_size=items_N.shape[0])
         dropout = self.options.dropout
         if self.training and dropout:
             share_N = share_N * (torch.rand_like(share_N) >= dropout) / (1 - dropout)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
-from fastgpu.predict.inputs import DescribedSource
+from fastgpu.predict.model import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture

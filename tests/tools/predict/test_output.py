@@ -15,10 +15,10 @@ SCORES = {"scores": torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 3.0, 2.0]])}
 CAT_DOG = {"class_names": ["cat", "dog"]}
 
 
-def write(values, *, is_csv=True, top=None, every=False, ids=None, **attributes):
+def write(values, *, is_csv=True, top=None, every=False, **attributes):
     """The lines for two batches of the same two rows. Of the second one only its first row is written."""
     file = io.StringIO()
-    columns = (ids or {"row": [0, 1]}) | to_columns(values, attributes, top, every=every)
+    columns = {"row": [0, 1]} | to_columns(values, attributes, top, every=every)
     write_rows(file, columns, [True, True], is_csv=is_csv, is_first=True)
     write_rows(file, columns, [True, False], is_csv=is_csv, is_first=False)
     *lines, again = file.getvalue().splitlines()
@@ -46,11 +46,6 @@ def write(values, *, is_csv=True, top=None, every=False, ids=None, **attributes)
         (SCORES, {"top": 2}, "row,items_0,items_1,scores_0,scores_1 0,2,0,2.0,0.5 1,1,2,3.0,2.0"),
         ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, "row,class 0,0.5 1,"),
         ({"probability": torch.full((2, 2), torch.nan)}, CAT_DOG, "row,class,class_name,probability 0,-1,, 1,-1,,"),
-        (
-            PROBABILITY,
-            {"class_names": ["cat", "=LINK(1)"], "ids": {"file": ["+1.png", "a.png"]}},  # text is no formula
-            "file,class,class_name,probability '+1.png,1,'=LINK(1),0.75 a.png,0,cat,0.899999976",
-        ),
     ],
 )
 def test_lines_of_a_csv(values, options, expected):

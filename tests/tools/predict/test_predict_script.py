@@ -19,6 +19,7 @@ import yaml
 from harness import ALONE, ROOT, TIMEOUT_S, convert, metrics_of
 from PIL import Image
 
+from fastgpu.predict.inputs import open_inputs
 from fastgpu.predict.model import find_checkpoint, load_model, make_workload
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -147,18 +148,16 @@ def test_evaluate_gives_the_metrics_of_the_run_for_any_batch_size(minimal_run, r
 
 
 def test_labels_are_evaluated_as_the_classes_that_the_model_knows(tmp_path, minimal_run, rows, capsys):
-    trained = load_model(find_checkpoint(minimal_run))
-    trained.card["attributes"]["class_names"] = ["cat", "dog"]
-    script.open_rows(script.parse(["runs/a", "--evaluate", rows]), trained)
-    assert (
-        "has no class_names; its labels 0, 1, 2... are taken for cat, dog as in the training rows"
-        in capsys.readouterr().out
-    )
+    card = load_model(find_checkpoint(minimal_run)).card
+    card["attributes"]["class_names"] = ["cat", "dog"]
+    open_inputs([rows], card, ["x", "y"], labels=True)
+    told = "has no class_names; its labels 0, 1, 2... are taken for cat, dog as in the training rows"
+    assert told in capsys.readouterr().out
     shutil.copy(rows.removesuffix("::/val"), tmp_path)
     with h5py.File(tmp_path / "rows.h5", "r+") as file:
         file["val"].attrs["class_names"] = ["dog", "cat"]
     with pytest.raises(UserError, match="INPUT: number 0 of the labels is dog in .* and cat in the training rows"):
-        script.open_rows(script.parse(["runs/a", "--evaluate", f"{tmp_path}/rows.h5::/val"]), trained)
+        open_inputs([f"{tmp_path}/rows.h5::/val"], card, ["x", "y"], labels=True)
 
 
 def test_labels_are_checked_by_the_workload_as_in_training():
@@ -211,12 +210,11 @@ def test_flags_may_stand_before_the_input():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "give INPUT, --evaluate FILE.h5 or --export FILE, one of them"),
+        ("", "give INPUT or --export FILE, one of them"),
         ("x.npy --export a.pt2", "one of them"),
-        ("x.npy -o a.txt", "-o is a.txt; it should end in .csv or .jsonl"),
         ("x.npy --top 0", "should be at least 1"),
-        ("--evaluate x.h5 -o x.csv", "-o, --id, --top and --all belong to INPUT"),
-        ("--export a.pt2 --id user", "-o, --id, --top and --all belong to INPUT"),
+        ("--evaluate x.h5 -o x.csv", "-o, --id, --top and --all are for predictions"),
+        ("--export a.pt2 --id user", "-o, --id, --top and --all are for predictions"),
     ],
 )
 def test_flags_that_do_not_fit_are_told(words, message):
@@ -232,7 +230,7 @@ def test_flags_that_do_not_fit_are_told(words, message):
         ("{run} none.npy", "none.npy should hold NumPy arrays x of equal length: .*No such file"),
         ("{run} {rows} --top 3", "this workload ranks nothing"),
         ("{run} {rows} --id y", None),
-        ("{run} a.png", r"a.png is not an HDF5 file, nor a single NumPy file, with x, float32 \(N, 6\)"),
+        ("{run} a.png", r"a.png is not an HDF5 file, nor a single NumPy file, with x"),
         ("{run} {tmp}/five.npy", r"x is float32 \(N, 5\); the model was trained on float32 \(N, 6\)"),
         ("{run} {tmp}/double.npy", r"x is float64 \(N, 6\); the model was trained on float32 \(N, 6\)"),
         ("{run} {tmp}/text.npy", "x is <U1"),
@@ -286,6 +284,8 @@ def test_items_for_users(tmp_path, recsys_run):
         assert len(set(line["items"])) == 3
         assert line["scores"] == sorted(line["scores"], reverse=True)
         assert line["item_ids"] == line["items"]
+    with pytest.raises(UserError, match="--id items: .*named.h5 has any number of values in a row"):
+        run(recsys_run, val, "--id", "items")
     run(recsys_run, "--export", tmp_path / "model.pt2")
     assert (tmp_path / "model.pt2").exists()
 
@@ -322,14 +322,17 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
     train.train(train.build(config, ALONE), ALONE)
     (tmp_path / "photos/a/broken.png").write_text("no image")
     with pytest.raises(
-        UserError, match=r"1 of 41 images are left out:\n  photos/a/broken.png cannot be read: it is not"
+        UserError, match=r"1 of 41 images are left out\n  photos/a/broken.png cannot be read: it is not"
     ):
         run("runs/a", "photos", "-o", "x.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines] == sorted(map(str, Path("photos").glob("?/[0-9]*.png")))
     assert {line["class_name"] for line in lines} <= {"a", "b"}
-    for name, message in {"photos/a/broken.png": "no image can be read:", "nowhere": "nowhere does not exist"}.items():
-        with pytest.raises(UserError, match=message):
+    Path("empty").mkdir()
+    for name, reason in {"photos/a/broken.png": "it is not an image", "nowhere": "No such file", "empty": ""}.items():
+        with pytest.raises(
+            UserError, match=rf"(1 of 1|0 of 0) images are left out(\n  {name} cannot be read: )?.*{reason}"
+        ):
             run("runs/a", name, "-o", "y.jsonl")
         assert not Path("y.jsonl").exists()
     model, _, _ = load_model(find_checkpoint(Path("runs/a")))

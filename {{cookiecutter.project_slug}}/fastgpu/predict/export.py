@@ -2,19 +2,16 @@
 
 import io
 import json
-import logging
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch import Tensor
+from torch.export import Dim
 
-from fastgpu.predict.inputs import DescribedSource
-from fastgpu.predict.model import Trained
+from fastgpu.predict.model import DescribedSource, Trained
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Ragged, Rows
@@ -26,47 +23,28 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
     """Write the program of the model. It takes any number of rows, as they lie in the training file.
 
     Some models of ragged rows take two rows or more. The file has the content of model.json in its metadata: what the
-    inputs are, how images were prepared, the names of the classes. A .pt2 file is read again, and has to give the
-    numbers of the model. Raises UserError if it does not, if the model cannot be exported, or if the file exists and
-    `replace` is false.
+    inputs are, how images were prepared, the names of the classes. Raises UserError if the model cannot be exported, if
+    the program gives other numbers than the model, or if the file exists and `replace` is false.
     """
     inputs, others = _model_inputs(trained, 2), _model_inputs(trained, 5)
-    dims = [
-        {dim: Dim.DYNAMIC for dim in range(one.ndim) if one.shape[dim] != other.shape[dim]}
-        for one, other in zip(inputs, others, strict=True)
-    ]
-    text = json.dumps({**trained.card, "inputs": trained.workload.inputs})
+    names = trained.workload.inputs
+    text = json.dumps({**trained.card, "inputs": names})
     with new_file(path, replace=replace) as partial, warnings.catch_warnings(action="ignore"):  # of the exporters
         try:
-            program = _trace(trained.model, inputs, dims)
+            program = torch.export.export(trained.model, inputs, dynamic_shapes=[{0: Dim.AUTO}] * len(inputs))
+            torch.testing.assert_close(program.module()(*others), trained.model(*others), rtol=1e-4, atol=1e-4)
             if path.suffix == ".onnx":
-                _write_onnx(program, text, trained.workload.inputs, partial)
+                own_names = names if len(names) == len(inputs) else None  # a ragged field is two inputs
+                onnx: Any = torch.onnx.export(program, (), input_names=own_names, dynamo=True, verbose=False)
+                onnx.model.metadata_props[DESCRIPTION] = text
+                onnx.save(partial, external_data=False)
             else:
                 content = io.BytesIO()  # torch's own writer aborts the process if the disk is full
                 torch.export.save(program, content, extra_files={DESCRIPTION: text})
                 partial.write_bytes(content.getbuffer())
-                found, expected = torch.export.load(partial).module()(*others), trained.model(*others)
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         except Exception as error:  # the exporters raise errors of many kinds
             reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
             raise UserError(f"{path} was not written: {reason}") from error
-
-
-def _trace(model: nn.Module, inputs: tuple[Tensor, ...], dims: list[Any]) -> ExportedProgram:
-    try:
-        return torch.export.export(model, inputs, dynamic_shapes=dims)
-    except Exception:  # of many kinds; models of ragged rows are traced by the other way alone
-        return torch.export.export(model, inputs, dynamic_shapes=dims, strict=True)
-
-
-def _write_onnx(program: ExportedProgram, text: str, names: Sequence[str], path: Path) -> None:
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    is_dense = len(names) == len(program.graph_signature.user_inputs)  # ragged rows are two tensors each
-    made: Any = torch.onnx.export(
-        program, (), input_names=list(names) if is_dense else None, dynamo=True, verbose=False
-    )
-    made.model.metadata_props[DESCRIPTION] = text
-    made.save(path, external_data=False)
 
 
 def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:
@@ -80,13 +58,13 @@ def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:
 
 def make_rows(trained: Trained, n_rows: int) -> Rows:
     """Made-up rows with the inputs of the model, on the CPU: zeros and ones, two of them in each ragged row."""
-    fields = DescribedSource(trained.card).fields
-    rng = np.random.default_rng(0)
-    columns: dict[str, Tensor | Ragged] = {}
-    for name in trained.workload.inputs:
-        field = fields[name]
-        n_values = 2 * n_rows if field.is_ragged else n_rows
-        values = torch.from_numpy(rng.integers(0, 2, (n_values, *field.shape)).astype(field.dtype))
-        offsets = np.arange(0, n_values + 1, 2, dtype=np.int32)
-        columns[name] = Ragged(values, torch.from_numpy(offsets), offsets) if field.is_ragged else values
-    return Rows(columns)
+    described = DescribedSource(trained.card).fields
+    fields = {name: described[name] for name in trained.workload.inputs}
+    rows = Rows.empty(fields, n_rows, torch.device("cpu"), n_values=dict.fromkeys(fields, 2 * n_rows))
+    for column in rows.columns.values():
+        values = column
+        if isinstance(column, Ragged):
+            values = column.values
+            column.host_offsets[:] = np.arange(0, 2 * n_rows + 1, 2)  # which are those on the device, a CPU
+        values.random_(2)
+    return rows

@@ -13,38 +13,26 @@ import torch
 from fastgpu.feed.sizes import choose_readers
 from fastgpu.feed.sources import decode_images
 from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.predict.model import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import open_store
 
 POOL_BYTES = 64 << 20
 """Size of a pool. Three of them are in memory."""
 
 
-class DescribedSource(Dataset):
-    """The rows that a model was trained on, by their fields and attributes: there are no rows."""
-
-    def __init__(self, description: Mapping[str, Any], name: str = "model.json"):
-        self.name = name
-        self.attributes = description["attributes"]
-        self.fields = {}
-        for name, field in description["fields"].items():
-            mean_values = 0.0 if field["is_ragged"] else None
-            self.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
-        self.lengths = {name: np.empty(0, np.int32) for name, field in self.fields.items() if field.is_ragged}
-        self.block_rows = np.empty(0, np.int32)
-
-
 class ImageRows(Dataset):
     """Rows of one field, decoded in the reader threads as the training images were. Each image file is a block."""
 
-    def __init__(self, name: str, field: Field, files: Any):
+    def __init__(self, name: str, files: Any):
         """files: an `ImageFiles` of fastgpu/images/files.py."""
         self.name = "INPUT"
-        self.fields = {name: field}
+        self.fields = {name: Field(np.dtype(np.uint8), files.shape)}
         self.attributes = {}
         self.block_rows = np.ones(len(files), np.int32)
         self.files = files
@@ -62,15 +50,18 @@ class ImageRows(Dataset):
                 self.failed[row] = f"{self.files.paths[row]} cannot be read: {error}"
 
 
-def open_inputs(paths: Sequence[str], card: Mapping[str, Any], names: Sequence[str]) -> Dataset:
+def open_inputs(
+    paths: Sequence[str], card: Mapping[str, Any], names: Sequence[str], *, labels: bool = False
+) -> Dataset:
     """Rows with the fields `names`. Those that the model was trained on are of the same shape and type, but single
     numbers, such as labels, of any type: the workload checks them.
 
     paths: HDF5 files (`file.h5::/group` and globs, too), one .npy or .npz file, or image files and folders of them; the
-    first one says which. card: the content of model.json. Raises UserError if the inputs do not fit.
+    first one says which. card: the content of model.json. labels: whether labels are read, which should number the same
+    classes. Raises UserError if the inputs do not fit.
     """
-    trained_on = DescribedSource(card).fields
-    fields = {name: trained_on[name] for name in names if name in trained_on}
+    trained_on = DescribedSource(card)
+    fields = {name: trained_on.fields[name] for name in names if name in trained_on.fields}
     preprocessing = card["attributes"].get("preprocessing")
     source: Dataset
     if "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
@@ -78,31 +69,17 @@ def open_inputs(paths: Sequence[str], card: Mapping[str, Any], names: Sequence[s
     elif len(paths) == 1 and paths[0].endswith((".npy", ".npz")):
         source = _open_arrays(paths[0], names)
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1:
-        source = _open_images(paths, names[0], fields[names[0]], preprocessing)
+        source = ImageRows(names[0], _list_images(paths, fields[names[0]].shape, preprocessing))
     else:
-        taken = " and ".join(f"{name}, {fields.get(name, 'of --id')}" for name in names)
-        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {taken}")
+        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
     for name, field in fields.items():
         if source.fields[name].codec and len(field.shape) == 3:
             share = json.loads(preprocessing or "{}").get("centre_share")
             source = decode_images(source, field.shape[1:], centre_share=share)
         if (field.shape or field.is_ragged) and source.fields[name].signature != field.signature:
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
+    check_meaning("INPUT", trained_on, source, labels=labels)
     return source
-
-
-def _open_images(paths: Sequence[str], name: str, field: Field, preprocessing: str | None) -> ImageRows:
-    images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
-    prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path} does not exist (looked in {Path.cwd()})")
-        found = [path / name for name in images.list_images(path)] if path.is_dir() else [path]
-        if not found:
-            raise UserError(f"{path} has no images")
-        files += found
-    return ImageRows(name, field, images.ImageFiles(files, prepared, field.shape))
 
 
 def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
@@ -116,6 +93,15 @@ def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
     except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}") from None
     return ArrayDataset(path, columns)
+
+
+def _list_images(paths: Sequence[str], shape: tuple[int, ...], preprocessing: str | None) -> Any:
+    images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
+    files: list[Path] = []
+    for path in map(Path, paths):
+        files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
+    prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
+    return images.ImageFiles(files, prepared, shape)
 
 
 @contextmanager

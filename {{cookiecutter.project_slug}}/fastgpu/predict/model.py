@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
 from torch import nn
 
 import workloads
-from fastgpu.predict.inputs import DescribedSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
+from fastgpu.rows.rows import Field
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from workloads import Workload
 
@@ -41,6 +42,20 @@ class Trained(NamedTuple):
     """The content of model.json."""
 
 
+class DescribedSource(Dataset):
+    """The rows that a model was trained on, by their fields and attributes: there are no rows."""
+
+    def __init__(self, description: Mapping[str, Any]):
+        self.name = "the training rows"
+        self.attributes = description["attributes"]
+        self.block_rows = np.empty(0, np.int32)
+        self.fields = {}
+        for name, field in description["fields"].items():
+            mean_values = 0.0 if field["is_ragged"] else None
+            self.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
+        self.lengths = {name: self.block_rows for name, field in self.fields.items() if field.is_ragged}
+
+
 def find_checkpoint(path: Path) -> Path:
     """The folder itself if it holds a model; of the folder of a run the best checkpoint, or else the last one.
 
@@ -61,7 +76,12 @@ def load_model(folder: str | Path) -> Trained:
     """
     folder = Path(folder)
     try:
-        card = _read_card(folder)
+        if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
+            digests = json.loads((folder / "state.json").read_bytes())["sha256"]
+            for name in (DESCRIPTION, WEIGHTS):
+                if sha256_of(folder / name) != digests[name]:
+                    raise ValueError(f"{name} does not match its checksum")
+        card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
         workload = make_workload(card)
         model = workload.model()
         fill(model, folder / WEIGHTS)
@@ -80,13 +100,3 @@ def make_workload(card: Mapping[str, Any], val: Dataset | None = None) -> Worklo
     options = kind.Options.model_validate_json(json.dumps(card["options"]))
     train = DescribedSource(card)
     return kind(options, train, train if val is None else val)
-
-
-def _read_card(folder: Path) -> dict[str, Any]:
-    """The content of model.json. A copy of the two files without state.json has no checksums to compare with."""
-    if (folder / "state.json").exists():
-        digests = json.loads((folder / "state.json").read_bytes())["sha256"]
-        for name in (DESCRIPTION, WEIGHTS):
-            if sha256_of(folder / name) != digests[name]:
-                raise ValueError(f"{name} does not match its checksum")
-    return _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from fastgpu.process.launch import UserError
 
-Columns = dict[str, list[Any]]
+Columns = dict[str, Any]
 """{column: a number, a text, None or a list of such values for each row}"""
 RANKED = {"probability": ("class", "class_name", "class_names", 1), "scores": ("items", "item_ids", "item_ids", 10)}
 """{what `predict` of a workload gives, (B, n): (column of the numbers of the best ones, column of their names,
 attribute of model.json that has all names, how many are written)}"""
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""A spreadsheet takes text that begins like this for a formula."""
 
 
 def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top: int | None, *, every: bool) -> Columns:
@@ -47,8 +45,8 @@ def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top:
             columns[name_column] = np.array([*names, None], object)[columns[number_column]].tolist()
         columns[name] = to_list(best)
         if every:
-            for label, column in zip(names if has_names else range(n_all), values[name].unbind(1), strict=True):
-                columns[f"{name}_{label}"] = to_list(column)
+            labels = names if has_names else range(n_all)
+            columns |= {f"{name}_{label}": to_list(values[name][:, place]) for place, label in enumerate(labels)}
     return columns
 
 
@@ -66,27 +64,17 @@ def write_rows(file: IO[str], columns: Columns, which: Iterable[bool], *, is_csv
 
     which: whether to write each row. is_first: nothing was written before.
     """
-    if is_csv:
-        columns = _to_cells(columns)
-    rows = compress(zip(*columns.values(), strict=True), which)
-    if is_csv:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_first:
-            writer.writerow(columns)
-        writer.writerows(rows)
-    else:
+    if not is_csv:
+        rows = compress(zip(*columns.values(), strict=True), which)
         file.writelines(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n" for row in rows)
-
-
-def _to_cells(columns: Columns) -> Columns:
-    cells: dict[str, Iterable[Any]] = {}
+        return
+    cells: Columns = {}
     for name, column in columns.items():
         if isinstance(column[0], list):
             cells |= {f"{name}_{place}": each for place, each in enumerate(zip(*column, strict=True))}
         else:
             cells[name] = column
-    return {_no_formula(name): [_no_formula(cell) for cell in column] for name, column in cells.items()}
-
-
-def _no_formula(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
+    writer = csv.writer(file, lineterminator="\n")
+    if is_first:
+        writer.writerow(cells)
+    writer.writerows(compress(zip(*cells.values(), strict=True), which))
