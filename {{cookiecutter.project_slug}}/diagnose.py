@@ -48,12 +48,13 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     verdict = world.broadcast(judge(measured, cfg.data.echo))
     if verdict.cause in ("READ", "DECODE"):
         verdict = world.broadcast(judge(measured, cfg.data.echo, readers=bench.try_readers()))
-    world.print_once(f"\n{result.table(bench.title, measured, verdict)}")
+    title = f"{world}, {cfg.data.batch_size} rows per step, {bench.sizes.tier} tier, {bench.sizes.n_readers} readers"
+    world.print_once(f"\n{result.table(title, measured, verdict)}")
     if args.trace > 0:
         path = Path(cfg.run.folder) / "trace.json"
         bench.trace(args.trace, path)
         world.print_once(f"profile of {args.trace} steps: {path}, for https://ui.perfetto.dev")
-    return {"config": bench.parts.config.flat(), **result.as_json(bench.title, measured, verdict)}
+    return {"config": bench.parts.config.flat(), **result.as_json(title, measured, verdict)}
 
 
 if __name__ == "__main__":

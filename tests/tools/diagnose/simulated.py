@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from harness import ALONE, CPU
 
-from fastgpu.diagnose.ceilings import FeedPlan, Loop, Meter, measure, open_supplies, read_pool, repeat
+from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.verdict import Cause, Measured
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
@@ -130,14 +130,10 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
             world.all_reduce_max(0.0)
 
     batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    loop = Loop(transform, train_step, local_step, batch, times.batch_size, times.echo)
-    plan = FeedPlan(source, order, Placement("disk", CPU, times.n_readers), Loader(prefetch_pools=2))
-    supplies = open_supplies(plan, loop)
+    placement = Placement("disk", CPU, times.n_readers)
+    loop = Loop(transform, train_step, local_step, batch, source, placement, Loader(prefetch_pools=2), times.echo)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
-    measured = measure(device, loop, supplies, copy, stop=lambda m: len(m.loop.values) == n_rounds)
-    for supply in supplies.values():
-        supply.feed.close()
-    return measured
+    return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == n_rounds)
 
 
 def speed(m: Measured) -> float:

@@ -65,7 +65,7 @@ def test_two_ranks_as_json(folder):
     assert done.returncode == 0, done.stderr
     assert numbers["title"].startswith("2 x CPU over gloo, 64 rows per step")
     assert numbers["config"]["data.batch_size"] == 64
-    assert len(numbers["ranks_compute_s"]) == 2
+    assert len(numbers["ranks_compute"]) == 2
     assert numbers["verdict"]["cause"]
 
 

@@ -5,5 +5,5 @@ Nothing else imports this room: delete `fastgpu/diagnose` and `diagnose.py` if y
     bench.py       builds the training of a config with the functions of train.py, to measure its parts
     ceilings.py    measures how fast each part of the loop is without the others
     verdict.py     concludes from the measurements which part is the bottleneck, and what to change
-    result.py      what is seen beforehand, the table, and the numbers as JSON
+    result.py      the table, and the numbers as JSON
 """

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import count, islice
-from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from fastgpu.diagnose import ceilings
-from fastgpu.diagnose.ceilings import FeedPlan, Loop, Meter, Supply, read_pool, repeat
+from fastgpu.diagnose.ceilings import Loop, Meter, Supply, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
 from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Config
@@ -31,7 +30,6 @@ class Bench:
 
         Raises UserError if the training cannot be built.
         """
-        self.config = config
         self.world = world
         self.meter = Meter(world, seconds)
         parts = train.build(config, world)
@@ -42,27 +40,22 @@ class Bench:
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
-        batch = self._read_pool()
+        batch = read_pool(parts.train_rows, self._next_order(), self.sizes.n_readers)
         self.loop = _make_loop(train, self.parts, batch.to(world.device), world)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
-        slowest_s = max(self.meter.run(partial(repeat, self.loop.step), 3)[1])
+        self.loop.local_step(self.loop.batch)
+        slowest_s = max(self.meter.run(partial(repeat, self.loop.step))[2])
         if self.sizes.tier == "disk":
             slowest_s = max(slowest_s, self._supply_s(self.sizes.n_readers))
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
         """Every part of the training loop."""
-        sizes, device = self.sizes, self.world.device
         copy = None
-        if device.type == "cuda" and sizes.tier != "device":
-            pool = self._read_pool()
-            n_steps = self.loop.echo * ceil(len(pool) / sizes.batch_size)
-            copy = ceilings.copies(pool, self.parts.train_rows.fields, device, n_steps)
-        supplies = ceilings.open_supplies(self._plan(sizes.n_readers), self.loop)
-        measured = ceilings.measure(self.meter, self.loop, supplies, copy)
-        for supply in supplies.values():
-            supply.feed.close()
-        return measured
+        if self.world.device.type == "cuda" and self.sizes.tier != "device":
+            pool = read_pool(self.loop.source, self._next_order(), self.sizes.n_readers)
+            copy = ceilings.copies(self.loop, pool)
+        return ceilings.measure(self.meter, self.loop, self._next_order(), copy)
 
     def try_readers(self) -> tuple[str, float]:
         """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
@@ -71,15 +64,9 @@ class Bench:
         self.world.print_once(f"trying {setting}")
         return setting, self._supply_s(n_readers)
 
-    @property
-    def title(self) -> str:
-        """What was measured, in a few words."""
-        batch_size = self.config.data.batch_size
-        return f"{self.world}, {batch_size} rows per step, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
-
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0."""
-        supply = Supply(self._plan(self.sizes.n_readers), self.loop)
+        supply = Supply(self.loop, self._next_order())
         steps = (step for _ in count() for step in supply.steps())
         next(steps)
         with torch.profiler.profile() as profile:
@@ -92,19 +79,12 @@ class Bench:
 
     def _supply_s(self, n_readers: int) -> float:
         """Seconds per step of the supply with that many readers, after the pools that lie ready."""
-        supply = Supply(self._plan(n_readers), self.loop)
+        placement = self.loop.placement._replace(n_readers=n_readers)
+        supply = Supply(self.loop._replace(placement=placement), self._next_order())
         supply.drain(supply.n_ready)
-        _, _, ranks_s = self.meter.run_long(supply.drain, 2 * supply.n_joint)
+        _, _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
         supply.feed.close()
         return max(ranks_s)
-
-    def _read_pool(self) -> Rows:
-        return read_pool(self.parts.train_rows, self._next_order(), self.sizes.n_readers)
-
-    def _plan(self, n_readers: int) -> FeedPlan:
-        """The feed of the training, with pools as small as `POOL_S` says."""
-        placement = Placement(self.sizes.tier, self.world.device, n_readers)
-        return FeedPlan(self.parts.train_rows, self._next_order(), placement, self.config.loader)
 
     def _next_order(self) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
@@ -115,17 +95,17 @@ class Bench:
 
 
 def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop:
-    local_parts = parts
-    if world.world_size > 1:
-        local_parts = parts._replace(ddp=parts.model)
-        if parts.config.train.compile:  # so far only DDP around the model is compiled
-            parts.model.compile()
+    local_parts = parts._replace(ddp=parts.model)
+    if world.world_size > 1 and parts.config.train.compile:  # so far only DDP around the model is compiled
+        parts.model.compile()
     rng = reseed(world, parts.config.run.seed)
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
-        batch_size=parts.sizes.batch_size,
+        source=parts.train_rows,
+        placement=Placement(parts.sizes.tier, world.device, parts.sizes.n_readers),
+        loader=parts.config.loader,
         echo=parts.config.data.echo,
     )

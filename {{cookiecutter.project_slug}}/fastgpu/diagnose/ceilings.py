@@ -28,7 +28,7 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, echo_passes
-from fastgpu.rows.rows import Field, Ragged, Rows
+from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
@@ -43,7 +43,7 @@ Work = Callable[[int], float]
 
 
 class Loop(NamedTuple):
-    """What the training loop does with a batch."""
+    """What the training loop does with a batch, and what its feed is made of."""
 
     transform: Callable[[Rows], Rows]
     train_step: Callable[[Rows], object]
@@ -51,21 +51,13 @@ class Loop(NamedTuple):
     """The same step, but gradients are not averaged over the ranks."""
     batch: Rows
     """One batch, which stays on the device."""
-    batch_size: int
-    """Rows of a step on this rank."""
+    source: Dataset
+    placement: Placement
+    loader: Loader
     echo: float = 1.0
 
     def step(self) -> None:
         self.train_step(self.transform(self.batch))
-
-
-class FeedPlan(NamedTuple):
-    """What a feed is made of."""
-
-    source: Dataset
-    order: BlockSampler
-    placement: Placement
-    loader: Loader
 
 
 class Supply:
@@ -76,15 +68,15 @@ class Supply:
     n_joint = 1
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
-    def __init__(self, plan: FeedPlan, loop: Loop):
-        self.feed = make_feed(*plan)
+    def __init__(self, loop: Loop, order: BlockSampler):
+        source, placement = loop.source, loop.placement
+        self.feed = make_feed(source, order, placement, loop.loader)
         self._loop = loop
+        self._order = order
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
         self._number = 0
-        source, order, placement, loader = plan
-        self.is_uncached = isinstance(source, HDF5Dataset) and source.around_page_cache
         if placement.tier != "device":
-            self.n_ready = loader.prefetch_pools + 1
+            self.n_ready = loop.loader.prefetch_pools + 1
         if placement.tier == "disk" and isinstance(source, ItemDataset):  # its workers hold rows ready, too
             n_asks_per_pool = ceil(order.max_pool_rows / rows_per_ask(source, order))
             self.n_ready += ceil(placement.n_readers * ASKS_AHEAD / n_asks_per_pool)
@@ -98,7 +90,7 @@ class Supply:
     def steps(self) -> Iterator[object]:
         """The steps on one pool."""
         rows, passes = self._next()
-        for batch in echo(rows, self._loop.batch_size, passes, seed=0):
+        for batch in echo(rows, self._order.batch_size, passes, seed=0):
             yield self._loop.train_step(self._loop.transform(batch))
 
     def train(self, n_pools: int) -> int:
@@ -108,19 +100,19 @@ class Supply:
     def drain(self, n_pools: int) -> int:
         """Take that many pools without training on them. Returns the number of steps that they are good for."""
         pools = [self._next() for _ in range(n_pools)]
-        return sum(passes * ceil(len(rows) / self._loop.batch_size) for rows, passes in pools)
+        return sum(passes * ceil(len(rows) / self._order.batch_size) for rows, passes in pools)
 
     def empty(self) -> None:
         """Take the pools that lie ready, so that the next ones come at the speed of the feed."""
         self.drain(self.n_ready if self._number else self.n_joint)  # before the first pool, nothing is read ahead
 
 
-def open_supplies(plan: FeedPlan, loop: Loop) -> dict[str, Supply]:
+def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
-    supplies = {"real": Supply(plan, loop)}
-    is_dataset = isinstance(plan.source, ItemDataset)  # which reads as it decodes
-    if plan.placement.tier == "disk" and not is_dataset and not supplies["real"].is_uncached:
-        supplies["cached"] = Supply(plan._replace(order=first_blocks(plan.source, plan.order)), loop)
+    supplies = {"real": Supply(loop, order)}
+    reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.around_page_cache  # from decoding
+    if loop.placement.tier == "disk" and reads_apart:
+        supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
     return supplies
 
 
@@ -143,11 +135,12 @@ def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
     return pool
 
 
-def copies(pool: Rows, fields: Mapping[str, Field], device: torch.device, n_steps: float) -> Work:
-    """Copies of a pool from staging memory to a GPU, whatever lies there. n_steps: steps that it is good for."""
+def copies(loop: Loop, pool: Rows) -> Work:
+    """Copies of such a pool from staging memory to a GPU, whatever lies there."""
     n_values = {name: len(column.values) for name, column in pool.columns.items() if isinstance(column, Ragged)}
-    host = Rows.empty(fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
-    on_device = host.to(device)
+    host = Rows.empty(loop.source.fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
+    on_device = host.to(loop.placement.device)
+    n_steps = loop.echo * ceil(len(pool) / len(loop.batch))
     return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)
 
 
@@ -168,23 +161,21 @@ class Meter:
         if self._is_gpu:
             torch.cuda.synchronize(self.world.device)
 
-    def run(self, work: Work, n_units: int) -> tuple[float, list[float]]:
-        """Seconds that the work takes, and seconds per step on each rank. All ranks begin together."""
-        self.synchronize()
-        self.world.all_reduce_max(0.0)
-        t0 = time.perf_counter()
-        n_steps = work(n_units)
-        self.synchronize()
-        seconds = time.perf_counter() - t0
-        return self.world.all_reduce_max(seconds), self.world.all_gather(seconds / n_steps)
+    def run(self, work: Work, n_units: int = 1) -> tuple[int, float, list[float]]:
+        """Do `n_units`, or 2, 4, 8, ... times as many: as take more than half of `seconds`. All ranks begin together.
 
-    def run_long(self, work: Work, multiple: int = 1) -> tuple[int, float, list[float]]:
-        """Number of units, a multiple of `multiple`, that take more than half of `seconds`; and what `run` returns."""
-        n_units = multiple
+        Returns the number of units, the seconds that they take, and the seconds per step on each rank.
+        """
         while True:
-            passed_s, ranks_s = self.run(work, n_units)
+            self.synchronize()
+            self.world.all_reduce_max(0.0)
+            t0 = time.perf_counter()
+            n_steps = work(n_units)
+            self.synchronize()
+            rank_s = time.perf_counter() - t0
+            passed_s = self.world.all_reduce_max(rank_s)
             if passed_s > self._seconds / 2:
-                return n_units, passed_s, ranks_s
+                return n_units, passed_s, self.world.all_gather(rank_s / n_steps)
             n_units *= 2
 
     def busy_s(self, work: Callable[[], object]) -> float:
@@ -205,10 +196,8 @@ class Meter:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            try:
-                work()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            work()
+            torch.cuda.set_sync_debug_mode("default")
         syncs = [each for each in caught if "called a synchronizing" in str(each.message)]
         return list(dict.fromkeys(f"{os.path.relpath(sync.filename)}:{sync.lineno}" for sync in syncs))
 
@@ -218,14 +207,14 @@ class _Task(NamedTuple):
     warm_up: Callable[[], object]
     multiple: int = 1
     """The number of timed units is a multiple of this."""
-    rests: bool = False
-    """The feed reads ahead afterwards: this must not take the CPUs from the next task."""
+    n_ready: int = 0
+    """Units that the feed reads ahead afterwards: this must not take the CPUs from the next task."""
 
 
 def measure(
     meter: Meter,
     loop: Loop,
-    supplies: Mapping[str, Supply],
+    order: BlockSampler,
     copy: Work | None = None,
     *,
     stop: Callable[[Measured], bool] = is_enough,
@@ -235,48 +224,41 @@ def measure(
     The steps change the model (running statistics, and the weights unless the learning rate is 0): do not keep it.
     """
     world = meter.world
+    observed = partial(repeat, lambda: loop.local_step(loop.transform(loop.batch)), OBSERVED_STEPS)
+    busy_s = world.all_reduce_max(meter.busy_s(observed)) / OBSERVED_STEPS
+    syncs = tuple(meter.syncs(observed))
+    supplies = open_supplies(loop, order)
     tasks = _tasks(loop, supplies, copy, world)
-    n_units: dict[str, int] = {}
+    n_units = {name: task.multiple for name, task in tasks.items()}
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
-    rest_s = 0.0
-    observed = partial(repeat, lambda: loop.local_step(loop.transform(loop.batch)), OBSERVED_STEPS)
-    busy_s = 0.0
-    syncs: list[str] = []
     for number in range(MAX_ROUNDS):
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         for name, task in tasks.items():
             task.warm_up()
             t0, cpu_t0 = time.perf_counter(), _cpu_s()
-            if number == 0:
-                n_units[name], passed_s, ranks_s = meter.run_long(task.work, task.multiple)
-            else:
-                passed_s, ranks_s = meter.run(task.work, n_units[name])
+            n_units[name], passed_s, ranks_s = meter.run(task.work, n_units[name])
             step_s[name].append(ranks_s)
             if name == "loop":
                 n_cpus = (_cpu_s() - cpu_t0) / (time.perf_counter() - t0) * world.local_world_size
                 cpu_shares.append(world.all_reduce_max(n_cpus / available_cpus()))
-            if name == "supply":
-                rest_s = min(MAX_REST_S, supplies["real"].n_ready * passed_s / n_units[name])
-            if task.rests:
-                time.sleep(rest_s)
-        if number == 0:
-            busy_s = world.all_reduce_max(meter.busy_s(observed)) / OBSERVED_STEPS
-            syncs = meter.syncs(observed)
+            time.sleep(min(MAX_REST_S, task.n_ready * passed_s / n_units[name]))
         by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
-        slowest = {name: Rounds(tuple(map(max, rounds))) for name, rounds in step_s.items() if name != "local"}
+        slowest = {name: Rounds(map(max, rounds)) for name, rounds in step_s.items() if name != "local"}
         measured = Measured(
-            batch_size=loop.batch_size * world.world_size,
+            batch_size=order.global_batch_size,
             **slowest,
             ranks_compute=by_rank.get("local", ()),
             ranks_supply=by_rank.get("supply", ()),
             busy_s=busy_s or None,
-            syncs=tuple(syncs),
-            cpu_share=Rounds(tuple(cpu_shares)),
-            is_uncached=supplies["real"].is_uncached,
+            syncs=syncs,
+            cpu_share=Rounds(cpu_shares),
+            is_uncached=getattr(loop.source, "around_page_cache", False),
         )
         if world.broadcast(stop(measured)):
             break
+    for supply in supplies.values():
+        supply.feed.close()
     return measured
 
 
@@ -297,10 +279,10 @@ def _tasks(loop: Loop, supplies: Mapping[str, Supply], copy: Work | None, world:
     if real.n_ready:  # the loop follows at once: no pools lie ready for it
         tasks["supply"] = _Task(real.drain, real.empty, multiple)
     n_warm_up = min(real.n_ready, LOOP_WARM_UP_POOLS)
-    tasks["loop"] = _Task(real.train, partial(real.train, n_warm_up), multiple, rests=True)
+    tasks["loop"] = _Task(real.train, partial(real.train, n_warm_up), multiple, real.n_ready)
     if cached := supplies.get("cached"):
         n_first = cached.n_ready + cached.feed.order.pools_per_epoch  # until each of its blocks has been read once
-        tasks["cached"] = _Task(cached.drain, partial(cached.drain, n_first), 2, rests=True)
+        tasks["cached"] = _Task(cached.drain, partial(cached.drain, n_first), 2, cached.n_ready)
     return tasks
 
 

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from fastgpu.diagnose.verdict import ADVICE, MEANING, Measured, Rounds, Verdict
+from fastgpu.diagnose.verdict import ADVICE, Measured, Rounds, Verdict
 
 
 def ceilings(m: Measured) -> dict[str, Rounds]:
@@ -32,8 +32,8 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
     lines.append(f"  {'transform, part of compute':<28}{1000 * max(0.0, m.transform.median) * compute_s:>12.3f}")
     if m.busy_s is not None:
         lines.append(f"  {'device busy, part of compute':<28}{1000 * m.busy_s:>12.3f}")
-    lines.append(f"feed ratio {min(1.0, m.feed_ratio.median):.2f}, noise +-{100 * m.feed_ratio.noise:.0f} %")
-    lines.append(f"{verdict.cause}: {MEANING[verdict.cause]} ({verdict.why})")
+    lines.append(f"feed ratio {min(1.0, 1 - m.lost.median):.2f}, the feed costs {m.lost} of the time")
+    lines.append(f"{verdict.cause}: {verdict.why}")
     if verdict.change:
         rows_per_s = verdict.gain * m.batch_size / m.loop.median
         lines.append(f"  change    {verdict.change}")
@@ -45,21 +45,7 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
 
 
 def as_json(title: str, m: Measured, verdict: Verdict) -> dict[str, Any]:
-    """Everything as JSON values. Times are seconds per step."""
-    parts = {
-        name: {"rows_per_s": m.batch_size / timing.median, "step_s": timing.values}
-        for name, timing in ceilings(m).items()
-    }
-    return {
-        "title": title,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "verdict": verdict._asdict(),
-        "feed_ratio": m.feed_ratio.median,
-        "parts": parts,
-        "transform_share": m.transform.median,
-        "busy_s": m.busy_s,
-        "syncs": m.syncs,
-        "cpu_share": m.cpu_share.median,
-        "ranks_compute_s": [timing.median for timing in m.ranks_compute],
-        "ranks_supply_s": [timing.median for timing in m.ranks_supply],
-    }
+    """Everything as JSON values. Times are seconds per step, one for each round."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    ratio = 1 - m.lost.median
+    return {"title": title, "date": date, "verdict": verdict._asdict(), "feed_ratio": ratio, **m._asdict()}

@@ -4,13 +4,12 @@ Reading, decoding, copying and training overlap, so the loop takes as long as th
 without the others (ceilings.py). The gain of a change follows from the same rule: afterwards the loop takes as long as
 the longest part that is left.
 
-When is a cause named? Every question is about a share of some time, such as the share of the loop's time that compute
-does not need. It is computed in each round, so that a machine that is slow for a while cancels out, and a question is
-answered only if the interval of its share answers it (`exceeds`). A cause is named if the answers exclude all others;
-otherwise the verdict is INCONCLUSIVE. The interval is from the lowest to the highest of five rounds, and from the
-second lowest to the second highest of eight: whatever the noise, the true median lies below it in 3.1 % (1 of 32) or
-3.5 % (9 of 256) of all cases, and above it as often. Two rounds are enough if the loop takes more than twice as long as
-compute in both; sixteen are the most, and their interval leaves out two on either side (`is_enough`).
+Every question is about a share of some time, such as the share of the loop's time that compute does not need. It is
+computed in each round, so that a machine that is slow for a while cancels out, and a question is answered only if the
+interval of its share answers it (`exceeds`). A cause is named if the answers exclude all others; otherwise the verdict
+is INCONCLUSIVE. The interval is from the lowest to the highest of five rounds, and from the second lowest to the second
+highest of eight: whatever the noise, the true median lies below it in 3.1 % (1 of 32) or 3.5 % (9 of 256) of all cases,
+and above it as often.
 
 All times are seconds per optimizer step, that is for the rows of one step over all ranks, whether echoed or not.
 """
@@ -21,16 +20,6 @@ from statistics import median, median_low
 from typing import Literal, NamedTuple
 
 Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "INCONCLUSIVE"]
-MEANING: dict[Cause, str] = {
-    "READ": "the loop waits for bytes from storage",
-    "DECODE": "the loop waits until bytes have been decoded to rows",
-    "COPY": "the loop waits for copies from host to device",
-    "AUGMENT": "the transform takes a large part of the step",
-    "HOST": "the device waits for the host",
-    "RANKS": "the ranks wait for each other",
-    "COMPUTE": "the device computes all the time: there is nothing to improve",
-    "INCONCLUSIVE": "the measurements do not tell",
-}
 ADVICE: dict[Cause, str] = {
     "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py repack writes them)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
@@ -38,7 +27,7 @@ ADVICE: dict[Cause, str] = {
     "AUGMENT": "train.compile=true",
     "HOST": "train.compile=true; bf16 instead of fp16, whose loss scaler reads a value in each step",
     "RANKS": "fewer ranks; of a slow rank, the other processes, clocks and disk of its machine",
-    "COMPUTE": "train.compile=true and train.precision=bf16 may make the step itself faster",
+    "COMPUTE": "nothing but the step itself: train.compile=true and train.precision=bf16 may make it faster",
     "INCONCLUSIVE": "run it again on a quieter machine, with larger --seconds, or look at --trace",
 }
 MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
@@ -55,29 +44,22 @@ N_ROUNDS = 5
 MAX_ROUNDS = 16
 
 
-class Rounds(NamedTuple):
+class Rounds(tuple[float, ...]):
     """One quantity, measured in several rounds: seconds per step, or a share of them."""
-
-    values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        return median(self.values)
+        return median(self)
 
     @property
     def low(self) -> float:
         """The lower end of the interval: of 16 rounds the third lowest, of 8 the second lowest, of fewer the lowest."""
-        return sorted(self.values)[len(self.values) // 8]
+        return sorted(self)[len(self) // 8]
 
     @property
     def high(self) -> float:
         """The upper end of the interval."""
-        return sorted(self.values, reverse=True)[len(self.values) // 8]
-
-    @property
-    def noise(self) -> float:
-        """Half of the interval, relative to the median."""
-        return (self.high - self.low) / 2 / self.median
+        return sorted(self, reverse=True)[len(self) // 8]
 
     def __str__(self) -> str:
         """The interval of a share. Shares below 0 are noise."""
@@ -86,7 +68,7 @@ class Rounds(NamedTuple):
 
 def each_round(formula: Callable[..., float], *quantities: Rounds) -> Rounds:
     """The formula applied to the values of each round."""
-    return Rounds(tuple(map(formula, *(quantity.values for quantity in quantities))))
+    return Rounds(map(formula, *quantities))
 
 
 def saved(part: Rounds, whole: Rounds) -> Rounds:
@@ -134,13 +116,8 @@ class Measured(NamedTuple):
     """Whether files larger than the memory are read around the page cache, so that there is no `cached`."""
 
     @property
-    def feed_ratio(self) -> Rounds:
-        """The speed of the loop relative to `compute`. Values above 1 are noise."""
-        return each_round(lambda compute_s, loop_s: compute_s / loop_s, self.compute, self.loop)
-
-    @property
     def lost(self) -> Rounds:
-        """The share of the loop's time that compute alone does not need."""
+        """The share of the loop's time that compute alone does not need: 1 - the feed ratio. Below 0, it is noise."""
         return saved(self.compute, self.loop)
 
     @property
@@ -204,7 +181,7 @@ def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = No
     if first.cause in ("READ", "DECODE", "COPY"):
         free_echo = round(min(MAX_ECHO, echo * m.loop.median / m.compute.median), 2)
         change, loop_s = _find_feed_change(m, readers, echo, free_echo)
-    if not _gains(loop_s, m):
+    if loop_s >= (1 - DEAD_BAND) * m.loop.median:
         change, loop_s = "", m.loop.median
     return Verdict(first.cause, first.why, change, m.loop.median / loop_s, free_echo)
 
@@ -214,7 +191,7 @@ def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = No
 
 def is_enough(m: Measured) -> bool:
     """Whether more rounds would hardly tell more."""
-    n_rounds = len(m.loop.values)
+    n_rounds = len(m.loop)
     causes = {suspect.cause for suspect in find_suspects(m)}
     if len(causes) > 1 or causes == {"INCONCLUSIVE"}:
         return n_rounds >= MAX_ROUNDS
@@ -255,7 +232,7 @@ def _may_explain(part: Rounds, m: Measured) -> bool:
 def _find_in_supply(m: Measured) -> list[Suspect]:
     suspects = []
     if m.supply and len(m.ranks_supply) > 1:
-        straggler = _straggler(m.ranks_supply, m.supply, "the supply's time", behind=m.compute)
+        straggler = _straggler(m.ranks_supply, m.supply, "the time of the supply", behind=m.compute)
         is_straggler = exceeds(straggler.share, straggler.limit)
         if is_straggler:
             return [straggler]
@@ -267,7 +244,7 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
         return [*suspects, Suspect("DECODE", "the supply from memory takes as long as the loop")]
     storage = saved(m.cached, m.supply)
     is_read = exceeds(storage, READ_SHARE)
-    why = f"{storage} of the supply's time is spent in storage"
+    why = f"{storage} of the time of the supply is spent in storage"
     if is_read is not False:
         suspects.append(Suspect("READ", why))
     if not is_read:
@@ -283,13 +260,15 @@ def _find_in_between(m: Measured) -> list[Suspect]:
     in_step = _find_in_step(m)
     if all(suspect.cause == "HOST" for suspect in in_step):
         return in_step  # a host that is late with its launches is late with the feed's work, too
-    longest_s = max(part.median for part in (m.compute, m.copy, m.supply) if part)
-    return [Suspect("INCONCLUSIVE", f"the loop takes {m.loop.median / longest_s:.2f} x as long as its slowest part")]
+    return [Suspect("INCONCLUSIVE", "the loop takes longer than each of its parts")]
 
 
 def _find_in_step(m: Measured) -> list[Suspect]:
     """What may cost most of the step. COMPUTE: maybe nothing costs enough to be worth a change."""
-    costs = [_transform(m)]
+    share = m.transform
+    saved_s = share.median * m.compute.median
+    why = f"the transform takes {share} of a step"
+    costs = [Suspect("AUGMENT", why, share, AUGMENT_SHARE, "make `transform` lighter", saved_s)]
     if len(m.ranks_compute) > 1:
         costs += [_gradients(m), _straggler(m.ranks_compute, m.compute, "a step")]
     if m.busy_s is not None:
@@ -306,18 +285,12 @@ def _find_in_step(m: Measured) -> list[Suspect]:
     return suspects
 
 
-def _transform(m: Measured) -> Suspect:
-    share = m.transform
-    saved_s = share.median * m.compute.median
-    return Suspect("AUGMENT", f"{share} of a step", share, AUGMENT_SHARE, "make `transform` lighter", saved_s)
-
-
 def _gradients(m: Measured) -> Suspect:
     """The ranks wait for each other's gradients: half as often with twice the rows."""
     share = saved(m.local, m.compute)
     saved_s = share.median * m.compute.median / 2
     change = f"data.batch_size={2 * m.batch_size}"
-    return Suspect("RANKS", f"{share} of a step for averaging gradients", share, DEAD_BAND, change, saved_s)
+    return Suspect("RANKS", f"averaging gradients takes {share} of a step", share, DEAD_BAND, change, saved_s)
 
 
 def _straggler(ranks: Sequence[Rounds], whole: Rounds, name: str, behind: Rounds | None = None) -> Suspect:
@@ -329,7 +302,7 @@ def _straggler(ranks: Sequence[Rounds], whole: Rounds, name: str, behind: Rounds
     share = each_round(lambda rank_s, left_s, whole_s: (rank_s - left_s) / whole_s, ranks[rank], left, whole)
     change = f"look at the machine of rank {rank}"
     saved_s = share.median * whole.median
-    return Suspect("RANKS", f"{share} of {name} for rank {rank}", share, STRAGGLER_SHARE, change, saved_s)
+    return Suspect("RANKS", f"rank {rank} alone causes {share} of {name}", share, STRAGGLER_SHARE, change, saved_s)
 
 
 def _host(m: Measured, busy_s: float) -> Suspect:
@@ -351,10 +324,6 @@ def _host(m: Measured, busy_s: float) -> Suspect:
 # ---------------------------------------------------------------------------------------------- the change
 
 
-def _gains(loop_s: float, m: Measured) -> bool:
-    return loop_s < (1 - DEAD_BAND) * m.loop.median
-
-
 def _find_feed_change(
     m: Measured, readers: tuple[str, float] | None, echo: float, free_echo: float
 ) -> tuple[str, float]:
@@ -365,7 +334,7 @@ def _find_feed_change(
     if readers and not shares_cpus:
         setting, supply_s = readers
         left_s = max(m.copied.median, supply_s)
-        if _gains(left_s, m):
+        if left_s < (1 - DEAD_BAND) * loop_s:
             return setting, left_s
     fresh_share = echo / free_echo
     echoed_s = compute_s + fresh_share * (loop_s - compute_s) if shares_cpus else max(compute_s, fresh_share * loop_s)
