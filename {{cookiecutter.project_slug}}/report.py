@@ -24,20 +24,23 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     runs = [run for run in map(results.read_run, args.runs) if run.points]
     if not runs:
-        raise UserError(
-            f"{args.runs[0]} has no metrics.jsonl with points; name the folder of a run, such as runs/first"
-        )
+        raise UserError(f"{args.runs[0]} has no points in metrics.jsonl; name the folder of a run, such as runs/first")
     if args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(results.compare(runs, str))
     elif args.compare:
         print(results.as_text(results.compare(runs, results.number)))
     else:
         for run in runs:
-            print(results.as_text([[f"  {name}", value] for name, value in results.describe(run)]))
+            print(
+                results.as_text([[f"  {name}", results.number(value)] for name, value in results.summary(run).items()])
+            )
             print(page.write_report(run))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     with exit_with_message():
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        except OSError as error:  # such as a disk that is full
+            raise UserError(str(error)) from None

@@ -33,7 +33,7 @@ def test_runs_are_compared_and_folders_without_points_are_left_out(tmp_path):
     assert all(str(folder) in done.stdout for folder in runs)
     assert not (runs[0] / "report.html").exists()
     head, first, _ = csv.reader(run("--csv", *runs).stdout.splitlines())
-    assert dict(zip(head, first, strict=True))["trained rows/s"] == "24752.928"  # a number for a program
+    assert dict(zip(head, first, strict=True))["train/trained_rows_per_s"] == "24752.928"  # a number for a program
 
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
@@ -45,12 +45,16 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def test_a_folder_that_is_no_run_is_one_line():
-    done = run("nowhere")
-    assert done.returncode == 2
-    assert (
-        done.stderr == "error: nowhere has no metrics.jsonl with points; name the folder of a run, such as runs/first\n"
-    )
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    (write_run(tmp_path / "a") / "report.html").mkdir()
+    for folder, message in (
+        ("nowhere", "nowhere has no points in metrics.jsonl; name the folder of a run, such as runs/first"),
+        (tmp_path, f"[Errno 21] Is a directory: '{tmp_path}/metrics.jsonl'"),
+        (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file"),
+    ):
+        done = run(folder)
+        assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 def test_it_starts_without_torch():

@@ -1,32 +1,22 @@
 """What a run did, read from the files that it left. It does not import torch, so `python report.py` answers at once."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf, isnan, nan
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from fastgpu.process.config_loader import keys
-
 Point = dict[str, float]
-"""A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput` and {name of a scalar: value}. Such a name is
-`group/name_unit`."""
-Table = Sequence[Sequence[str]]
-"""Lines of a table; the first one holds the titles of the columns."""
+"""A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput`, and scalars, named `group/name_unit`."""
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
-"""{scalar: the sum that weights its mean}. For all others it is `seconds`: rows per second are all rows over all
-seconds."""
-SPEED = {
-    "train/trained_rows_per_s": "trained rows/s",
-    "data/wait_pct": "% data wait",
-    "gpu0/util_pct": "% GPU-Util",
-    "train/loss": "train/loss",
-}
-"""{scalar that is shown behind the quality: its title}"""
+"""{scalar: the sum that weights its mean}; `seconds` for others: rows per second are all rows over all seconds."""
+SPEED = ("train/trained_rows_per_s", "data/wait_pct", "gpu0/util_pct", "train/loss")
+"""Scalars that are shown behind the quality."""
 
 
 class Run(NamedTuple):
@@ -68,13 +58,11 @@ def _read_newest(folder: Path, pattern: str) -> dict[str, Any]:
     return {}
 
 
-def over_run(points: Sequence[Point], name: str) -> float | None:
+def over_run(points: Sequence[Point], name: str) -> float:
     """A scalar over the whole run: the last metric, loss or learning rate; the extreme of a minimum or peak; or a mean,
     which is a sum divided by a sum. A mean is without the first point of each part, which holds what happens only at
-    the start, if there are others."""
+    the start, if there are others. Some point has the scalar."""
     logged = [point for point in points if name in point]
-    if not logged:
-        return None
     if name.startswith(("val/", "train/loss", "train/lr")):
         return logged[-1][name]
     if "_min_" in name:
@@ -87,55 +75,36 @@ def over_run(points: Sequence[Point], name: str) -> float | None:
     return total / (sum(weights) or 1)
 
 
-def best_of(run: Run) -> tuple[str, float, float] | None:
-    """(name, best value, step) of the metric that counts: of equal values the first, whose checkpoint is the best."""
+def summary(run: Run) -> dict[str, float]:
+    """{name: value}: the best value of the metric that counts (of equal ones the first, whose checkpoint is the best),
+    then each scalar over the whole run: quality first, then speed, then the rest."""
     metric, direction = run.description.get("best", ("", ""))
-    sign = -1 if direction == "higher" else 1
-    scored = [point for point in run.points if not isnan(point.get(f"val/{metric}", nan))]
-    best = min(scored, key=lambda point: sign * point[f"val/{metric}"], default=None)
-    return (metric, best[f"val/{metric}"], best["step"]) if best else None
-
-
-def changed_settings(run: Run) -> dict[str, Any]:
-    """{key: value} of what differs from the defaults, and of all settings of the workload, but not names of files."""
-    defaults = {key: field.get_default() for key, field in keys().items() if not field.is_required()}
-    return {
-        key: value
-        for key, value in run.config.items()
-        if key.startswith("model.") or (key in defaults and value != defaults[key] and not key.startswith("run."))
-    }
-
-
-def describe(run: Run) -> Iterator[tuple[str, str]]:
-    """(name, value): quality first, then speed, then the rest."""
-    if best := best_of(run):
-        yield f"best {best[0]}", f"{number(best[1])} at step {best[2]:,.0f}"
+    values = [(point.get(f"val/{metric}", nan), point["step"]) for point in run.points]
+    scored = [(value, step) for value, step in values if not isnan(value)]
+    best = (max if direction == "higher" else min)(scored, key=itemgetter(0), default=None)
     logged = dict.fromkeys(name for point in run.points for name in point if "/" in name)
-    metrics = [name for name in logged if name.startswith("val/")]
-    for name in dict.fromkeys([*metrics, *SPEED, *logged]):
-        value = over_run(run.points, name)
-        if value is not None:
-            yield name, number(value)
+    first = [name for name in logged if name.startswith("val/")] + [name for name in SPEED if name in logged]
+    whole = {name: over_run(run.points, name) for name in (*first, *logged)}
+    return ({f"best {metric}": best[0], "at step": best[1]} if best else {}) | whole
 
 
-def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> Table:
-    """A line for each run: its metric, its speed and the settings that differ. The best run comes first."""
-    best = [best_of(run) for run in runs]
-    metrics = sorted({each[0] for each in best if each})
-    sign = -1 if any("higher" in run.description.get("best", ()) for run in runs) else 1
-    ranks = [sign * each[1] if each else inf for each in best]
+def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> list[list[str]]:
+    """Titles, then a line for each run, the best one first: its metric, its speed and the settings that differ."""
     every = dict.fromkeys(key for run in runs for key in run.config if key == "run.seed" or not key.startswith("run."))
     differing = [key for key in every if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
-    speed = [name for name in SPEED if any(name in point for run in runs for point in run.points)]
-    table = [["run", *(f"best {name}" for name in metrics), *(SPEED[name] for name in speed), "steps", *differing]]
-    for place in sorted(range(len(runs)), key=ranks.__getitem__):
-        run, its_best = runs[place], best[place]
-        values = [its_best[1] if its_best and its_best[0] == name else None for name in metrics]
-        values += [over_run(run.points, name) for name in speed]
-        cells = ["-" if value is None else text_of(value) for value in values]
-        settings = [setting_text(run.config.get(key, "-")) for key in differing]
-        table.append([str(run.folder), *cells, f"{run.points[-1]['step']:.0f}", *settings])
-    return table
+    ranked = []
+    for run in runs:
+        metric, direction = run.description.get("best", ("", ""))
+        values = summary(run)
+        line = {"run": str(run.folder)}
+        line |= {name: text_of(values[name]) for name in (f"best {metric}", *SPEED) if name in values}
+        line["steps"] = f"{run.points[-1]['step']:.0f}"
+        line |= {key: setting_text(run.config[key]) for key in differing if key in run.config}
+        sign = -1 if direction == "higher" else 1
+        ranked.append((sign * values.get(f"best {metric}", sign * inf), line))
+    lines = [line for _, line in sorted(ranked, key=itemgetter(0))]
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    return [names, *([line.get(name, "-") for name in names] for line in lines)]
 
 
 def setting_text(value: Any) -> str:
@@ -143,7 +112,7 @@ def setting_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def as_text(lines: Table) -> str:
+def as_text(lines: Sequence[Sequence[str]]) -> str:
     """A table for a terminal."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [[f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines]
