@@ -53,9 +53,8 @@ from typing import IO
 import torch
 from tqdm import tqdm
 
-from fastgpu.predict.export import export
 from fastgpu.predict.inputs import ImageRows, open_inputs, open_pools
-from fastgpu.predict.model import Trained, find_checkpoint, load_model, make_workload
+from fastgpu.predict.model import Trained, export, find_checkpoint, load_model, make_workload
 from fastgpu.predict.output import to_columns, write_rows
 from fastgpu.process.config import Dist
 from fastgpu.process.files import new_file
@@ -69,7 +68,7 @@ def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, *, device
     """Write a line for each row, in the order of the input. Returns which images are left out, and why."""
     model, workload, card = trained
     autocast = mixed_precision(card["precision"], device).autocast
-    files, failed = (rows.files.paths, rows.failed) if isinstance(rows, ImageRows) else ((), {})
+    files, failed = (rows.files, rows.failed) if isinstance(rows, ImageRows) else ((), {})
     for name in args.id:
         if rows.fields[name].is_ragged:
             raise UserError(f"--id {name}: {rows.name} has any number of values in a row; name a field that has one")

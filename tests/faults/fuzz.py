@@ -50,9 +50,8 @@ from torch import nn
 import workloads
 from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import Writer
-from fastgpu.predict.export import make_rows
 from fastgpu.predict.inputs import open_pools
-from fastgpu.predict.model import load_model
+from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset

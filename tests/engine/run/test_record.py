@@ -10,7 +10,7 @@ from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
-from fastgpu.predict.model import DescribedSource
+from fastgpu.predict.model import training_rows
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
@@ -41,7 +41,7 @@ def test_what_is_written_is_what_was_known(tmp_path):
     assert description["template_version"] == TEMPLATE_VERSION
     assert (description["workload"], description["options"]) == ("minimal", {"hidden_dim": 8})
     assert description["fields"]["x"]["dataset"] == "images"  # as data.fields names it
-    fields = DescribedSource(description).fields
+    fields = training_rows(description).fields
     assert {name: (field.dtype, field.shape) for name, field in fields.items()} == {
         "x": (np.dtype("u1"), (4,)),
         "y": (np.dtype("i8"), ()),

@@ -112,7 +112,7 @@ def test_files_and_folders_in_their_order(tmp_path, monkeypatch):
     (tmp_path / "deep/notes.txt").touch()
     (tmp_path / "deep/a/loop").symlink_to("..")
     source = open_inputs(["z.png", "deep"], color(), ["images"])
-    assert list(map(str, source.files.paths)) == names
+    assert list(map(str, source.files)) == names
     np.testing.assert_array_equal(read(source, "images"), np.stack([pixels[name] for name in names]))
 
 

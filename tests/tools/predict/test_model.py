@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastgpu.predict.export import export, make_rows
-from fastgpu.predict.model import Trained, find_checkpoint, load_model
+from fastgpu.predict.model import Trained, export, find_checkpoint, load_model, make_rows
 from fastgpu.process.launch import UserError
 from workloads import minimal
 

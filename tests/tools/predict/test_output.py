@@ -29,19 +29,18 @@ def write(values, *, is_csv=True, top=None, every=False, **attributes):
 @pytest.mark.parametrize(
     ("values", "options", "expected"),
     [
-        (PROBABILITY, {}, "row,class,probability 0,1,0.75 1,0,0.899999976"),
-        (PROBABILITY, CAT_DOG, "row,class,class_name,probability 0,1,dog,0.75 1,0,cat,0.899999976"),
+        (PROBABILITY, {}, "row,class,probability 0,1,0.75 1,0,0.9"),
+        (PROBABILITY, CAT_DOG, "row,class,class_name,probability 0,1,dog,0.75 1,0,cat,0.9"),
         (
             PROBABILITY,
             {"class_names": ["cat", "dog,small"], "every": True},
             'row,class,class_name,probability,probability_cat,"probability_dog,small" '
-            '0,1,"dog,small",0.75,0.25,0.75 1,0,cat,0.899999976,0.899999976,0.100000001',
+            '0,1,"dog,small",0.75,0.25,0.75 1,0,cat,0.9,0.9,0.1',
         ),
         (
             PROBABILITY,
             {"class_names": ["cat", "cat"], "every": True},  # which name no column
-            "row,class,probability,probability_0,probability_1 0,1,0.75,0.25,0.75 "
-            "1,0,0.899999976,0.899999976,0.100000001",
+            "row,class,probability,probability_0,probability_1 0,1,0.75,0.25,0.75 1,0,0.9,0.9,0.1",
         ),
         (SCORES, {"top": 2}, "row,items_0,items_1,scores_0,scores_1 0,2,0,2.0,0.5 1,1,2,3.0,2.0"),
         ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, "row,class 0,0.5 1,"),

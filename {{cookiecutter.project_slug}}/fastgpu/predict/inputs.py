@@ -13,7 +13,7 @@ import torch
 from fastgpu.feed.sizes import choose_readers
 from fastgpu.feed.sources import decode_images
 from fastgpu.feed.tiers import Placement, make_feed
-from fastgpu.predict.model import DescribedSource
+from fastgpu.predict.model import training_rows
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
@@ -29,13 +29,18 @@ POOL_BYTES = 64 << 20
 class ImageRows(Dataset):
     """Rows of one field, decoded in the reader threads as the training images were. Each image file is a block."""
 
-    def __init__(self, name: str, files: Any):
-        """files: an `ImageFiles` of fastgpu/images/files.py."""
+    def __init__(self, name: str, field: Field, paths: Sequence[str], preprocessing: str | None):
+        """paths: files, and folders of them. preprocessing: of the training images, as JSON."""
+        images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
+        self.files: list[Path] = []
+        for path in map(Path, paths):
+            self.files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
+        prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
+        self._images = images.ImageFiles(self.files, prepared, field.shape)
         self.name = "INPUT"
-        self.fields = {name: Field(np.dtype(np.uint8), files.shape)}
+        self.fields = {name: field}
         self.attributes = {}
-        self.block_rows = np.ones(len(files), np.int32)
-        self.files = files
+        self.block_rows = np.ones(len(self.files), np.int32)
         self.failed: dict[int, str] = {}
         """{row: why it cannot be read}, of the rows that were read."""
 
@@ -45,9 +50,9 @@ class ImageRows(Dataset):
         assert isinstance(images, np.ndarray)
         for row, (place,) in reads.ranges():
             try:
-                images[place] = self.files.read(row)
+                images[place] = self._images.read(row)
             except Exception as error:  # a decoder may raise anything for damaged bytes
-                self.failed[row] = f"{self.files.paths[row]} cannot be read: {error}"
+                self.failed[row] = f"{self.files[row]} cannot be read: {error}"
 
 
 def open_inputs(
@@ -60,7 +65,7 @@ def open_inputs(
     first one says which. card: the content of model.json. labels: whether labels are read, which should number the same
     classes. Raises UserError if the inputs do not fit.
     """
-    trained_on = DescribedSource(card)
+    trained_on = training_rows(card)
     fields = {name: trained_on.fields[name] for name in names if name in trained_on.fields}
     preprocessing = card["attributes"].get("preprocessing")
     source: Dataset
@@ -69,7 +74,7 @@ def open_inputs(
     elif len(paths) == 1 and paths[0].endswith((".npy", ".npz")):
         source = _open_arrays(paths[0], names)
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1:
-        source = ImageRows(names[0], _list_images(paths, fields[names[0]].shape, preprocessing))
+        source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
         raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
     for name, field in fields.items():
@@ -93,15 +98,6 @@ def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
     except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}") from None
     return ArrayDataset(path, columns)
-
-
-def _list_images(paths: Sequence[str], shape: tuple[int, ...], preprocessing: str | None) -> Any:
-    images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
-    files: list[Path] = []
-    for path in map(Path, paths):
-        files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
-    prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
-    return images.ImageFiles(files, prepared, shape)
 
 
 @contextmanager

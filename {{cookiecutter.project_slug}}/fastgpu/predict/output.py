@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Iterable, Mapping
 from itertools import compress
-from math import isfinite
 from typing import IO, Any
 
 import numpy as np
@@ -51,12 +50,11 @@ def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top:
 
 
 def to_list(values: Tensor) -> list[Any]:
-    """Numbers as Python has them. Floats have nine significant figures, as a float32, and are None if not finite."""
-    numbers: list[Any] = values.tolist()
-    return _shorten(numbers).tolist() if values.is_floating_point() else numbers
-
-
-_shorten = np.vectorize(lambda number: float(f"{number:.9g}") if isfinite(number) else None, otypes=[object])
+    """Numbers as Python has them. Floats have the digits of a float32, and are None if not finite."""
+    if not values.is_floating_point():
+        return list(values.tolist())
+    numbers = values.float().numpy(force=True).astype(str).astype(float)  # 0.9 instead of 0.8999999761581421
+    return list(np.where(np.isfinite(numbers), numbers, None).tolist())
 
 
 def write_rows(file: IO[str], columns: Columns, which: Iterable[bool], *, is_csv: bool, is_first: bool) -> None:
