@@ -22,7 +22,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
-    add("-o", "--output", default="-", help="FILE.jsonl, or a CSV file of any name; default: CSV to the terminal")
+    add("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
     add("--id", metavar="FIELD", action="append", default=[], help="of INPUT, such as user: written beside each row")
     add("--top", type=int, help="number of classes or items for each row, best first")
     add("--all", action="store_true", help="write the probability of every class, by its name, too")
@@ -36,6 +36,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("give INPUT or --export FILE, one of them; see --help")
     if (args.evaluate or args.export) and (args.output != "-" or args.id or args.top or args.all):
         raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
+    if args.output != "-" and not args.output.endswith((".csv", ".jsonl")):
+        raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args
@@ -71,7 +73,7 @@ def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, *, device
     files, failed = (rows.files, rows.failed) if isinstance(rows, ImageRows) else ((), {})
     for name in args.id:
         if rows.fields[name].is_ragged:
-            raise UserError(f"--id {name}: {rows.name} has any number of values in a row; name a field that has one")
+            raise UserError(f"--id {name} has any number of values in a row of {rows.name}; name a field that has one")
     is_csv = not args.output.endswith(".jsonl")
     size = args.batch_size
     with open_pools(rows, size, device) as pools:

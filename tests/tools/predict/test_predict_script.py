@@ -212,6 +212,7 @@ def test_flags_may_stand_before_the_input():
     [
         ("", "give INPUT or --export FILE, one of them"),
         ("x.npy --export a.pt2", "one of them"),
+        ("x.npy -o a.txt", "-o is a.txt; it should end in .csv or .jsonl"),
         ("x.npy --top 0", "should be at least 1"),
         ("--evaluate x.h5 -o x.csv", "-o, --id, --top and --all are for predictions"),
         ("--export a.pt2 --id user", "-o, --id, --top and --all are for predictions"),
@@ -284,7 +285,7 @@ def test_items_for_users(tmp_path, recsys_run):
         assert len(set(line["items"])) == 3
         assert line["scores"] == sorted(line["scores"], reverse=True)
         assert line["item_ids"] == line["items"]
-    with pytest.raises(UserError, match="--id items: .*named.h5 has any number of values in a row"):
+    with pytest.raises(UserError, match="--id items has any number of values in a row of .*named.h5"):
         run(recsys_run, val, "--id", "items")
     run(recsys_run, "--export", tmp_path / "model.pt2")
     assert (tmp_path / "model.pt2").exists()
