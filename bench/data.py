@@ -13,8 +13,8 @@ import numpy as np
 import project
 from PIL import Image
 
-from fastgpu.convert.writer import Writer
-from fastgpu.convert.writing import complete_or_absent
+from fastgpu.convert.writer import write_rows
+from fastgpu.process.files import new_file
 from fastgpu.rows.rows import Field
 
 HERE = Path(__file__).parent
@@ -67,9 +67,8 @@ def write(
     parts = iter(parts)
     first = next(parts)
     fields = {name: Field(array.dtype, array.shape[1:]) for name, array in first.items()}
-    with complete_or_absent(path) as folder, Writer(folder / path.name, n_rows, fields, attributes) as writer:
-        for part in chain([first], parts):
-            writer.append(part)
+    with new_file(path, replace=True) as partial:
+        write_rows(partial, n_rows, fields, chain([first], parts), attributes=attributes or {})
 
 
 def numbered(n_rows: int, shape: tuple[int, int, int]) -> Iterable[dict[str, np.ndarray]]:

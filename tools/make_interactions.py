@@ -20,10 +20,9 @@ import numpy as np
 import template  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.convert.block_readers import FeedReader
-from fastgpu.convert.reader import Columns, Part
 from fastgpu.convert.recsys.interactions import draw_hidden, make_arrays, make_csr, split_hidden
-from fastgpu.convert.writing import WriteOptions, write_files
+from fastgpu.convert.writing import write_files
+from fastgpu.dataset.items import Columns
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.ranking import rank
@@ -62,8 +61,7 @@ def main() -> None:
     scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
     print(f"val: {scores}")
     torch.set_num_threads(1)
-    options = WriteOptions(args.seed, args.compression, replace=True)
-    write_files({name: Part(FeedReader(rows)) for name, rows in parts.items()}, args.target, options)
+    write_files(parts, args.target, seed=args.seed, compression=args.compression, replace=True)
 
 
 def make_interactions(

@@ -49,7 +49,7 @@ from torch import nn
 
 import workloads
 from fastgpu.convert.summary import damaged
-from fastgpu.convert.writer import Writer
+from fastgpu.convert.writer import write_rows
 from fastgpu.predict.inputs import open_pools
 from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config_loader import load_config, read_options
@@ -92,13 +92,13 @@ class Kind(NamedTuple):
 def make_hdf5(compression: str) -> None:
     fields = {"images": Field(np.dtype(np.uint8), (1, 8, 8)), "labels": Field(np.dtype(np.int64), ())}
     attributes = {"class_names": ["cat", "dog", "owl"], "source": "made up", "mean": [0.5], "std": [0.25]}
-    with Writer(Path("x.h5"), N_ROWS, fields, attributes, compression=compression) as writer:
-        writer.append({"images": numbered(N_ROWS, (1, 8, 8)), "labels": np.arange(N_ROWS) % 3})
+    rows = {"images": numbered(N_ROWS, (1, 8, 8)), "labels": np.arange(N_ROWS) % 3}
+    write_rows(Path("x.h5"), N_ROWS, fields, [rows], attributes=attributes, compression=compression)
 
 
 def make_csr() -> None:
-    with Writer(Path("x.h5"), N_ROWS, {"items": Field(np.dtype(np.int32), (), 2.0, ITEMS)}) as writer:
-        writer.append({"items": ragged(range(N_ROWS))})
+    fields = {"items": Field(np.dtype(np.int32), (), 2.0, ITEMS)}
+    write_rows(Path("x.h5"), N_ROWS, fields, [{"items": ragged(range(N_ROWS))}], attributes={})
 
 
 def make_foreign() -> None:

@@ -1,3 +1,4 @@
+import sys
 import zipfile
 
 import h5py
@@ -6,12 +7,11 @@ import pytest
 from harness import arrays_of, numbered, numbers_of, read_rows
 from scipy import sparse
 
-from fastgpu.convert import block_readers
-from fastgpu.convert.block_readers import FeedReader, open_arrays
-from fastgpu.convert.reader import Part
-from fastgpu.convert.writing import WriteOptions, write_files
+from fastgpu.convert.arrays import open_arrays
+from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.selection import Share
 from fastgpu.storage import arrays
 from fastgpu.storage.store import open_store
 
@@ -35,10 +35,12 @@ def test_rows_are_taken_from_blocks_in_any_order(tmp_path, monkeypatch, in_hdf5,
         file["images"] = numbered(1000)
         images = file["images"] if in_hdf5 else file["images"][:]
         columns = {"images": images, "labels": np.arange(1000), "items": items}
-        reader = FeedReader(arrays.ArrayDataset("x", columns))
-        assert len(reader.block_rows) > 200
-        rows = np.flatnonzero(np.arange(1000) % 7 < 3)
-        write_files({"": Part(reader, rows)}, tmp_path / "out.h5", WriteOptions(seed))
+        source = arrays.ArrayDataset("x", columns)
+        assert len(source.block_rows) > 200
+        is_member = np.arange(1000) % 7 < 3
+        part = source.select(Share(source.block_rows, is_member), "x")
+        write_files({"": part}, tmp_path / "out.h5", seed=seed)
+    rows = np.flatnonzero(is_member)
     names = {name: name for name in ("images", "labels", "items")}
     found = read_rows(open_store("x", str(tmp_path / "out.h5"), names))
     labels = found["labels"].tolist()
@@ -61,18 +63,18 @@ def npy_of(shape: str) -> bytes:
         (["x.npy"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
         (["a=y.npz"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
         (["matrix.npz"], "should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone"),
-        (["a=none.npy"], "none.npy cannot be read: No such file"),
-        (["a=none.h5::a"], "none.h5::a cannot be read: .*No such file"),
-        (["a=x.h5::none"], "is not a file of NumPy arrays"),
-        (["a=text.npy"], "text.npy is not a file of NumPy arrays"),
+        (["a=none.npy"], "none.npy cannot be read as .*No such file"),
+        (["a=none.h5::a"], "none.h5::a cannot be read as .*No such file"),
+        (["a=x.h5::none"], "cannot be read as NumPy arrays"),
+        (["a=text.npy"], "text.npy cannot be read as NumPy arrays"),
         (["a=objects.npy"], "Object arrays|Python objects"),
         (["objects.npz"], "Object arrays|Python objects"),
         (["a=words.npy"], "a is <U1"),
         (["a=x.npy", "b=short.npy"], "the arrays have lengths {'a': 4, 'b': 3}"),
         (["a=empty.npy"], "at least one"),
-        (["a=large.npy"], "is not a file of NumPy arrays"),
-        (["large.npz"], "is not a file of NumPy arrays"),
-        (["a=bsr.npz"], "is not a file of NumPy arrays"),
+        (["a=large.npy"], "cannot be read as NumPy arrays"),
+        (["large.npz"], "cannot be read as NumPy arrays"),
+        (["a=bsr.npz"], "cannot be read as NumPy arrays"),
         (["a=far.npz"], "indices"),
         (["a=cut.npz"], "index pointer size"),
         (["a=wide.npz"], "fewer than 2.31 columns"),
@@ -180,10 +182,7 @@ def test_matrices_of_hdf5_files(tmp_path, kind):
 
 
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, convert):
-    def open_matrix(path: str, content: object) -> None:
-        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
-
     sparse.save_npz(tmp_path / "x.npz", sparse.eye_array(3, format="csr"))
-    monkeypatch.setattr(block_readers, "_open_matrix", open_matrix)
+    monkeypatch.setitem(sys.modules, "scipy", None)
     result = convert("arrays items=x.npz y.h5", code=2)
     assert "scipy is not installed: pip install" in result.stderr

@@ -35,7 +35,6 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     (tmp_path / "dog" / "notes.txt").write_text("no image")
     (tmp_path / "dog" / "deeper").mkdir()
     (tmp_path / "dog" / "photo 002 é.png").rename(tmp_path / "dog" / "deeper" / "x.PNG")
-    (tmp_path / "empty").mkdir()
     for number in range(2):
         Image.new("RGB", (4, 4)).save(tmp_path / f"loose{number}.png")
     listing = ImageFolder(tmp_path)
@@ -44,7 +43,6 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     assert sorted(listing.paths)[2] == "dog/deeper/x.PNG"
     shown = capsys.readouterr().out
     assert f"left out of {tmp_path}: 1 .txt (" in shown
-    assert "has folders without images, which are no classes: empty\n" in shown
     assert "which are left out: 2\n" in shown
 
 
@@ -52,8 +50,8 @@ def test_folders_named_like_splits_hold_the_classes(tmp_path):
     folder_of(tmp_path, {"Training/cat": 2, "Training/dog": 3, "valid/cat": 1, "valid/owl": 1})
     listing = ImageFolder(tmp_path)
     assert listing.attributes["class_names"] == ["cat", "dog", "owl"]
-    found = {name: listing.labels[rows].tolist() for name, rows in listing.splits.items()}
-    assert found == {"train": [0, 0, 1, 1, 1], "val": [0, 2]}
+    assert listing.labels[listing.splits == 0].tolist() == [0, 0, 1, 1, 1]
+    assert listing.labels[listing.splits == 1].tolist() == [0, 2]
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):
@@ -69,7 +67,7 @@ def test_a_csv_names_files_and_classes(tmp_path, capsys):
     assert (reader.paths, reader.labels.tolist()) == (["a.png", "b, c.png", "./a.png"], [1, 0, 0])
     assert reader.attributes["class_names"] == ["cat", "dog"]
     assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match="none.csv cannot be read: No such file"):
+    with pytest.raises(UserError, match="none.csv cannot be read as .*No such file"):
         ImageTable(tmp_path / "none.csv")
     with pytest.raises(UserError, match="--columns is file; it should be two names or more"):
         ImageTable(path, columns=("file",))
@@ -105,7 +103,7 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
     Image.new("RGB", (9, 9)).save(broken[1])  # of another size
     reasons = [
         "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
-        "photos: a/photo 077 é.png: images are (3, 9, 9), in the first row (3, 8, 10); give --size",
+        "photos: a/photo 077 é.png cannot be read: images are (3, 9, 9), in the first row (3, 8, 10); give --size",
     ]
     result = convert("images photos new/out.h5", code=2)
     assert result.stderr.splitlines() == [
@@ -155,9 +153,14 @@ def test_the_file_says_how_its_images_were_prepared(tmp_path, convert):
 def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):
     folder_of(tmp_path / "photos", {"cat": 20, "dog": 10, **{f"x{n:02d}": 1 for n in range(30)}})
     result = convert("images photos new/out.h5 --split 0.8,0.1,0.1 --dry-run")
-    for part in ("54 train, 3 val, 3 test", "uint8 (N, 3, 8, 10)", "32 classes", "and 12 more", "random, seed 0"):
+    for part in (
+        "54 train, 3 val, 3 test",
+        "uint8 (N, 3, 8, 10)",
+        "32 of 32 classes: ",
+        "and 12 more",
+    ):
         assert part in result.stdout
-    assert "cat 16 2 2" in " ".join(result.stdout.split())
+    assert "train    32 of 32 classes: cat 16, dog 8, x00 1" in result.stdout
     assert not (tmp_path / "new").exists()
 
 
@@ -258,7 +261,6 @@ def test_only_images_of_pixels_are_opened(tmp_path, convert):
         (tmp_path / f"photos/b/{number}.HEIC").write_bytes(b"x")
     result = convert("images photos out.h5 --dry-run")
     assert "left out of photos: 2 .heic, 1 .eps (formats" in result.stdout
-    assert "warning: photos has folders without images, which are no classes: b\n" in result.stdout
     (tmp_path / "photos/a/x.eps").rename(tmp_path / "photos/a/x.png")
     assert (
         "x.png cannot be read: it is not an image that Pillow knows" in convert("images photos out.h5", code=2).stderr

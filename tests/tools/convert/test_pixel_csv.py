@@ -68,11 +68,15 @@ def test_pixels_in_a_column_each(tmp_path, convert, separator):
         ("label,pixels\n1,1 2 3 4\n1,1 2 3\n", (), "x.csv:3: pixels is"),
         ("label,p0,p1,p2,p3\n1,0.5,0,0,1\n", (), "x.csv:2: p0 is '0.5'; it should be a whole number from 0 to 255"),
         ("label,p0,p10,p11,p2\n1,1,2,3,4\n", (), "columns of pixels in another order than their numbers"),
-        ("emotion,pixels,Usage\n1,1 2 3 4,x\n", (), "has the columns emotion, pixels, Usage; it should have"),
-        ("pixels\n1 2 3 4\n", (), "has the columns pixels; it should have columns of pixels"),
+        (
+            "emotion,pixels,Usage\n1,1 2 3 4,x\n",
+            (),
+            "has the columns emotion, pixels, Usage; name that of the label by --label",
+        ),
+        ("pixels\n1 2 3 4\n", (), "has the columns pixels; name that of the label by --label"),
         ("label,pixels\n1,1 2 3\n", (), "has 3 pixels in a row, which are no square"),
         ("label,pixels\n1,1 2 3 4\n,1 2 3 4\n", (), "x.csv:3: label is ''; it is missing"),
-        ("5,0,0,0,1\n", (), "has columns of pixels in another order"),
+        ("5,0,0,0,1\n", (), "has the columns 5, 0, 0, 0, 1; name that of the label by --label"),
         ("label,pixels\n1,1 2 3 4\n", ("--split-by", "Usage"), "has the columns label, pixels, and not one Usage"),
     ],
 )

@@ -1,40 +1,39 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from fastgpu.convert.splits import draw_split, group_splits
+from fastgpu.convert.reader import rows_of
+from fastgpu.convert.splits import SPLITS, draw_splits, read_splits, split_rows
 from fastgpu.process.launch import UserError
+from fastgpu.storage.arrays import ArrayDataset
 
 
 def test_a_split_takes_its_share_of_each_class_once():
     labels = np.repeat([0, 1, 2], [100, 10, 3])
-    parts = draw_split(labels, (0.8, 0.2), seed=1)
-    assert np.bincount(labels[parts["train"]]).tolist() == [80, 8, 2]
-    assert sorted([*parts["train"], *parts["val"]]) == list(range(113))
-    again, other = draw_split(labels, (0.8, 0.2), seed=1), draw_split(labels, (0.8, 0.2), seed=2)
-    assert parts["train"].tolist() == again["train"].tolist() != other["train"].tolist()
-    parts = draw_split(labels, (0.8, 0.1, 0.1), seed=1)
-    assert {name: np.bincount(labels[rows]).tolist() for name, rows in parts.items()} == {
-        "train": [80, 8, 2],
-        "val": [10, 1, 1],
-        "test": [10, 1],
-    }
+    splits = draw_splits(labels, (0.8, 0.2), seed=1)
+    assert np.bincount(labels[splits == 0]).tolist() == [80, 8, 2]
+    again, other = draw_splits(labels, (0.8, 0.2), seed=1), draw_splits(labels, (0.8, 0.2), seed=2)
+    assert splits.tolist() == again.tolist() != other.tolist()
+    splits = draw_splits(labels, (0.8, 0.1, 0.1), seed=1)
+    assert [np.bincount(labels[splits == number]).tolist() for number in range(3)] == [[80, 8, 2], [10, 1, 1], [10, 1]]
 
 
 def test_labels_that_are_not_classes_are_split_as_a_whole():
     for labels in (np.random.default_rng(0).random(100), np.zeros((100, 3), int)):
-        parts = draw_split(labels, (0.7, 0.2, 0.1), seed=0)
-        assert [len(rows) for rows in parts.values()] == [70, 20, 10]
+        assert np.bincount(draw_splits(labels, (0.7, 0.2, 0.1), seed=0)).tolist() == [70, 20, 10]
 
 
-def test_an_empty_split_is_refused():
-    with pytest.raises(UserError, match="--split leaves no rows for val: 5 rows of 5 classes"):
-        draw_split(np.arange(5), (0.9, 0.1), seed=0)
+def test_the_parts_of_a_split_are_its_rows_and_an_empty_one_is_refused():
+    source = ArrayDataset("x", {"x": np.arange(50), "labels": np.arange(50) % 5})
+    parts = split_rows(source, (0.7, 0.3), 0)
+    assert sorted(np.concatenate([rows_of(part) for part in parts.values()])) == list(range(50))
+    assert {name: len(part) for name, part in parts.items()} == {"train": 35, "val": 15}
+    assert split_rows(source, None, 0) == {"": source}
+    with pytest.raises(UserError, match="--split leaves no rows for val: there are 5 rows"):
+        split_rows(ArrayDataset("x", {"labels": np.arange(5)}), (0.9, 0.1), 0)
 
 
 def test_words_name_splits():
-    parts = group_splits(Path("x.csv"), ["PrivateTest", "Training", "valid", "train"])
-    assert {name: rows.tolist() for name, rows in parts.items()} == {"train": [1, 3], "val": [2], "test": [0]}
+    splits = read_splits("x.csv", ["PrivateTest", "Training", "valid", "train"])
+    assert [SPLITS[number] for number in splits] == ["test", "train", "val", "train"]
     with pytest.raises(UserError, match=r"x.csv: the splits are \.\./x, fold-3; allowed are train"):
-        group_splits(Path("x.csv"), ["train", "../x", "fold-3"])
+        read_splits("x.csv", ["train", "../x", "fold-3"])

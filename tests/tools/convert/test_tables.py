@@ -40,7 +40,7 @@ def test_the_header_tells_the_separator(table, separator):
         ("", r"x.csv has the columns none, and not one path"),
         ("path,kind\na,1\n", r"x.csv has the columns path, kind, and not one label"),
         ("path,label,label\na,1,2\n", r"and not one label"),
-        ("path,label\n사진.png,고양이\n".encode("cp949"), r"x.csv is not a CSV file of UTF-8 text .*iconv"),
+        ("path,label\n사진.png,고양이\n".encode("cp949"), r"x.csv cannot be read as a CSV file of UTF-8 text .*iconv"),
     ],
 )
 def test_text_that_is_lost_is_told_with_its_line(table, text, message):

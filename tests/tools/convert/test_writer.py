@@ -1,4 +1,7 @@
 import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
 from fastgpu.convert.summary import damaged
-from fastgpu.convert.writer import Writer, choose_block_rows
+from fastgpu.convert.writer import choose_block_rows, write_rows
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
@@ -18,13 +21,17 @@ from fastgpu.storage.store import open_store
 IMAGES = {"images": Field(np.dtype("u1"), (1, 4, 2)), "labels": Field(np.dtype("i8"), ())}
 
 
-def fill(writer: Writer, rows: int, part_rows: int = 7) -> None:
+def parts_of(rows: int, part_rows: int = 7) -> Iterator[dict[str, np.ndarray]]:
     """Numbered rows, in parts whose arrays are overwritten when they were taken."""
     for start in range(0, rows, part_rows):
         images = numbered(min(part_rows, rows - start), start=start)
         labels = np.arange(start, start + len(images))
-        writer.append({"images": images, "labels": labels})
+        yield {"images": images, "labels": labels}
         images[:], labels[:] = 0, -1
+
+
+def write(path: Path, rows: int, fields: dict[str, Field], *parts: dict[str, Any], **options: Any) -> None:
+    write_rows(path, rows, fields, parts, attributes={}, **options)
 
 
 def read_all(path: str) -> dict[str, np.ndarray]:
@@ -40,10 +47,8 @@ def test_rows_come_back_in_order_whatever_the_parts_and_blocks(tmp_path_factory,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
         patch.setattr(writer_module, "MIN_BLOCKS", 1)
-        with Writer(folder / "rows.h5", rows, IMAGES) as writer:
-            fill(writer, rows, part_rows)
-    assert list(folder.iterdir()) == [writer.path]
-    found = read_all(str(writer.path))
+        write_rows(folder / "rows.h5", rows, IMAGES, parts_of(rows, part_rows), attributes={})
+    found = read_all(str(folder / "rows.h5"))
     assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(rows))
 
 
@@ -52,11 +57,10 @@ def test_rows_come_back_in_order_whatever_the_parts_and_blocks(tmp_path_factory,
 def test_fewer_rows_than_announced_make_the_file_shorter(tmp_path, monkeypatch, came, block_bytes):
     monkeypatch.setattr(writer_module, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(writer_module, "MIN_BLOCKS", 1)
-    with Writer(tmp_path / "rows.h5", 100, IMAGES) as writer:
-        fill(writer, came)
-    found = read_all(str(writer.path))
+    write_rows(tmp_path / "rows.h5", 100, IMAGES, parts_of(came), attributes={})
+    found = read_all(str(tmp_path / "rows.h5"))
     assert numbers_of(found["images"]) == found["labels"].tolist() == list(range(came))
-    with h5py.File(writer.path) as file:
+    with h5py.File(tmp_path / "rows.h5") as file:
         assert len(file["images"]) == came
         assert len(file[f"{DIGESTS}/images"]) == -(-came // file["images"].chunks[0])
 
@@ -66,8 +70,8 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
     path = tmp_path / "rows.h5"
     fields = IMAGES | {"weights": Field(np.dtype("f4"), (3,))}
     weights = np.random.default_rng(0).normal(size=(600, 3)).astype("f4")
-    with Writer(path, 600, fields, {"class_names": ["a", "größe"]}, compression=compression) as writer:
-        writer.append({"images": numbered(600), "labels": np.arange(600), "weights": weights})
+    rows = {"images": numbered(600), "labels": np.arange(600), "weights": weights}
+    write_rows(path, 600, fields, [rows], attributes={"class_names": ["a", "größe"]}, compression=compression)
     with h5py.File(path) as file:
         assert numbers_of(file["images"][:]) == file["labels"][:].tolist() == list(range(600))
         np.testing.assert_array_equal(file["weights"][:], weights)
@@ -92,8 +96,7 @@ def test_blocks_are_whole_rows_of_two_mib_in_one_piece(tmp_path):
     )  # too long to be held in memory: blocks as those of the images
     assert choose_block_rows(3, fields) == {"images": 1, "labels": 3}
     assert choose_block_rows(2560, {"images": Field(np.dtype("u1"), shape)}) == {"images": 10}  # still 256 blocks
-    with Writer(tmp_path / "rows.h5", 2560, fields) as writer:
-        writer.append({"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)})
+    write(tmp_path / "rows.h5", 2560, fields, {"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)})
     with h5py.File(tmp_path / "rows.h5") as file:
         data = file["images"]
         offsets = [data.id.get_chunk_info(number).byte_offset for number in range(data.id.get_num_chunks())]
@@ -104,11 +107,8 @@ def test_mean_and_std_of_each_channel(tmp_path):
     images = np.random.default_rng(0).integers(0, 200, (300, 3, 5, 4), dtype=np.uint8)
     images[:, 1] //= 2
     fields = {"images": Field(np.dtype("u1"), (3, 5, 4))}
-    with Writer(tmp_path / "a.h5", 300, fields) as writer:
-        writer.append({"images": images[:101]})
-        writer.append({"images": images[101:]})
-    with Writer(tmp_path / "b.h5", 300, fields, {"mean": [1.0], "std": [2.0]}) as writer:
-        writer.append({"images": images})
+    write(tmp_path / "a.h5", 300, fields, {"images": images[:101]}, {"images": images[101:]})
+    write_rows(tmp_path / "b.h5", 300, fields, [{"images": images}], attributes={"mean": [1.0], "std": [2.0]})
     with h5py.File(tmp_path / "a.h5") as file, h5py.File(tmp_path / "b.h5") as given:
         np.testing.assert_allclose(file.attrs["mean"], images.mean((0, 2, 3)), rtol=1e-4)
         np.testing.assert_allclose(file.attrs["std"], images.std((0, 2, 3)), rtol=1e-4)
@@ -121,8 +121,8 @@ def test_statistics_come_from_pixels_spread_over_the_whole_image(tmp_path, shape
     image = np.zeros(shape, np.uint8)
     image[:, : shape[1] // 4] = 200
     image[::3] = 40
-    with Writer(tmp_path / "a.h5", 8, {"images": Field(np.dtype("u1"), (1, *shape))}) as writer:
-        writer.append({"images": np.broadcast_to(image, (8, 1, *shape))})
+    fields = {"images": Field(np.dtype("u1"), (1, *shape))}
+    write(tmp_path / "a.h5", 8, fields, {"images": np.broadcast_to(image, (8, 1, *shape))})
     with h5py.File(tmp_path / "a.h5") as file:
         assert abs(file.attrs["mean"][0] - image.mean()) < 0.05 * image.std()
         assert abs(file.attrs["std"][0] - image.std()) < 0.05 * image.std()
@@ -131,11 +131,19 @@ def test_statistics_come_from_pixels_spread_over_the_whole_image(tmp_path, shape
 def test_statistics_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
-    with Writer(tmp_path / "a.h5", 100, {"images": Field(np.dtype("u1"), (1, 1, 1))}) as writer:
-        for start in range(0, 100, 7):
-            writer.append({"images": images[start : start + 7]})
+    parts = [{"images": images[start : start + 7]} for start in range(0, 100, 7)]
+    write(tmp_path / "a.h5", 100, {"images": Field(np.dtype("u1"), (1, 1, 1))}, *parts)
     with h5py.File(tmp_path / "a.h5") as file:
         assert file.attrs["mean"] == 45  # of 0, 10, ... 90
+
+
+def test_rows_of_any_number_of_images_have_no_statistics(tmp_path):
+    fields = {"clips": Field(np.dtype("u1"), (3, 4, 4), 2.0)}
+    clips = RaggedArray(np.ones((6, 3, 4, 4), np.uint8), np.array([0, 1, 3, 6]))
+    write(tmp_path / "a.h5", 3, fields, {"clips": clips})
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert "mean" not in file.attrs
+        assert file["clips/values"].shape == (6, 3, 4, 4)
 
 
 # ---------------------------------------------------------------------------------------------- ragged rows
@@ -145,6 +153,16 @@ SPARSE = {
     "words": Field(np.dtype("u2"), (), 2.0),
     "number": Field(np.dtype("i8"), ()),
 }
+
+
+def sparse_parts(rows: int, part_rows: int) -> Iterator[dict[str, Any]]:
+    """Rows whose memory is overwritten when they were taken."""
+    for start in range(0, rows, part_rows):
+        numbers = np.arange(start, min(start + part_rows, rows))
+        items = ragged(numbers)
+        words = RaggedArray(items.values.astype("u2"), items.offsets)
+        yield {"items": items, "words": words, "number": numbers}
+        items.values[:], items.offsets[:], words.values[:] = -1, -1, 0
 
 
 @settings(max_examples=25, deadline=None)
@@ -159,15 +177,9 @@ def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, block
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer_module, "RAGGED_BLOCK_BYTES", block_bytes)
         patch.setattr(writer_module, "MIN_CHUNK_BYTES", 4)
-        with Writer(folder / "rows.h5", rows, SPARSE, compression=compression) as writer:
-            for start in range(0, rows, part_rows):
-                numbers = np.arange(start, min(start + part_rows, rows))
-                items = ragged(numbers)
-                words = RaggedArray(items.values.astype("u2"), items.offsets)
-                writer.append({"items": items, "words": words, "number": numbers})
-                items.values[:], items.offsets[:], words.values[:] = -1, -1, 0
-    assert not damaged(str(writer.path))
-    store = open_store("data.train", str(writer.path), {name: name for name in SPARSE})
+        parts = sparse_parts(rows, part_rows)
+        write_rows(folder / "rows.h5", rows, SPARSE, parts, attributes={}, compression=compression)
+    store = open_store("data.train", str(folder / "rows.h5"), {name: name for name in SPARSE})
     assert [field.n_items for field in store.fields.values()] == [ITEMS, None, None]
     out = read_rows(store)
     assert is_ragged(out["items"], range(rows))
@@ -176,8 +188,7 @@ def test_ragged_rows_come_back_in_order(tmp_path_factory, rows, part_rows, block
 
 
 def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
-    with Writer(tmp_path / "rows.h5", 50, {"items": SPARSE["items"]}) as writer:
-        writer.append({"items": ragged(range(50))})
+    write(tmp_path / "rows.h5", 50, {"items": SPARSE["items"]}, {"items": ragged(range(50))})
     with h5py.File(tmp_path / "rows.h5") as file:
         matrix = file["items"]
         assert attributes_of(matrix)["encoding-type"] == "csr_matrix"

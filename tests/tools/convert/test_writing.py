@@ -14,26 +14,21 @@ import pytest
 from harness import ROOT
 
 from fastgpu.convert import writing
-from fastgpu.convert.reader import Part, Reader
-from fastgpu.convert.writing import WriteOptions, complete_or_absent, write_files
+from fastgpu.convert.reader import Reader
+from fastgpu.convert.splits import split_rows
+from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 
 
 class Numbers(Reader):
     """Rows that hold their number. Those of `broken` cannot be read."""
 
-    name = "numbers"
-
-    def __init__(self, n_rows: int, broken: tuple[int, ...] = ()):
-        self.n_rows = n_rows
-        self.broken = broken
-        self.attributes = {}
-
-    def __len__(self):
-        return self.n_rows
+    def __init__(self, n_rows: int, odd: tuple[int, ...] = ()):
+        super().__init__("numbers", n_rows)
+        self.odd = odd
 
     def __getitem__(self, row):
-        if row in self.broken:
+        if row in self.odd:
             raise ValueError("it is odd")
         return {"x": np.full(1000, row), "y": row}
 
@@ -47,7 +42,7 @@ def rows_of(path: Path) -> list[int]:
 def test_every_row_is_written_once_in_an_order_that_the_seed_decides(tmp_path):
     orders = []
     for seed in (1, 1, 2, None):
-        write_files({"": Part(Numbers(1000))}, tmp_path / "x.h5", WriteOptions(seed, replace=True))
+        write_files({"": Numbers(1000)}, tmp_path / "x.h5", seed=seed, replace=True)
         orders.append(rows_of(tmp_path / "x.h5"))
     assert orders[0] == orders[1] != orders[2]
     assert orders[3] == sorted(orders[0]) == list(range(1000))
@@ -56,12 +51,13 @@ def test_every_row_is_written_once_in_an_order_that_the_seed_decides(tmp_path):
 
 def test_parts_go_to_files_of_their_names(tmp_path, capsys):
     reader = Numbers(100)
-    parts = {"train": Part(reader, np.arange(0, 100, 2)), "val": Part(reader, np.arange(1, 100, 2))}
-    write_files(parts, tmp_path / "new/x.h5", WriteOptions())
+    reader.splits = np.arange(100) % 2
+    parts = split_rows(reader, None, 0)
+    write_files(parts, tmp_path / "new/x.h5")
     assert sorted(rows_of(tmp_path / "new/x-train.h5")) == list(range(0, 100, 2))
     assert sorted(rows_of(tmp_path / "new/x-val.h5")) == list(range(1, 100, 2))
     assert "warning" not in capsys.readouterr().out
-    write_files({"": Part(reader)}, tmp_path / "new/x.h5", WriteOptions())
+    write_files({"": reader}, tmp_path / "new/x.h5")
     assert "x-train.h5, " in capsys.readouterr().out.partition("warning: ")[2]
 
 
@@ -69,86 +65,69 @@ def test_parts_go_to_files_of_their_names(tmp_path, capsys):
     ("n_rows", "broken", "is_skipped"), [(100, (3,), True), (99, (3, 7), False), (250, (0, 9), True)]
 )
 def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken, is_skipped):
-    parts = {"": Part(Numbers(n_rows, broken))}
+    parts = {"": Numbers(n_rows, broken)}
     with pytest.raises(UserError, match=rf"{len(broken)} of {n_rows} rows are broken, so nothing was written") as error:
-        write_files(parts, tmp_path / "x.h5", WriteOptions())
+        write_files(parts, tmp_path / "x.h5")
     assert f"numbers: row {broken[0]} cannot be read: it is odd" in str(error.value)
     assert not list(tmp_path.iterdir())
     if is_skipped:
-        write_files(parts, tmp_path / "x.h5", WriteOptions(skips_broken=True))
+        write_files(parts, tmp_path / "x.h5", skips_broken=True)
         assert sorted(rows_of(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
         lines = [f"numbers: row {row} cannot be read: it is odd" for row in broken]
         assert (tmp_path / "x.h5.skipped.txt").read_text().splitlines() == lines
     else:
         with pytest.raises(UserError, match="more than 1 %"):
-            write_files(parts, tmp_path / "x.h5", WriteOptions(skips_broken=True))
+            write_files(parts, tmp_path / "x.h5", skips_broken=True)
         assert not list(tmp_path.iterdir())
 
 
 def test_many_broken_rows_are_counted(tmp_path):
     with pytest.raises(UserError, match="25 of 30 rows are broken, so nothing was written:") as error:
-        write_files({"": Part(Numbers(30, tuple(range(3, 28))))}, tmp_path / "x.h5", WriteOptions())
+        write_files({"": Numbers(30, tuple(range(3, 28)))}, tmp_path / "x.h5")
     lines = str(error.value).splitlines()
     assert (len(lines), lines[21]) == (22, "  and 5 more")
     with pytest.raises(UserError, match="none of the first rows can be read"):
-        write_files({"": Part(Numbers(3, (0, 1, 2)))}, tmp_path / "x.h5", WriteOptions())
+        write_files({"": Numbers(3, (0, 1, 2))}, tmp_path / "x.h5")
 
 
-def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path):
-    class Short(Numbers):
-        def batches(self, order, broken):
-            yield {"x": np.zeros((9, 1000), int), "y": np.zeros(9, int)}
-
+def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "_read", lambda *_: (rows for rows in [{"x": np.zeros((9, 1000)), "y": np.zeros(9)}]))
     with pytest.raises(AssertionError, match="9 of 10 rows came"):
-        write_files({"": Part(Short(10))}, tmp_path / "x.h5", WriteOptions())
+        write_files({"": Numbers(10)}, tmp_path / "x.h5")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_target_in_the_way_is_refused(tmp_path, monkeypatch):
     (tmp_path / "train.h5").touch()
-    with pytest.raises(UserError, match="train.h5 exists; choose another name, or --force"):
-        write_files({"": Part(Numbers(3))}, tmp_path / "train.h5", WriteOptions())
-    with pytest.raises(UserError, match="numbers has no rows for"):
-        write_files({"": Part(Numbers(3), np.arange(0))}, tmp_path / "x.h5", WriteOptions())
+    with pytest.raises(UserError, match="train.h5 exists; --force replaces it"):
+        write_files({"": Numbers(3)}, tmp_path / "train.h5")
     with pytest.raises(OSError, match="File exists: .*train.h5"):
-        write_files({"": Part(Numbers(3))}, tmp_path / "train.h5/x.h5", WriteOptions())
+        write_files({"": Numbers(3)}, tmp_path / "train.h5/x.h5")
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0))
     with pytest.raises(UserError, match="needs 0.00 GB, .* make room, or write it elsewhere"):
-        write_files({"": Part(Numbers(3))}, tmp_path / "x.h5", WriteOptions())
+        write_files({"": Numbers(3)}, tmp_path / "x.h5")
 
 
 # ---------------------------------------------------------------------------------------------- whole or absent
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir()}
-
-
 def test_all_files_or_none(tmp_path, monkeypatch):
-    with complete_or_absent(tmp_path / "x.h5") as folder:
-        for split in ("train", "val"):
-            (folder / f"x-{split}.h5").write_text("old")
-        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    old = {"x-train.h5": "old", "x-val.h5": "old"}
-    assert contents(tmp_path) == old
-
-    def fail(error: type[BaseException]) -> None:
-        with complete_or_absent(tmp_path / "x.h5") as folder:
-            (folder / "x-train.h5").write_text("new")
-            raise error
-
-    for error in (ZeroDivisionError, KeyboardInterrupt):
-        with pytest.raises(error):
-            fail(error)
-        assert contents(tmp_path) == old
+    reader = Numbers(100)
+    reader.splits = np.arange(100) % 2
+    write_files(split_rows(reader, None, 0), tmp_path / "x.h5")
+    old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    flushed = []
 
     def refuse(path: Path) -> None:
-        raise OSError(28, "No space left on device")
+        flushed.append(path)
+        raise error
 
     monkeypatch.setattr(writing, "flush", refuse)  # a disk that refuses the last bytes
-    with pytest.raises(OSError, match="No space left"), complete_or_absent(tmp_path / "x.h5") as folder:
-        (folder / "x-train.h5").write_text("new")
-    assert contents(tmp_path) == old
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            write_files(split_rows(reader, None, 1), tmp_path / "x.h5", replace=True)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old
+    assert len(flushed) == 2
 
 
 @pytest.mark.slow
@@ -160,7 +139,7 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
     command = [sys.executable, str(ROOT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".new.h5-*/new.h5")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".new.*.h5")) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(process.pid, number)
     _, error = process.communicate(timeout=60)

@@ -4,50 +4,67 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastgpu.convert.block_readers import FeedReader, open_arrays, open_files
+from fastgpu.convert.arrays import open_arrays
 from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import Part
 from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
-from fastgpu.convert.writing import WriteOptions, write_files
+from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
 from fastgpu.feed.sizes import auto_pool_rows, class_order_warning
 from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import split_group
 from fastgpu.storage.store import expand, open_store
 
 
-def write(parts: Mapping[str, Part], args: Namespace) -> None:
-    """Write each part to a file, as the flags of the command line say."""
-    options = WriteOptions(
+def write(parts: Mapping[str, Dataset], args: Namespace) -> None:
+    """Show what was understood of the source, and write each part to a file, as the flags of the command line say."""
+    print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
+    if args.dry_run:
+        print("--dry-run: nothing is written")
+        return
+    write_files(
+        parts,
+        args.target,
         seed=None if args.keep_order else args.seed,
         compression=args.compression,
         replace=args.force,
         skips_broken=getattr(args, "on_error", "stop") == "skip",
-        is_dry_run=args.dry_run,
     )
-    write_files(parts, args.target, options)
 
 
 def arrays(args: Namespace) -> None:
     """Write arrays of equal length, one for each field of the rows."""
-    reader = FeedReader(open_arrays(args.source, channels_last=args.layout == "nhwc"))
-    write(split_rows(reader, args.split, args.seed), args)
+    source = open_arrays(args.source, channels_last=args.layout == "nhwc")
+    write(split_rows(source, args.split, args.seed), args)
 
 
 def dataset(args: Namespace) -> None:
     """Write the items of a torch Dataset."""
     fields = _parse_fields(args.fields) or {"images": "images", "labels": "labels"}
-    rows = open_dataset("SOURCE", args.path, fields, factory=args.source)
-    write({"": Part(FeedReader(rows, f"{args.source} called with {args.path}"))}, args)
+    source = open_dataset("SOURCE", args.path, fields, factory=args.source)
+    source.name = f"{args.source} called with {args.path}"
+    write({"": source}, args)
 
 
 def repack(args: Namespace) -> None:
-    """Write the rows of HDF5 files anew."""
-    sources = {Path(file).resolve() for path in args.source for file, _ in expand("SOURCE", path)}
-    if len(sources) > 1 and args.target.resolve() in sources:  # so that its old rows would be in it again
-        raise UserError(f"{args.target} is one of the {len(sources)} files of SOURCE; choose another name")
-    write({"": Part(open_files(args.source, _parse_fields(args.fields)))}, args)
+    """Write the rows of HDF5 files anew. Those with checksums are checked before: new ones would vouch for damage."""
+    fields = _parse_fields(args.fields)
+    files = [each for path in args.source for each in expand("SOURCE", path)]
+    names = {Path(file).resolve() for file, _ in files}
+    if len(names) > 1 and args.target.resolve() in names:  # so that its old rows would be in it again
+        raise UserError(f"{args.target} is one of the {len(names)} files of SOURCE; choose another name")
+    file, group = files[0]
+    group = f"/{group.strip('/')}"
+    stored = inspect(f"{file}::{group}")
+    fields = fields or fields_of(stored).get(group, {})
+    if not fields:
+        groups = ", ".join(sorted(fields_of(stored))) or "no numbers"
+        raise UserError(f"{args.source[0]} has no rows in {group}, but {groups}")
+    for each in (f"{file}::{group}" for file, group in files):
+        if any(data.has_digests for data in inspect(each)) and (damages := damaged(each)):
+            raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
+    write({"": open_store("SOURCE", args.source, fields)}, args)
 
 
 def _parse_fields(pairs: list[str]) -> dict[str, str]:
@@ -69,7 +86,7 @@ def info(args: Namespace) -> None:
             except UserError as error:
                 print(f"  {group} cannot be trained on: {error}")
                 continue
-            print(f"  {group}", *describe_rows({"": Part(FeedReader(rows))}), sep="\n")
+            print(f"  {group}", *describe_rows({"": rows}), sep="\n")
             if problem := class_order_warning(rows, auto_pool_rows(rows)):
                 print(f"  {problem}")
         if any(each.is_compressed or not each.has_digests for each in stored):

@@ -23,8 +23,6 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
         yield
     except (UserError, ModuleNotFoundError):
         raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # parsers raise anything for damaged bytes
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        raise UserError(f"{path} is not {expected}: {text}") from None
+        raise UserError(f"{path} cannot be read as {expected}: {text}") from None

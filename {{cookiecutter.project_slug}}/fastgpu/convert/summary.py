@@ -1,6 +1,5 @@
 """What rows and files hold, as a person reads it: fields, classes, layout; and which blocks of a file are damaged."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -12,16 +11,18 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from fastgpu.convert.reader import Part
+from fastgpu.convert.messages import list_first
+from fastgpu.convert.reader import rows_of
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
+from fastgpu.rows.contract import Dataset
 from fastgpu.storage import codecs
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import find, open_file
 from fastgpu.storage.layout import DIGESTS, Layout
 
-MAX_CLASSES = 20
-"""Classes that are listed."""
+MAX_CHARS = 100
+"""Characters of an attribute that are shown."""
 
 
 class Stored(NamedTuple):
@@ -123,62 +124,37 @@ def _describe(data: h5py.Dataset) -> Stored:
 # ---------------------------------------------------------------------------------------------- rows
 
 
-def describe_rows(parts: Mapping[str, Part], order: str = "") -> Iterator[str]:
-    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
-
-    order: what is known about the order of the rows.
-    """
-    reader = next(iter(parts.values())).reader
-    label_lines = list(_describe_labels(parts))
-    yield "  rows     " + ", ".join(f"{part.n_rows:,} {name}".strip() for name, part in parts.items())
-    for name, field in reader.fields.items():
-        kind = f": {label_lines.pop(0)}" if name == "labels" and label_lines else ""
-        yield f"  {name:<8} {field}{kind}"
-    if preprocessing := reader.attributes.get("preprocessing"):
-        values = json.loads(preprocessing)
-        yield f"  decoded  to {'x'.join(map(str, values['size']))} pixels, --resize {values['resize']}"
-    yield from describe_statistics(reader.attributes)
-    if order := order or reader.attributes.get("row_order", ""):
-        yield f"  order    {order}"
-    yield from label_lines
+def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
+    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split."""
+    source = next(iter(parts.values()))
+    yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
+    for name, field in source.fields.items():
+        yield f"  {name:<8} {field}"
+    labels = source.column("labels")
+    if labels is not None and labels.ndim <= 2:
+        names = list(map(str, source.attributes.get("class_names", ())))
+        for name, part in parts.items():
+            yield f"  {name or 'labels':<8} {_describe_labels(labels[rows_of(part)], names)}"
+    yield from describe_attributes(source.attributes)
 
 
-def describe_statistics(attributes: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of text: mean and standard deviation of each channel, and the classes of masks, if they are known."""
-    if "mean" in attributes and "std" in attributes:
-        mean, std = (np.array2string(np.ravel(attributes[key]), precision=1, threshold=8) for key in ("mean", "std"))
-        yield f"  mean     {mean}, std {std} of the channels"
-    if "n_classes" in attributes:
-        yield f"  classes  {attributes['n_classes']} in masks, besides 255 (ignored)"
+def describe_attributes(attributes: Mapping[str, Any]) -> Iterator[str]:
+    """A line of text for each attribute."""
+    for name, value in attributes.items():
+        yield f"  {name}: {' '.join(str(value).split())[:MAX_CHARS]}"
 
 
-def _describe_labels(parts: Mapping[str, Part]) -> Iterator[str]:
-    """First the kind of the labels, then a table: how many rows of each split have each of them. Nothing if there are
-    no labels in memory."""
-    labels = [part.labels for part in parts.values() if part.labels is not None and part.labels.ndim <= 2]
-    if len(labels) < len(parts):
-        return
-    values = np.concatenate(labels)
-    if values.dtype.kind == "f":
-        finite = values[np.isfinite(values)]
-        others = f", and {values.size - finite.size:,} that are NaN or infinite" if finite.size < values.size else ""
-        yield f"targets, from {finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}{others}"
-        return
-    names = [str(name) for name in next(iter(parts.values())).reader.attributes.get("class_names", [])]
-    if values.ndim > 1:
-        yield f"{values.shape[1]} attributes"
-        numbers = np.arange(values.shape[1])
-        counts = [part.astype(bool).sum(0) for part in labels]
+def _describe_labels(labels: np.ndarray, names: Sequence[str]) -> str:
+    """How many rows have each class or attribute, or the range of targets. labels: (rows,) or (rows, K)."""
+    if labels.dtype.kind == "f":
+        finite = labels[np.isfinite(labels)]
+        limits = f"{finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}"
+        return f"targets from {limits}, {labels.size - finite.size:,} NaN or infinite"
+    if labels.ndim > 1:
+        numbers, counts = np.arange(labels.shape[1]), labels.astype(bool).sum(0)
     else:
-        numbers = np.unique(values)
-        counts = [np.bincount(np.searchsorted(numbers, part), minlength=len(numbers)) for part in labels]
-        n_classes = max(len(names), int(numbers[-1]) + 1)
-        n_empty = n_classes - len(numbers)
-        yield f"{n_classes:,} classes" + (f", {n_empty:,} of them without rows" if n_empty else "")
-    heads = [names[number] if 0 <= number < len(names) else str(number) for number in numbers[:MAX_CLASSES].tolist()]
-    width = max(map(len, ("label", *heads)))
-    yield "  " + " ".join([f"{'label':<{width}}", *(f"{name or 'rows':>9}" for name in parts)])
-    for place, head in enumerate(heads):
-        yield "  " + " ".join([f"{head:<{width}}", *(f"{count[place]:>9,}" for count in counts)])
-    if len(numbers) > MAX_CLASSES:
-        yield f"  and {len(numbers) - MAX_CLASSES:,} more"
+        numbers, counts = np.unique(labels, return_counts=True)
+    pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
+    texts = [f"{names[number] if 0 <= number < len(names) else number} {count:,}" for number, count in pairs]
+    kind = "classes" if labels.ndim == 1 else "attributes"
+    return f"{len(numbers):,} of {max(len(names), len(numbers)):,} {kind}: {list_first(texts)}"

@@ -16,6 +16,7 @@ import polars as pl
 from fastgpu.convert.messages import explain_errors, list_first
 from fastgpu.process.launch import UserError, warn
 
+EXPECTED = "a CSV file of UTF-8 text (if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"
 SEPARATORS = (",", ";", "\t", "|")
 MAX_UNUSED_CLASSES = 1000
 """Class numbers without a row. If there are more, the labels are likely not class numbers."""
@@ -37,7 +38,7 @@ class Table:
 
     def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] = ()):
         self.path = path
-        with self._explained():
+        with explain_errors(path, EXPECTED):
             self._content = path.read_bytes() if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
             self.separator = max(SEPARATORS, key=header.count)
@@ -55,7 +56,7 @@ class Table:
             if self.names.count(name) != 1:
                 found = f"{self.path} has the columns {list_first(self.names) or 'none'}"
                 raise UserError(f"{found}, and not one {name}; name those to read on the command line")
-        with self._explained():
+        with explain_errors(self.path, EXPECTED):
             try:
                 rows = self._parse(types)
             except pl.exceptions.PolarsError:  # without the line: as text, its values are checked below
@@ -66,8 +67,8 @@ class Table:
         rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
         if not len(rows):
             raise UserError(f"{self.path} has no rows below its header")
-        has_break = pl.any_horizontal(pl.col(pl.String).str.contains("\n", literal=True).fill_null(False))
-        if pl.String in rows.dtypes and (n_long := rows.select(has_break.sum()).item()):
+        breaks = [rows[name].str.contains("\n", literal=True).sum() for name in rows.select(pl.col(pl.String)).columns]
+        if n_long := max(breaks, default=0):
             warn(f"{self.path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
         return pl.DataFrame({name: self._typed(name, rows[:, self.names.index(name)], types[name]) for name in types})
 
@@ -79,12 +80,6 @@ class Table:
             line = next(islice(self._lines(), row, None))
             value = "" if values[row] is None else str(values[row])
             raise UserError(f"{self.path}:{line}: {values.name} is {value[:40]!r}; {cure}")
-
-    def _explained(self) -> Any:
-        expected = (
-            "a CSV file of UTF-8 text (if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"
-        )
-        return explain_errors(self.path, expected)
 
     def _parse(self, types: Mapping[str, Any]) -> pl.DataFrame:
         return pl.read_csv(
@@ -115,13 +110,12 @@ class Table:
         """
         text = io.TextIOWrapper(io.BytesIO(self._content), encoding="utf-8-sig", newline="")
         reader = csv.reader(text, delimiter=self.separator)
-        for number, fields in enumerate(reader):
-            if any(fields) and len(fields) != len(self.names):
+        for fields in islice(filter(any, reader), int(self._has_header), None):
+            if len(fields) != len(self.names):
                 counts = f"{len(fields):,} columns; its header has {len(self.names):,}"
                 cure = "complete the row, or put quotes around a field that holds the separator (a decimal comma)"
                 raise UserError(f"{self.path}:{reader.line_num}: {counts}; {cure}")
-            if any(fields) and (number or not self._has_header):
-                yield reader.line_num
+            yield reader.line_num
 
 
 # ---------------------------------------------------------------------------------------------- labels
@@ -138,22 +132,21 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     """
     words = table.read(dict.fromkeys(names, pl.String))
     columns = [_parse_numbers(table, words[name]) for name in names]
-    if len(names) == 1:
-        (labels,) = columns
-        if labels.dtype == pl.String:
-            classes, numbers = np.unique(labels.to_list(), return_inverse=True)
-            return numbers.astype(np.int64), {"class_names": classes.tolist()}
-        if labels.dtype == pl.Float32:
-            return labels.to_numpy(), {}
-        cure = "classes are numbered from 0 on; for targets, write decimals such as 2.0"
-        table.check(labels, labels.is_between(0, len(labels) + MAX_UNUSED_CLASSES), cure)
-        return labels.to_numpy(), {"class_names": [str(number) for number in range(int(labels.to_numpy().max()) + 1)]}
+    several = pl.DataFrame(columns)
+    if pl.String in several.dtypes and len(names) == 1:
+        classes, numbers = np.unique(columns[0].to_list(), return_inverse=True)
+        return numbers, {"class_names": classes.tolist()}
     for column in columns:
         cure = "several columns of labels are numbers: 0 and 1 for attributes, decimals for targets"
         table.check(column, np.full(len(column), column.dtype != pl.String), cure)
-    several = pl.DataFrame(columns)
     if pl.Float32 in several.dtypes:
-        return several.cast(pl.Float32).to_numpy(), {"target_names": list(names)}
+        targets = several.cast(pl.Float32).to_numpy()
+        return (targets, {"target_names": list(names)}) if len(names) > 1 else (targets[:, 0], {})
+    if len(names) == 1:
+        cure = "classes are numbered from 0 on; for targets, write decimals such as 2.0"
+        table.check(columns[0], columns[0].is_between(0, len(words) + MAX_UNUSED_CLASSES), cure)
+        labels = columns[0].to_numpy()
+        return labels, {"class_names": list(map(str, range(labels.max() + 1)))}
     for column in columns:
         allowed = (-1, 1) if -1 in column else (0, 1)
         cure = f"several columns of labels are attributes, {allowed[0]} or 1; for targets, write decimals such as 2.0"

@@ -14,11 +14,11 @@ cache are read fastest.
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import h5py
 import numpy as np
@@ -40,89 +40,72 @@ STATISTICS_PIXELS = 1024
 """Number of pixels of each of these images. Images differ more than the pixels of one image."""
 
 
-class Writer:
-    """Takes rows in their final order. A context manager that leaves a whole file, unless it is left by an exception.
+class Written(NamedTuple):
+    """What is known about rows when they have been written."""
 
-        with complete_or_absent(Path("train.h5")) as folder, Writer(folder / "train.h5", 1000, fields) as writer:
-            writer.append({"images": images, "labels": labels})
+    n_rows: int
+    attributes: dict[str, Any]
+    n_not_finite: Counter[str]
+    """{field of floats: number of rows with NaN or infinity in it}"""
 
-    n_rows: number of rows that will come, which decides the size of the blocks. attributes: facts about the rows
-    (class_names, mean, std, source); for uint8 images without `mean`, the mean and standard deviation of each channel
-    are added.
+
+def write_rows(
+    path: Path,
+    n_rows: int,
+    fields: Mapping[str, Field],
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    attributes: Mapping[str, Any],
+    compression: Compression = "none",
+) -> Written:
+    """Write a file of rows, which come in their final order. After an exception it is not whole.
+
+    n_rows: number of rows that will come at most, which decides the size of the blocks. batches: {field: (n, *shape) or
+    RaggedArray}; their memory may be used again for the next one. attributes: facts about the rows, such as class_names
+    and source; for uint8 images without `mean`, the mean and standard deviation of each channel are added.
     """
-
-    def __init__(
-        self,
-        target: Path,
-        n_rows: int,
-        fields: Mapping[str, Field],
-        attributes: Mapping[str, Any] | None = None,
-        *,
-        compression: Compression = "none",
-    ):
-        self.path = target
-        self.n_rows = 0
-        """Rows written so far."""
-        self.n_not_finite = Counter[str]()
-        """{field of floats: number of rows written with NaN or infinity in it}"""
-        self.attributes = dict(attributes or {})
-        """Facts about the rows. More may be added until the context ends."""
-        self._statistics = None if "mean" in self.attributes else ImageStatistics(fields, n_rows)
-        self._file = h5py.File(
-            target,
-            "w",
-            libver="latest",
-            rdcc_nbytes=0,  # blocks are written at once, so that a full disk is told where it can be handled
-        )
-        filters = {} if compression == "none" else {"compression": compression}
-        block_rows = choose_block_rows(n_rows, fields)
-        self._columns: dict[str, Column | RaggedColumn] = {}
-        for name, field in fields.items():
-            if field.is_ragged:
-                self._columns[name] = RaggedColumn(self._file.create_group(name), field, n_rows, filters)
-            else:
-                self._columns[name] = Column(
-                    self._file, name, field, n_rows, block_rows=block_rows[name], filters=filters
-                )
-
-    def append(self, rows: Mapping[str, Any]) -> None:
-        """The next rows, {field: (n, *shape) or RaggedArray}. Their memory may be used again afterwards."""
-        n_new = len(next(iter(rows.values())))
-        if self._statistics:
-            self._statistics.add(rows, self.n_rows)
-        for name, column in rows.items():
-            if isinstance(column, np.ndarray) and column.dtype.kind == "f":
-                is_finite = np.isfinite(column).all(tuple(range(1, column.ndim)))
-                self.n_not_finite[name] += n_new - int(is_finite.sum())
-        for name, column in self._columns.items():
-            column.append(rows[name])
-        self.n_rows += n_new
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
-                self._file.close()
-
-    def _finish(self) -> None:
-        """Write the checksums and the attributes."""
-        if not self.n_rows:
+    n_came = 0
+    n_not_finite: Counter[str] = Counter()
+    statistics = ImageStatistics({} if "mean" in attributes else fields, n_rows)
+    # Without a cache, blocks are written at once, so that a full disk is told where it can be handled.
+    file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0)
+    try:
+        columns = _make_columns(file, n_rows, fields, {} if compression == "none" else {"compression": compression})
+        for rows in batches:
+            statistics.add(rows, n_came)
+            for name, column in columns.items():
+                column.append(rows[name])
+                if isinstance(rows[name], np.ndarray) and rows[name].dtype.kind == "f":
+                    is_finite = np.isfinite(rows[name]).all(tuple(range(1, rows[name].ndim)))
+                    n_not_finite[name] += len(is_finite) - int(is_finite.sum())
+            n_came += len(next(iter(rows.values())))
+        if not n_came:
             raise UserError("all rows are broken, so none is left to write")
-        for column in self._columns.values():
+        for column in columns.values():
             column.finish()
-        if self._statistics:
-            self.attributes |= self._statistics.attributes()
-        self.attributes["fastgpu_format"] = FORMAT
-        _write_attributes(self._file, self.attributes)
-        self._file.close()
+        attributes = {**attributes, **statistics.attributes(), "fastgpu_format": FORMAT}
+        write_attributes(file, attributes)
+        file.close()
+    finally:
+        with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
+            file.close()
+    return Written(n_came, attributes, n_not_finite)
 
 
-def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
+def _make_columns(
+    file: h5py.File, n_rows: int, fields: Mapping[str, Field], filters: Mapping[str, Any]
+) -> "dict[str, Column | RaggedColumn]":
+    block_rows = choose_block_rows(n_rows, fields)
+    columns: dict[str, Column | RaggedColumn] = {}
+    for name, field in fields.items():
+        if field.is_ragged:
+            columns[name] = RaggedColumn(file.create_group(name), field, n_rows, filters)
+        else:
+            columns[name] = Column(file, name, field, block_rows=block_rows[name], filters=filters, n_rows=n_rows)
+    return columns
+
+
+def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
     """Write attributes. Text has a fixed length: HDF5 keeps that of any length in a heap, where damage goes unseen."""
     for name, value in attributes.items():
         array = np.asarray(value)
@@ -161,10 +144,10 @@ class Column:
         group: h5py.Group,
         name: str,
         field: Field,
-        n_rows: int | None = None,
         *,
         block_rows: int,
         filters: Mapping[str, Any],
+        n_rows: int | None = None,
     ):
         """n_rows: number of rows that will come at most. None: nobody knows."""
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -200,19 +183,19 @@ class Column:
 
     def _write_block(self) -> None:
         rows = self._block[: self._n_waiting]
-        start, self._n_rows = self._n_rows, self._n_rows + len(rows)
-        if self._n_rows > len(self._data):
-            self._data.resize(self._n_rows, axis=0)
-        self._data[start : self._n_rows] = rows
+        stop = self._n_rows + len(rows)
+        if stop > len(self._data):
+            self._data.resize(stop, axis=0)
+        self._data[self._n_rows : stop] = rows
         self._digests.append(hashlib.sha256(rows.data).digest())
+        self._n_rows = stop
         self._n_waiting = 0
 
     def finish(self) -> None:
         """Write the last block, which may be short, and the checksums of all."""
         if self._n_waiting:
             self._write_block()
-        if self._n_rows < len(self._data):
-            self._data.resize(self._n_rows, axis=0)
+        self._data.resize(self._n_rows, axis=0)
         digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
         name = self._data.name.rpartition("/")[2]
         self._data.parent.create_dataset(f"{DIGESTS}/{name}", data=digests)
@@ -248,12 +231,12 @@ class RaggedColumn:
         self._values.finish()
         self._indptr.finish()
         if self._codecs:
-            _write_attributes(self._group, {"codec": "+".join(sorted(self._codecs))})
+            write_attributes(self._group, {"codec": "+".join(sorted(self._codecs))})
         if self._n_items:  # `data` is never written, so it takes no room and reads as its fill value
             shape = (self._n_values,)
             self._group.create_dataset("data", shape, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
             matrix_shape = (len(self._group["indptr"]) - 1, self._n_items)
-            _write_attributes(
+            write_attributes(
                 self._group, {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix_shape}
             )
 
@@ -268,24 +251,22 @@ class ImageStatistics:
     """
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
-        whole = {name: field for name, field in fields.items() if field.dtype == np.uint8}
-        images = {name: field for name, field in whole.items() if field.codec or len(field.shape) == 3}
-        self._name = next(iter(images), None)
-        self._decode = None
-        if self._name is not None and images[self._name].codec:
-            self._decode = import_module("fastgpu.images.files").decode_whole
+        whole = {name: each for name, each in fields.items() if each.codec or not each.is_ragged}
+        images = (
+            name for name, each in whole.items() if each.dtype == np.uint8 and (each.codec or len(each.shape) == 3)
+        )
+        self._name = next(images, "")
         self._row_step = -(-n_rows // STATISTICS_ROWS)
         self._rng = np.random.default_rng(0)
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares
 
     def add(self, rows: Mapping[str, Any], start: int) -> None:
         """Take note of the next rows. start: number of the first of them."""
-        if self._name is None:
-            return
-        images = rows[self._name]
+        images = rows.get(self._name, ())
         for row in range(-start % self._row_step, len(images), self._row_step):
-            if self._decode:
-                image_CHW = self._decode(images.values[images.offsets[row] : images.offsets[row + 1]])
+            if isinstance(images, RaggedArray):
+                decode = import_module("fastgpu.images.files").decode_whole
+                image_CHW = decode(images.values[images.offsets[row] : images.offsets[row + 1]])
             else:
                 image_CHW = images[row]
             pixels = image_CHW.reshape(len(image_CHW), -1)

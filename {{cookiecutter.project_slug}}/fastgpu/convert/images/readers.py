@@ -7,8 +7,7 @@ they are trained on as they are. Copy one to read data of your own.
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +15,12 @@ from PIL import Image, ImageOps
 
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Reader
-from fastgpu.convert.splits import SPLIT_OF_WORD, group_splits
+from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
 from fastgpu.images import files
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
 from fastgpu.images.files import IGNORED_CLASS, fit, format_size, list_images
 from fastgpu.images.parts import Box, Preprocessing
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
 
 JPEG_QUALITY = 92
@@ -31,7 +30,9 @@ JPEG_QUALITY = 92
 class ImageFiles(Reader):
     """Image files, and their labels if they have any.
 
-    prepared: Preprocessing() stands for the size of the first image that can be decoded, which all others must have.
+    name: of the source, for messages. paths: of the files, from `root` on. prepared: Preprocessing() stands for the
+    size of the first image that can be decoded, which all others must have. encoded: rows are the bytes of the files,
+    for each epoch to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it.
     """
 
     def __init__(
@@ -44,45 +45,30 @@ class ImageFiles(Reader):
         labels: np.ndarray | None = None,
         encoded: bool = False,
     ):
-        """name: of the source, for messages. paths: of the files, from `root` on.
-
-        encoded: rows are the bytes of the files, for each epoch to decode. If `prepared` has a size, images whose
-        shorter side is longer become JPEG files of that size.
-        """
         if not paths:
             raise UserError(f"{name} has no images")
-        self.name = name
+        super().__init__(name, len(paths), labels)
         self.paths = paths
-        self.labels = labels
-        self.attributes = {}
         self.encoded = encoded
-        self._files = files.ImageFiles([root / path for path in paths], prepared)
+        self.files = files.ImageFiles([root / path for path in paths], prepared)
         if not encoded:
             _, height, width = self.fields["images"].shape
             self.attributes["preprocessing"] = prepared._replace(size=(height, width)).to_json()
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
-        item = self._item(row)
-        if self.labels is not None:
-            item["labels"] = self.labels[row]
-        return item
-
-    def _item(self, row: int) -> dict[str, Any]:
+        item: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[row]}
         if not self.encoded:
-            return {"images": self._files.read(row)}
-        size = self._files.prepared.size
-        with self._files.open(row) as file:
-            return {"images": np.frombuffer(keep(file.read(), size and size[0]), np.uint8)}
+            return {"images": self.files.read(row), **item}
+        size = self.files.prepared.size
+        with self.files.open(row) as file:
+            return {"images": np.frombuffer(keep(file.read(), size and size[0]), np.uint8), **item}
 
     def where(self, row: int) -> str:
         return f"{self.name}: {self.paths[row]}"
 
     def remarks(self, rows: np.ndarray) -> list[str]:
-        return self._files.count_changes(rows.tolist())
+        return self.files.count_changes(rows.tolist())
 
 
 class ImageFolder(ImageFiles):
@@ -95,26 +81,22 @@ class ImageFolder(ImageFiles):
         *,
         encoded: bool = False,
     ):
-        root = Path(root)
-        paths = list_images(root)
-        folders = {path.split("/")[0] for path in paths if "/" in path}
-        is_split = bool(folders) and all(name.lower() in SPLIT_OF_WORD for name in folders)
-        depth = 2 if is_split else 1
-        inside = [path for path in paths if path.count("/") >= depth]
+        paths = [path.split("/") for path in list_images(Path(root))]
+        folders = {path[0].lower() for path in paths if len(path) > 1}
+        is_split = bool(folders) and folders <= SPLIT_OF_WORD.keys()
+        depth = 1 if is_split else 0
+        inside = [path for path in paths if len(path) > depth + 1]
         if not inside:
             cure = "if the files lie elsewhere, list them in a CSV of path,label"
             raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
-        places = [place for place in root.iterdir() if place.is_dir() and not place.is_symlink()]
-        empty = sorted({place.name for place in places if not place.name.startswith(".")} - folders)
-        if empty:
-            warn(f"{root} has folders without images, which are no classes: {', '.join(empty)}")
         if len(inside) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
-        classes, labels = np.unique([path.split("/")[depth - 1] for path in inside], return_inverse=True)
-        super().__init__(str(root), root, inside, prepared, labels=labels.astype(np.int64), encoded=encoded)
+        classes, labels = np.unique([path[depth] for path in inside], return_inverse=True)
+        files = ["/".join(path) for path in inside]
+        super().__init__(str(root), Path(root), files, prepared, labels=labels, encoded=encoded)
         self.attributes["class_names"] = classes.tolist()
         if is_split:
-            self.splits = group_splits(root, [path.split("/")[0] for path in inside])
+            self.splits = read_splits(str(root), [path[0] for path in inside])
 
 
 class Masks(ImageFiles):
@@ -140,39 +122,33 @@ class Masks(ImageFiles):
             print(f"masks without an image in {root}, which are left out: {n_unused:,}")
         self._masks = [Path(masks, mask_of[name]) for name in images]
         self._is_binary = is_binary
-        self._lock = Lock()
+        self._highest = np.zeros(len(images), np.uint8)
         super().__init__(str(root), Path(root), list(images.values()), prepared)
 
-    def _item(self, row: int) -> dict[str, Any]:
-        with self._files.open(row) as file, self._masks[row].open("rb") as mask_file:
-            image_CHW, mask_HW = decode_pair(file, mask_file, self._files.prepared, is_binary=self._is_binary)
-        highest = int(mask_HW.max(initial=0, where=mask_HW != IGNORED_CLASS))
-        with self._lock:
-            self.attributes["n_classes"] = max(self.attributes.get("n_classes", 1), highest + 1)
-        return {"images": image_CHW, "masks": mask_HW}
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Raises ValueError if the mask is none, or has another size than the image."""
+        item = super().__getitem__(row)
+        upright = EncodedImage(np.fromfile(self.files.paths[row], np.uint8), obeys_exif=True)
+        values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
+        if values_HW.shape != (upright.height, upright.width):
+            sizes = f"{format_size(values_HW.shape)} pixels, the image {format_size((upright.height, upright.width))}"
+            raise ValueError(f"its mask has {sizes}")
+        mask_HW = fit(torch.from_numpy(values_HW)[None], self.files.prepared, is_mask=True)[0].contiguous().numpy()
+        self._highest[row] = mask_HW.max(initial=0, where=mask_HW != IGNORED_CLASS)
+        return item | {"masks": mask_HW}
+
+    def facts(self) -> dict[str, Any]:
+        """See `Reader.facts`."""
+        return {"n_classes": int(self._highest.max()) + 1}
 
 
-def decode_pair(
-    image_file: IO[bytes], mask_file: IO[bytes], preprocessing: Preprocessing, *, is_binary: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """An image file and its mask -> uint8 (3, H, W), uint8 (H, W): a class for each pixel, or IGNORED_CLASS.
+def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
+    """A class for each pixel, or IGNORED_CLASS: uint8 (H, W). Raises ValueError for what is no mask.
 
     The classes are the indices of a palette image, or the values of a grey one. is_binary: if they are not 0 and 1,
-    they are 0 and 255, which is class 1. Raises ValueError if the mask has another size than the image.
+    they are 0 and 255, which is class 1.
     """
-    image = EncodedImage(np.frombuffer(image_file.read(), np.uint8), obeys_exif=True)
-    values = read_mask(mask_file, is_binary=is_binary)
-    if values.shape != (image.height, image.width):
-        sizes = f"{format_size(values.shape)} pixels, the image {format_size((image.height, image.width))}"
-        raise ValueError(f"its mask has {sizes}")
-    mask_HW = fit(torch.from_numpy(values)[None], preprocessing, is_mask=True)[0].contiguous().numpy()
-    image_file.seek(0)
-    return files.decode(image_file, preprocessing), mask_HW
-
-
-def read_mask(file: IO[bytes], *, is_binary: bool) -> np.ndarray:
-    """The values of a grey image or the indices of a palette image: uint8 (H, W). Raises ValueError for others."""
-    with open_image(file) as mask:
+    with path.open("rb") as file, open_image(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
         if values.ndim != 2 or values.dtype.kind not in "bui" or values.min() < 0 or values.max() > 255:
@@ -191,21 +167,20 @@ def keep(data: bytes, side: int | None = None) -> bytes:
     PNG. Raises an exception of any kind if the file is damaged.
     """
     image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
-    height, width = image.height, image.width
-    whole = Box(0, 0, height, width)
-    if side and min(height, width) > side:
-        scale = side / min(height, width)
-        return _save(image.decode(whole, (round(height * scale), round(width * scale))), "JPEG")
-    with open_image(io.BytesIO(data)) as opened:
-        kind = "JPEG" if opened.format in ("JPEG", "MPO") else "PNG"
-        is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
-    if not is_upright_rgb or data[0] not in CODECS:
-        return _save(image.decode(whole, (height, width)), kind)
-    image.decode(whole, (1, 1))  # in full, as far as damage goes
-    return data
-
-
-def _save(image_CHW: np.ndarray, kind: str) -> bytes:
+    size = (image.height, image.width)
+    whole = Box(0, 0, *size)
+    if side and min(size) > side:
+        kind = "JPEG"
+        scale = side / min(size)
+        size = (round(image.height * scale), round(image.width * scale))
+    else:
+        with open_image(io.BytesIO(data)) as opened:
+            kind = "JPEG" if opened.format in ("JPEG", "MPO") else "PNG"
+            is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
+        if is_upright_rgb and data[0] in CODECS:
+            image.decode(whole, (1, 1))  # in full, as far as damage goes
+            return data
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0))).save(file, kind, quality=JPEG_QUALITY)
+    pixels_HWC = np.ascontiguousarray(image.decode(whole, size).transpose(1, 2, 0))
+    Image.fromarray(pixels_HWC).save(file, kind, quality=JPEG_QUALITY)
     return file.getvalue()

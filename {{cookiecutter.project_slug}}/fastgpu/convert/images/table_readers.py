@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import polars as pl
 from fastgpu.convert.images.readers import ImageFiles
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import Reader
-from fastgpu.convert.splits import group_splits
+from fastgpu.convert.splits import read_splits
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
@@ -40,8 +41,7 @@ class ImageTable(ImageFiles):
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
         path = Path(path)
         table = Table(path)
-        columns = [name.strip() for name in columns]
-        files, *names = columns
+        files, *names = (name.strip() for name in columns)
         words = table.read(dict.fromkeys([files, *filter(None, [split_by])], pl.String))
         labels, attributes = parse_labels(table, names)
         paths = words[files].to_list()
@@ -50,46 +50,40 @@ class ImageTable(ImageFiles):
         super().__init__(str(path), path.parent, paths, prepared, labels=labels, encoded=encoded)
         self.attributes |= attributes
         if split_by:
-            self.splits = group_splits(path, words[split_by].to_list())
-        if unused := [name for name in table.names if name not in (*columns, split_by)]:
-            print(f"columns that are not used: {list_first(unused)}")
-
-
-PIXEL_COLUMN = re.compile(r"(pixel|px|p)?[ _]?\d+([x_]\d+)?", re.IGNORECASE)
-"""Names of the columns of pixels, such as pixel0, px_17 and 1x28."""
+            self.splits = read_splits(str(path), words[split_by].to_list())
 
 
 class PixelTable(Reader):
     """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
 
-    label: its column. None: the one column that is neither pixels nor split_by. All pixels are in memory. Raises
+    label: its column. None: `label`, or the one column beside `pixels` and split_by. All pixels are in memory. Raises
     UserError with the line of what is no row of pixels.
     """
 
     def __init__(self, path: str | Path, *, label: str | None = None, split_by: str | None = None):
-        self.name = str(path)
         table = Table(Path(path))
-        named = [name for name in table.names if PIXEL_COLUMN.fullmatch(name) and name not in (label, split_by)]
-        numbers = [list(map(int, re.findall(r"\d+", name))) for name in named]
-        if numbers != sorted(numbers):
+        others = [name for name in table.names if name not in ("pixels", label, split_by)]
+        if not label:
+            if len(others) != 1 and "label" not in others:
+                raise UserError(f"{path} has the columns {list_first(table.names)}; name that of the label by --label")
+            label = "label" if "label" in others else others[0]
+            others.remove(label)
+        numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
+        if "pixels" in table.names:
+            rows = _unpack(table, "pixels")
+        elif numbers == sorted(numbers):
+            rows = table.read(dict.fromkeys(others, pl.UInt8)).to_numpy()
+        else:
             raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
-        pixels = named or [name for name in table.names if name.lower() == "pixels"]
-        labels = [label] if label else [name for name in table.names if name not in (*pixels, split_by)]
-        if len(labels) != 1 or not pixels:
-            found = f"{path} has the columns {list_first(table.names)}"
-            cure = "pixel0, pixel1, ... or one column `pixels`; --label and --split-by name two others"
-            raise UserError(f"{found}; it should have columns of pixels, {cure}")
-        rows = table.read(dict.fromkeys(named, pl.UInt8)).to_numpy() if named else _unpack(table, pixels[0])
         side = isqrt(rows.shape[1])
         if side**2 != rows.shape[1]:
             raise UserError(f"{path} has {rows.shape[1]:,} pixels in a row, which are no square; save arrays (.npy)")
+        labels, attributes = parse_labels(table, [label])
+        super().__init__(str(path), len(labels), labels)
         self.images = np.ascontiguousarray(rows).reshape(-1, 1, side, side)
-        self.labels, self.attributes = parse_labels(table, labels)
+        self.attributes |= attributes
         if split_by:
-            self.splits = group_splits(Path(path), table.read({split_by: pl.String})[split_by].to_list())
-
-    def __len__(self) -> int:
-        return len(self.images)
+            self.splits = read_splits(str(path), table.read({split_by: pl.String})[split_by].to_list())
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         assert self.labels is not None
@@ -99,16 +93,11 @@ class PixelTable(Reader):
 def _unpack(table: Table, name: str) -> np.ndarray:
     """The pixels (rows, pixels) of a column of numbers that are separated by spaces."""
     texts = table.read({name: pl.String})[name]
-    rows = [_parse_pixels(text) for text in texts]
+    rows = [np.empty(0, np.uint8)] * len(texts)
+    for row, text in enumerate(texts):
+        with suppress(ValueError, OverflowError):
+            rows[row] = np.array(text.split(), np.uint8)
     n_pixels = max(map(len, rows))
     is_right = np.array([len(row) == n_pixels for row in rows])
     table.check(texts, is_right, f"it should be {n_pixels:,} whole numbers from 0 to 255")
     return np.stack(rows)
-
-
-def _parse_pixels(text: str) -> np.ndarray:
-    """(pixels,) uint8; empty if the text is something else."""
-    try:
-        return np.array(text.split(), np.uint8)
-    except (ValueError, OverflowError):
-        return np.empty(0, np.uint8)

@@ -4,9 +4,8 @@ from argparse import Namespace
 
 import numpy as np
 
-from fastgpu.convert.block_readers import FeedReader, load
+from fastgpu.convert.arrays import load
 from fastgpu.convert.commands import write
-from fastgpu.convert.reader import Part
 from fastgpu.convert.recsys.interactions import hold_out_users
 from fastgpu.process.launch import UserError
 
@@ -23,7 +22,7 @@ def events(args: Namespace) -> None:
         held_out = split.parts[name].lengths["held_out"]
         n_without = (held_out == 0).sum()
         print(f"{name}: {held_out.sum():,} items to be found; {n_without:,} of {len(held_out):,} users have none")
-    write({name: Part(FeedReader(rows)) for name, rows in split.parts.items()}, args)
+    write(split.parts, args)
 
 
 def _read_matrix(args: Namespace) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastgpu.convert.reader import Columns
+from fastgpu.dataset.items import Columns
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset

@@ -1,0 +1,83 @@
+"""NumPy arrays and sparse matrices as rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from fastgpu.convert.messages import explain_errors
+from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
+
+
+def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
+    """Fields of equal length from any number of
+
+        name=file.npy            mapped into memory, not read
+        file.npz                 arrays that have names, read
+        name=file.npz            a sparse matrix as scipy.sparse.save_npz writes it: ragged rows of column numbers, and
+                                 if its values are not all 1, the ragged rows `name_values`
+        name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
+
+    channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W), for which HDF5 datasets are read.
+    Raises UserError for what cannot be rows.
+    """
+    columns: dict[str, Any] = {}
+    fields: dict[str, Field] = {}
+    for source in sources:
+        name, _, path = source.rpartition("=")
+        content = load(path)
+        if isinstance(content, dict) == bool(name):
+            raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
+        if isinstance(content, dict):
+            columns |= content
+        elif not hasattr(content, "indptr"):
+            columns[name] = content
+        else:
+            values, offsets = content.data, content.indptr.astype(np.int64)
+            columns[name] = RaggedArray(content.indices.astype(np.int32), offsets)
+            fields[name] = Field(OFFSET_DTYPE, (), n_items=content.shape[1])
+            if not (values == 1).all():
+                columns[f"{name}_values"] = RaggedArray(values, offsets)
+                found = f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values"
+                warn(f"{found}; of ratings, keep those that count before: matrix = matrix > 3")
+    dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
+    if channels_last and not any(column.ndim == 4 for column in dense.values()):
+        raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
+    for name, column in dense.items():
+        if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
+            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+        if channels_last and column.ndim == 4:
+            columns[name] = np.moveaxis(column[:], 3, 1)
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len({*lengths.values()}) > 1 or 0 in lengths.values():
+        raise UserError(f"the arrays have lengths {lengths}; give all as many rows, and at least one")
+    return ArrayDataset(", ".join(sources), columns, fields=fields)
+
+
+def load(path: str) -> Any:
+    """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
+    file, is_h5, name = path.partition("::")
+    with explain_errors(path, "NumPy arrays of numbers, or a sparse matrix"):
+        content = h5py.File(file)[name] if is_h5 else np.load(path, mmap_mode="r", allow_pickle=False)
+        if isinstance(content, np.ndarray | h5py.Dataset):
+            return content
+        if not is_h5 and not {"shape", "data", "format"} <= {*content}:
+            return {name: np.asarray(member) for name, member in content.items()}  # a damaged member is bytes
+        from scipy import sparse  # of the extra `convert`
+
+        if is_h5:
+            make = sparse.csc_matrix if content.attrs["encoding-type"] == "csc_matrix" else sparse.csr_matrix
+            members = tuple(content[member][:] for member in ("data", "indices", "indptr"))
+            matrix = make(members, shape=tuple(content.attrs["shape"])).tocsr()
+        else:
+            matrix = sparse.load_npz(path).tocsr()
+        matrix.check_format(full_check=True)
+        matrix.sum_duplicates()
+        matrix.eliminate_zeros()
+    if matrix.shape[1] > np.iinfo(np.int32).max or matrix.dtype.kind not in "buif" or not matrix.nnz:
+        found = f"{path} is {matrix.dtype} {matrix.shape} with {matrix.nnz:,} values"
+        raise UserError(f"{found}; allowed are real numbers, fewer than 2^31 columns and at least one value")
+    return matrix
