@@ -14,131 +14,94 @@ from typing import Any
 import fastgpu.convert
 from fastgpu.process.launch import UserError, exit_with_message
 
+COMMANDS = {
+    "commands.arrays": "x.npy, y.npz, scipy's sparse m.npz or x.h5::/x: arrays images=x.npy y.npz m=m.npz train.h5",
+    "commands.dataset": "your own torch Dataset, package.module:Class: dataset mine:Photos photos/ train.h5",
+    "commands.repack": "file.h5, file.h5::/group or quoted patterns -> a file that is read fast: repack old.h5 x.h5",
+    "commands.info": "rows, classes and layout of file.h5 or file.h5::/group: info train.h5",
+    "commands.check": "which blocks are damaged: check train.h5; the exit code is 1 if there is one",
+    "images.commands.images": "folders of classes, a CSV of path,label, images and masks: images photos/ x.h5",
+    "images.commands.pixels": "a CSV of square grey images, pixels in columns or in `pixels`: pixels fer.csv fer.h5",
+    "recsys.commands.events": "MovieLens, a CSV or sparse.npz, split as Liang et al. (2018): events ml.zip ml.h5",
+}
+"""{module.function in fastgpu/convert: what the command does, with an example}"""
 ROOM = Path(fastgpu.convert.__file__ or "").parent
+WRITING = "arrays dataset repack images pixels events"
 
 
 def parse(argv: list[str]) -> Namespace:
     """The command line. `run` is the module of the command and its function. Exits for mistakes."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_file_commands(commands)
-    if (ROOM / "images").exists():
-        add_image_commands(commands)
-    if (ROOM / "recsys").exists():
-        add_recsys_commands(commands)
+    parsers: dict[str, ArgumentParser] = {}
+    for run, text in COMMANDS.items():
+        module, _, name = run.rpartition(".")
+        if (ROOM / f"{module.replace('.', '/')}.py").exists():  # a project may be without images, or without users
+            parsers[name] = commands.add_parser(name, help=text, description=text)
+            parsers[name].set_defaults(run=run)
+
+    def add(names: str, flag: str, **options: Any) -> None:
+        for name in parsers.keys() & {*names.split()}:
+            parsers[name].add_argument(flag, **options)
+
+    switch = {"action": "store_true"}
+    add("dataset images pixels events", "source")
+    add("arrays repack info check", "source", nargs="+")
+    add("dataset", "path", help="what the class is called with, such as a folder")
+    add(WRITING, "target", type=Path, help="file to write; it has a temporary name until it is complete")
+    add(WRITING, "--seed", type=int, default=0, help="seed of everything that is random; default: 0")
+    add(WRITING, "--keep-order", **switch, help="write the rows in the order of the source")
+    add(WRITING, "--compression", choices=("none", "gzip"), default="none", help="default: none")
+    add(WRITING, "--force", **switch, help="replace existing files")
+    add(WRITING, "--dry-run", **switch, help="show what was understood of the source; write nothing")
+    text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
+    add("arrays images pixels", "--split", type=shares, help=text)
+    add("images pixels", "--split-by", type=str.strip, help="column of the CSV that says train, val or test")
+    add("arrays", "--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
+    text = "NAME or NAME=DATASET; default: all datasets; of a torch Dataset, images and labels"
+    add("dataset repack", "--fields", nargs="+", type=field, default=[], metavar="NAME", help=text)
+    add("images", "--columns", help="of the CSV: the path and its labels; default: path,label")
+    add("images", "--size", type=size, metavar="HxW", help="height and width of the rows; default: those of the images")
+    text = "shorter (default): cover the size and cut off the rest. exact: stretch"
+    add("images", "--resize", choices=("shorter", "exact"), help=text)
+    text = "write the files as they are; each epoch decodes them. With --size 256, those whose shorter side is longer"
+    add("images", "--keep-encoded", **switch, help=f"{text} become smaller JPEG files")
+    add("images", "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
+    add("images", "--binary-masks", **switch, help="the masks hold 0 and 255, which is class 1 and not ignored")
+    text = (
+        "stop (default): list all broken images and write nothing. skip: leave 1 %% out at most, listed beside TARGET"
+    )
+    add("images", "--on-error", choices=("stop", "skip"), help=text)
+    add("pixels", "--label", type=str.strip, help="its column; default: label, or the only one beside `pixels`")
+    add("events", "--above", type=float, help="count ratings above this; default: 3.5")
+    add("events", "--held-out", type=int, default=10_000, help="users for val, and as many for test; default: 10,000")
+    text = "of the CSV; default: userId,movieId,rating. USER,ITEM: without ratings, so that each line counts"
+    add("events", "--columns", help=text)
     return parser.parse_args(argv)
 
 
-def add_file_commands(commands: Any) -> None:
-    """Arrays, Datasets and HDF5 files."""
-    text = "NumPy arrays or sparse matrices, one for each field: arrays images=x.npy labels=y.npy train.h5 --split 0.9"
-    source = "name=file.npy, file.npz, name=matrix.npz of scipy.sparse, or name=file.h5::/dataset"
-    parser = add_command(commands, "commands.arrays", text, source, nargs="+")
-    add_target(parser, can_split=True)
-    parser.add_argument("--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
-
-    text = "your own torch Dataset: dataset mine:Photos photos/ train.h5"
-    parser = add_command(commands, "commands.dataset", text, "package.module:Class, a map-style torch Dataset")
-    parser.add_argument("path", help="what the class is called with, such as a folder")
-    add_target(parser)
-    parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=FIELD", help="default: images and labels")
-
-    text = "HDF5 files -> one that is read fast: repack old-*.h5 train.h5"
-    source = "file.h5, file.h5::/group or a quoted glob pattern"
-    parser = add_command(commands, "commands.repack", text, source, nargs="+")
-    add_target(parser)
-    parser.add_argument("--fields", nargs="+", default=[], metavar="NAME=DATASET", help="default: all datasets")
-
-    text = "rows, classes and layout: info train.h5"
-    add_command(commands, "commands.info", text, "file.h5 or file.h5::/group", nargs="+")
-    text = "which blocks are damaged: check train.h5; the exit code is 1 if there is one"
-    add_command(commands, "commands.check", text, "file.h5 or file.h5::/group", nargs="+")
-
-
-def add_image_commands(commands: Any) -> None:
-    """Image files, and pixels in a CSV. Flags that are not given are false."""
-    text = "a folder for each class, a CSV of path,label, or images and masks: images photos/ photos.h5 --size 64"
-    parser = add_command(commands, "images.commands.images", text, "folder or .csv file")
-    add_target(parser, can_split=True, has_table=True)
-    add = parser.add_argument
-    add("--columns", help="of the CSV: the path and its labels; default: path,label")
-    add("--size", type=parse_size, metavar="HxW", help="height and width of the rows; default: those of the images")
-    text = "shorter (default): cover the size and cut off the rest. exact: stretch"
-    add("--resize", choices=("shorter", "exact"), help=text)
-    text = "write the files as they are; each epoch decodes them. With --size 256, those whose shorter side is longer"
-    add("--keep-encoded", action="store_true", help=f"{text} become smaller JPEG files")
-    add("--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
-    add("--binary-masks", action="store_true", help="the masks hold 0 and 255, which is class 1 and not ignored")
-    text = "at a broken image. stop: find the others, list them all, and write nothing. skip: leave it out, and list it"
-    text += " beside TARGET; stop if more than 1 %%, and more than one, are broken"
-    add("--on-error", choices=("stop", "skip"), default="stop", help=text)
-
-    text = "a CSV with the pixels of square grey images: pixels fer2013.csv fer.h5"
-    source = ".csv file with a column for each pixel, or a column `pixels`"
-    parser = add_command(commands, "images.commands.pixels", text, source)
-    add_target(parser, can_split=True, has_table=True)
-    text = "default: the one column that is neither pixels nor split"
-    parser.add_argument("--label", type=str.strip, metavar="COLUMN", help=text)
-
-
-def add_recsys_commands(commands: Any) -> None:
-    """Users and items."""
-    text = "users and items, split as Liang et al. (2018) do: events ml-20m.zip ml-20m.h5"
-    source = "MovieLens (a file of ratings, or the zip file), a CSV, or a sparse matrix.npz"
-    parser = add_command(commands, "recsys.commands.events", text, source)
-    add_target(parser)
-    add = parser.add_argument
-    add("--above", type=float, help="count ratings above this; default: 3.5")
-    add("--held-out", type=int, default=10_000, help="users for validation, and as many for the test; default: 10,000")
-    text = "of the CSV; default: userId,movieId,rating. USER,ITEM: without ratings, so that each line counts"
-    add("--columns", help=text)
-
-
-def add_command(commands: Any, run: str, text: str, source: str, *, nargs: str | None = None) -> ArgumentParser:
-    """A command. run: `module.function` in fastgpu/convert. text: what it does, with an example. source: its help."""
-    parser: ArgumentParser = commands.add_parser(run.rpartition(".")[2], help=text, description=text)
-    parser.set_defaults(run=run)
-    parser.add_argument("source", nargs=nargs, help=source)
-    return parser
-
-
-def add_target(parser: ArgumentParser, *, can_split: bool = False, has_table: bool = False) -> None:
-    """TARGET, and how it is written. can_split, has_table: with --split, with --split-by."""
-    add = parser.add_argument
-    add("target", type=Path, help="file to write; it has a temporary name until it is complete")
-    add("--seed", type=int, default=0, help="seed of everything that is random; default: 0")
-    add("--keep-order", action="store_true", help="write the rows in the order of the source")
-    add("--compression", choices=("none", "gzip"), default="none", help="default: none")
-    add("--force", action="store_true", help="replace existing files")
-    add("--dry-run", action="store_true", help="show what was understood of the source; write nothing")
-    if can_split:
-        text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
-        add("--split", type=parse_split, metavar="SHARES", help=text)
-    if has_table:
-        text = "column of the CSV that says train, val or test"
-        add("--split-by", type=str.strip, metavar="COLUMN", help=text)
-
-
-def parse_split(text: str) -> tuple[float, ...]:
+def shares(text: str) -> tuple[float, ...]:
     """The shares of train, val and perhaps test: `0.9` is (0.9, 0.1), `0.8,0.1,0.1` is itself."""
-    try:
-        shares = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        shares = ()
-    if len(shares) == 1:
-        shares = (shares[0], 1 - shares[0])
-    if len(shares) not in (2, 3) or not abs(sum(shares) - 1) < 1e-6 or min(shares) <= 0:
-        kinds = "the share to train on, such as 0.9, or the shares of train, val and test, such as 0.8,0.1,0.1"
-        raise ArgumentTypeError(f"{text} should be {kinds}")
-    return shares
+    numbers = tuple(map(float, text.split(",")))
+    if len(numbers) == 1:
+        numbers = (numbers[0], 1 - numbers[0])
+    if len(numbers) > 3 or not abs(sum(numbers) - 1) < 1e-6 or min(numbers) <= 0:
+        raise ArgumentTypeError(f"{text} should be a share, such as 0.9, or shares with the sum 1: 0.8,0.1,0.1")
+    return numbers
 
 
-def parse_size(text: str) -> tuple[int, ...]:
+def field(text: str) -> tuple[str, str]:
+    """(name, name in the source) of images=x, or of x for both."""
+    name, _, dataset = text.partition("=")
+    return name, dataset or name
+
+
+def size(text: str) -> tuple[int, ...]:
     """(height, width) of 218x178, or of 64 for both."""
-    words = text.split("x")
-    if len(words) > 2 or not all(word.isdecimal() and int(word) for word in words):
+    numbers = tuple(map(int, text.split("x")))
+    if len(numbers) > 2 or min(numbers) < 1:
         raise ArgumentTypeError(f"{text} should be HxW, such as 218x178, or one number for both")
-    return tuple(map(int, words * 2))[:2]
+    return (numbers * 2)[:2]
 
 
 def main(args: Namespace) -> int:

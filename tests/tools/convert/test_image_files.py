@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.readers import ImageFolder
-from fastgpu.convert.images.table_readers import ImageTable
+from fastgpu.convert.images.readers import ImageFolder, ImageTable
 from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import read_preprocessing
 from fastgpu.images.parts import Preprocessing

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from fastgpu.convert.reader import rows_of
-from fastgpu.convert.splits import SPLITS, draw_splits, read_splits, split_rows
+from fastgpu.convert.reader import SPLITS, draw_splits, read_splits, rows_of, split_rows
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import ArrayDataset
 

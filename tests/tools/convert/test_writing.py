@@ -14,8 +14,7 @@ import pytest
 from harness import ROOT
 
 from fastgpu.convert import writing
-from fastgpu.convert.reader import Reader
-from fastgpu.convert.splits import split_rows
+from fastgpu.convert.reader import Reader, split_rows
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 

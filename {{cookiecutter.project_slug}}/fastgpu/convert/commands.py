@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fastgpu.convert.arrays import open_arrays
 from fastgpu.convert.messages import list_first
-from fastgpu.convert.splits import split_rows
+from fastgpu.convert.reader import split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
@@ -17,8 +17,10 @@ from fastgpu.storage.file import split_group
 from fastgpu.storage.store import expand, open_store
 
 
-def write(parts: Mapping[str, Dataset], args: Namespace) -> None:
-    """Show what was understood of the source, and write each part to a file, as the flags of the command line say."""
+def write(source: Dataset | Mapping[str, Dataset], args: Namespace) -> None:
+    """Show what was understood of a source, or of its parts, and write it to files, as the command line says."""
+    split = vars(args).get("split")
+    parts = split_rows(source, split, args.seed) if isinstance(source, Dataset) else source
     print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
     if args.dry_run:
         print("--dry-run: nothing is written")
@@ -29,49 +31,39 @@ def write(parts: Mapping[str, Dataset], args: Namespace) -> None:
         seed=None if args.keep_order else args.seed,
         compression=args.compression,
         replace=args.force,
-        skips_broken=getattr(args, "on_error", "stop") == "skip",
+        skips_broken=vars(args).get("on_error") == "skip",
     )
 
 
 def arrays(args: Namespace) -> None:
     """Write arrays of equal length, one for each field of the rows."""
-    source = open_arrays(args.source, channels_last=args.layout == "nhwc")
-    write(split_rows(source, args.split, args.seed), args)
+    write(open_arrays(args.source, channels_last=args.layout == "nhwc"), args)
 
 
 def dataset(args: Namespace) -> None:
     """Write the items of a torch Dataset."""
-    fields = _parse_fields(args.fields) or {"images": "images", "labels": "labels"}
+    fields = dict(args.fields) or {"images": "images", "labels": "labels"}
     source = open_dataset("SOURCE", args.path, fields, factory=args.source)
     source.name = f"{args.source} called with {args.path}"
-    write({"": source}, args)
+    write(source, args)
 
 
 def repack(args: Namespace) -> None:
     """Write the rows of HDF5 files anew. Those with checksums are checked before: new ones would vouch for damage."""
-    fields = _parse_fields(args.fields)
     files = [each for path in args.source for each in expand("SOURCE", path)]
     names = {Path(file).resolve() for file, _ in files}
     if len(names) > 1 and args.target.resolve() in names:  # so that its old rows would be in it again
         raise UserError(f"{args.target} is one of the {len(names)} files of SOURCE; choose another name")
     file, group = files[0]
     group = f"/{group.strip('/')}"
-    stored = inspect(f"{file}::{group}")
-    fields = fields or fields_of(stored).get(group, {})
+    groups = fields_of(inspect(f"{file}::{group}"))
+    fields = dict(args.fields) or groups.get(group, {})
     if not fields:
-        groups = ", ".join(sorted(fields_of(stored))) or "no numbers"
-        raise UserError(f"{args.source[0]} has no rows in {group}, but {groups}")
+        raise UserError(f"{args.source[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
     for each in (f"{file}::{group}" for file, group in files):
         if any(data.has_digests for data in inspect(each)) and (damages := damaged(each)):
             raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
-    write({"": open_store("SOURCE", args.source, fields)}, args)
-
-
-def _parse_fields(pairs: list[str]) -> dict[str, str]:
-    for pair in pairs:
-        if "=" not in pair:
-            raise UserError(f"--fields is {pair}; it should be NAME=DATASET, such as images=x")
-    return dict(pair.split("=", 1) for pair in pairs)
+    write(open_store("SOURCE", args.source, fields), args)
 
 
 def info(args: Namespace) -> None:

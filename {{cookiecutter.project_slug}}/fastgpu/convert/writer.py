@@ -13,12 +13,11 @@ cache are read fastest.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -40,15 +39,6 @@ STATISTICS_PIXELS = 1024
 """Number of pixels of each of these images. Images differ more than the pixels of one image."""
 
 
-class Written(NamedTuple):
-    """What is known about rows when they have been written."""
-
-    n_rows: int
-    attributes: dict[str, Any]
-    n_not_finite: Counter[str]
-    """{field of floats: number of rows with NaN or infinity in it}"""
-
-
 def write_rows(
     path: Path,
     n_rows: int,
@@ -57,15 +47,15 @@ def write_rows(
     *,
     attributes: Mapping[str, Any],
     compression: Compression = "none",
-) -> Written:
+) -> tuple[int, dict[str, Any]]:
     """Write a file of rows, which come in their final order. After an exception it is not whole.
 
     n_rows: number of rows that will come at most, which decides the size of the blocks. batches: {field: (n, *shape) or
     RaggedArray}; their memory may be used again for the next one. attributes: facts about the rows, such as class_names
-    and source; for uint8 images without `mean`, the mean and standard deviation of each channel are added.
+    and source; for uint8 images without `mean`, the mean and standard deviation of each channel are added. Returns the
+    number of rows that came, and the attributes.
     """
     n_came = 0
-    n_not_finite: Counter[str] = Counter()
     statistics = ImageStatistics({} if "mean" in attributes else fields, n_rows)
     # Without a cache, blocks are written at once, so that a full disk is told where it can be handled.
     file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0)
@@ -75,9 +65,6 @@ def write_rows(
             statistics.add(rows, n_came)
             for name, column in columns.items():
                 column.append(rows[name])
-                if isinstance(rows[name], np.ndarray) and rows[name].dtype.kind == "f":
-                    is_finite = np.isfinite(rows[name]).all(tuple(range(1, rows[name].ndim)))
-                    n_not_finite[name] += len(is_finite) - int(is_finite.sum())
             n_came += len(next(iter(rows.values())))
         if not n_came:
             raise UserError("all rows are broken, so none is left to write")
@@ -89,7 +76,7 @@ def write_rows(
     finally:
         with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
             file.close()
-    return Written(n_came, attributes, n_not_finite)
+    return n_came, attributes
 
 
 def _make_columns(

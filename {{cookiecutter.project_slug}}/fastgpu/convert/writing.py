@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -11,10 +12,9 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import Reader, rows_of
-from fastgpu.convert.splits import SPLITS
+from fastgpu.convert.reader import SPLITS, Reader, rows_of
 from fastgpu.convert.summary import describe_attributes
-from fastgpu.convert.writer import Compression, Written, write_attributes, write_rows
+from fastgpu.convert.writer import Compression, write_attributes, write_rows
 from fastgpu.dataset.items import Columns
 from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
@@ -59,7 +59,7 @@ def write_files(
     target.parent.mkdir(parents=True, exist_ok=True)
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
     target.parent.mkdir(parents=True, exist_ok=True)
-    written: dict[str, Written] = {}
+    written: dict[str, tuple[int, dict[str, Any]]] = {}
     with ExitStack() as stack:
         partial = {name: stack.enter_context(new_file(path, replace=replace)) for name, path in paths.items()}
         needed = sum(len(part) * part.row_bytes for part in parts.values())
@@ -73,20 +73,19 @@ def write_files(
                 written[name] = write_rows(
                     partial[name], len(part), part.fields, rows, attributes=attributes, compression=compression
                 )
-            n_came = written[name].n_rows + np.isin(rows_of(part), list(broken)).sum()
+            n_came = written[name][0] + np.isin(rows_of(part), list(broken)).sum()
             assert n_came == len(part), f"{n_came} of {len(part)} rows came"
         _check_broken(broken, sum(map(len, parts.values())), skips=skips_broken)
         for name, part in parts.items():
             facts = part.facts() if isinstance(part, Reader) else {}
             with h5py.File(partial[name], "r+") as file:
                 write_attributes(file, facts)
-            written[name].attributes.update(facts)
+            written[name][1].update(facts)
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     for name, part in parts.items():
-        n_rows, attributes, n_not_finite = written[name]
+        n_rows, attributes = written[name]
         new = {key: value for key, value in attributes.items() if key not in part.attributes}
         print(f"{n_rows:,} rows in {paths[name]}", *describe_attributes(new), sep="\n")
-        print(*(f"  {field}: NaN or infinity in {n:,} rows\n" for field, n in (+n_not_finite).items()), sep="", end="")
         if isinstance(part, Reader):
             _report(part, paths[name])
     others = [_path_of(target, split) for split in ("", *SPLITS) if split not in parts]

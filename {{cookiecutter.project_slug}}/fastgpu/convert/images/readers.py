@@ -1,11 +1,14 @@
-"""Image files as map-style Datasets: folders of classes, and images with masks; table_readers.py has tables.
+"""Images as map-style Datasets: folders of classes, images with masks, a CSV of files, a CSV of pixels.
 
 Each gives {"images": uint8 (3, H, W), "labels": ...} for a row. `convert.py` writes them to a file; as `data.dataset`
 they are trained on as they are. Copy one to read data of your own.
 """
 
 import io
+import os
+import re
 from collections.abc import Sequence
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,7 @@ import torch
 from PIL import Image, ImageOps
 
 from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import Reader
-from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
+from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
 from fastgpu.images import files
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
 from fastgpu.images.files import IGNORED_CLASS, fit, format_size, list_images
@@ -140,6 +142,97 @@ class Masks(ImageFiles):
     def facts(self) -> dict[str, Any]:
         """See `Reader.facts`."""
         return {"n_classes": int(self._highest.max()) + 1}
+
+
+class ImageTable(ImageFiles):
+    """A CSV with a file and its labels in each line.
+
+    columns: names of the column with the files and of those with labels, which `parse_labels` describes. split_by: name
+    of the column that says train, val or test. Paths begin at the folder of the CSV. Raises UserError with the line if
+    something is missing or wrong.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
+        *,
+        columns: Sequence[str] = ("path", "label"),
+        split_by: str | None = None,
+        encoded: bool = False,
+    ):
+        if len(columns) < 2:
+            raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
+        import polars as pl  # of the extra `convert`
+
+        from fastgpu.convert.tables import Table, parse_labels
+
+        path = Path(path)
+        table = Table(path)
+        files, *names = (name.strip() for name in columns)
+        words = table.read(dict.fromkeys([files, *filter(None, [split_by])], pl.String))
+        labels, attributes = parse_labels(table, names)
+        paths = words[files].to_list()
+        if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
+            print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
+        super().__init__(str(path), path.parent, paths, prepared, labels=labels, encoded=encoded)
+        self.attributes |= attributes
+        if split_by:
+            self.splits = read_splits(str(path), words[split_by].to_list())
+
+
+class PixelTable(Reader):
+    """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
+
+    label: its column. None: `label`, or the one column beside `pixels` and split_by. All pixels are in memory. Raises
+    UserError with the line of what is no row of pixels.
+    """
+
+    def __init__(self, path: str | Path, *, label: str | None = None, split_by: str | None = None):
+        import polars as pl
+
+        from fastgpu.convert.tables import Table, parse_labels
+
+        table = Table(Path(path))
+        others = [name for name in table.names if name not in ("pixels", label, split_by)]
+        if not label:
+            if len(others) != 1 and "label" not in others:
+                raise UserError(f"{path} has the columns {list_first(table.names)}; name that of the label by --label")
+            label = "label" if "label" in others else others[0]
+            others.remove(label)
+        numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
+        if "pixels" in table.names:
+            texts = table.read({"pixels": pl.String})["pixels"]
+            pixels = [_parse_pixels(text) for text in texts]
+            n_pixels = max(map(len, pixels))
+            is_right = np.array([len(row) == n_pixels for row in pixels])
+            table.check(texts, is_right, f"it should be {n_pixels:,} whole numbers from 0 to 255")
+            rows = np.stack(pixels)
+        elif numbers == sorted(numbers):
+            rows = table.read(dict.fromkeys(others, pl.UInt8)).to_numpy()
+        else:
+            raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
+        side = isqrt(rows.shape[1])
+        if side**2 != rows.shape[1]:
+            raise UserError(f"{path} has {rows.shape[1]:,} pixels in a row, which are no square; save arrays (.npy)")
+        labels, attributes = parse_labels(table, [label])
+        super().__init__(str(path), len(labels), labels)
+        self.images = np.ascontiguousarray(rows).reshape(-1, 1, side, side)
+        self.attributes |= attributes
+        if split_by:
+            self.splits = read_splits(str(path), table.read({split_by: pl.String})[split_by].to_list())
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        assert self.labels is not None
+        return {"images": self.images[row], "labels": self.labels[row]}
+
+
+def _parse_pixels(text: str) -> np.ndarray:
+    """(pixels,) uint8; empty if the text is something else than numbers that are separated by spaces."""
+    try:
+        return np.array(text.split(), np.uint8)
+    except (ValueError, OverflowError):
+        return np.empty(0, np.uint8)
 
 
 def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
