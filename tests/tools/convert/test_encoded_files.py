@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_decoded_is_named(convert, photos, tmp_path):
     whole = (photos / "b/01.jpg").read_bytes()
     (photos / "b/01.jpg").write_bytes(whole[: len(whole) // 2])
     done = convert("images photos x.h5 --keep-encoded", code=2)
-    assert "1 of 40 rows are broken, so nothing was written" in done.stderr
+    assert "1 of 40 rows are broken; nothing was written" in done.stderr
     assert "b/01.jpg cannot be read: " in done.stderr
     convert("images photos x.h5 --keep-encoded --on-error skip")
     assert len(rows_in(tmp_path / "x.h5")) == 39

@@ -106,7 +106,7 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
     ]
     result = convert("images photos new/out.h5", code=2)
     assert result.stderr.splitlines() == [
-        "error: 2 of 250 rows are broken, so nothing was written; --on-error skip leaves them out:",
+        "error: 2 of 250 rows are broken; nothing was written; --on-error skip leaves out 1 % at most:",
         *(f"  {reason}" for reason in reasons),
     ]
     assert not list(tmp_path.glob("new/*"))

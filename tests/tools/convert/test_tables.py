@@ -19,7 +19,7 @@ def table(tmp_path, monkeypatch):
 
 
 def read(table: Table, *names: str) -> dict[str, list[str]]:
-    return table.read(dict.fromkeys(names, pl.String)).to_dict(as_series=False)
+    return {name: table.texts(name).to_list() for name in names}
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
@@ -60,8 +60,8 @@ def test_line_breaks_in_other_columns_are_warned_of(table, capsys):
 @pytest.mark.parametrize("value", ["12.0", "256", "-1", "", "cat"])
 def test_a_number_of_another_type_is_told_with_its_line(table, value):
     with pytest.raises(UserError, match=rf"x.csv:3: n is '{value}'; it (should be a whole number|is missing)"):
-        table(f"n,note\n7,a\n{value},b\n").read({"n": pl.UInt8})
-    assert table("n,note\n 7 ,a\n8,b\n").read({"n": pl.UInt8})["n"].to_list() == [7, 8]
+        table(f"n,note\n7,a\n{value},b\n").whole_numbers("n", 255)
+    assert table("n,note\n 7 ,a\n8,b\n").whole_numbers("n", 255).tolist() == [7, 8]
 
 
 # ---------------------------------------------------------------------------------------------- labels

@@ -1,6 +1,6 @@
 """What convert.py writes: a source of rows, and its splits. A `Reader` is one whose items may be broken."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -161,7 +161,7 @@ def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.nd
     return splits
 
 
-def read_splits(where: str, words: Sequence[str]) -> np.ndarray:
+def read_splits(where: str, words: Iterable[str]) -> np.ndarray:
     """(rows,) uint8, places in SPLITS. words: what `where` calls the split of each row. Raises UserError for others."""
     if unknown := sorted({word for word in words if word.lower() not in SPLIT_OF_WORD}):
         known = ", ".join(SPLIT_OF_WORD)

@@ -20,7 +20,7 @@ from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.machine import available_cpus, free_host_bytes
+from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -32,8 +32,8 @@ POOL_BLOCKS = 512
 """... or this many blocks, whichever is more; but never more than a quarter of the free memory."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
-MAX_SKIPPED_SHARE = 0.01
-"""If a larger share is broken, the data is not what it should be, and conversion stops."""
+MIN_ROWS_PER_SKIPPED = 100
+"""If more rows are broken, the data is not what it should be, and nothing is written."""
 
 
 def write_files(
@@ -53,48 +53,45 @@ def write_files(
     seed: of the random order; None keeps that of the source. skips_broken: leave broken rows out. Raises UserError if a
     file is in the way, the disk is too small, or rows are broken that must not be left out.
     """
-    paths = {name: _path_of(target, name) for name in parts}
+    named = {split: target.with_name(f"{target.stem}-{split}{target.suffix}") for split in SPLITS} | {"": target}
     orders = {name: _choose_order(part, seed) for name, part in parts.items()}
-    texts = {name: _describe_order(part, orders[name]) for name, part in parts.items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
-    target.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, tuple[int, dict[str, Any]]] = {}
+    target.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        partial = {name: stack.enter_context(new_file(path, replace=replace)) for name, path in paths.items()}
+        partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
         needed = sum(len(part) * part.row_bytes for part in parts.values())
-        free = shutil.disk_usage(target.parent).free
-        if compression == "none" and needed > free:
-            sizes = f"needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
-            raise UserError(f"{target} {sizes}; make room, or write it elsewhere")
+        if compression == "none" and needed > shutil.disk_usage(target.parent).free:
+            raise UserError(f"{target} needs {format_bytes(needed)}, more than is free; make room, or write elsewhere")
         for name, part in parts.items():
-            attributes = {"source": part.name, **part.attributes, "row_order": texts[name]}
-            with closing(_read(part, orders[name], broken, paths[name].name)) as rows:
+            order = _describe_order(part, orders[name])
+            attributes = {"source": part.name, **part.attributes, "row_order": order}
+            with closing(_read(part, orders[name], broken, named[name].name)) as rows:
                 written[name] = write_rows(
                     partial[name], len(part), part.fields, rows, attributes=attributes, compression=compression
                 )
-            n_came = written[name][0] + np.isin(rows_of(part), list(broken)).sum()
-            assert n_came == len(part), f"{n_came} of {len(part)} rows came"
-        _check_broken(broken, sum(map(len, parts.values())), skips=skips_broken)
+        n_rows = sum(map(len, parts.values()))
+        n_allowed = max(1, n_rows // MIN_ROWS_PER_SKIPPED) if skips_broken else 0
+        if len(broken) > n_allowed:
+            reasons = list_first([broken[row] for row in sorted(broken)], "\n  ")
+            cure = "nothing was written; --on-error skip leaves out 1 % at most"
+            raise UserError(f"{len(broken):,} of {n_rows:,} rows are broken; {cure}:\n  {reasons}")
+        n_came = sum(n for n, _ in written.values()) + len(broken)
+        assert n_came == n_rows, f"{n_came} of {n_rows} rows came"
         for name, part in parts.items():
-            facts = part.facts() if isinstance(part, Reader) else {}
-            with h5py.File(partial[name], "r+") as file:
-                write_attributes(file, facts)
-            written[name][1].update(facts)
+            if isinstance(part, Reader):
+                written[name][1].update(part.facts())
+                with h5py.File(partial[name], "r+") as file:
+                    write_attributes(file, part.facts())
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     for name, part in parts.items():
         n_rows, attributes = written[name]
         new = {key: value for key, value in attributes.items() if key not in part.attributes}
-        print(f"{n_rows:,} rows in {paths[name]}", *describe_attributes(new), sep="\n")
+        print(f"{n_rows:,} rows in {named[name]}", *describe_attributes(new), sep="\n")
         if isinstance(part, Reader):
-            _report(part, paths[name])
-    others = [_path_of(target, split) for split in ("", *SPLITS) if split not in parts]
-    if old := ", ".join(str(path) for path in others if path.exists()):
+            _report(part, named[name])
+    if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.exists()):
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
-
-
-def _path_of(target: Path, split: str) -> Path:
-    return target.with_name(f"{target.stem}-{split}{target.suffix}") if split else target
 
 
 def _choose_order(source: Dataset, seed: int | None) -> BlockSampler:
@@ -139,23 +136,12 @@ def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name:
             bar.update(pool.plan.n_rows)
 
 
-def _check_broken(broken: Mapping[int, str], n_rows: int, *, skips: bool) -> None:
-    """Raise UserError if there are broken rows; if they are skipped, if more than 1 % are broken."""
-    n_allowed = max(1, int(MAX_SKIPPED_SHARE * n_rows))
-    if len(broken) <= (n_allowed if skips else 0):
-        return
-    cure = "more than 1 %" if skips else "so nothing was written"
-    if not skips and len(broken) <= n_allowed:
-        cure += "; --on-error skip leaves them out"
-    reasons = [reason for _, reason in sorted([*broken.items()])]  # other threads add to it
-    raise UserError(f"{len(reasons):,} of {n_rows:,} rows are broken, {cure}:\n  " + list_first(reasons, "\n  "))
-
-
 def _report(reader: Reader, path: Path) -> None:
     """Print what was changed or left out, and list the rows that were left out in a file beside `path`."""
     rows = rows_of(reader)
     is_broken = np.isin(rows, list(reader.broken))
-    print(*(f"  {remark}\n" for remark in reader.remarks(rows[~is_broken])), sep="", end="")
+    for remark in reader.remarks(rows[~is_broken]):
+        print(f"  {remark}")
     if is_broken.any():
         report = path.with_name(f"{path.name}.skipped.txt")
         report.write_text("".join(f"{reader.broken[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")

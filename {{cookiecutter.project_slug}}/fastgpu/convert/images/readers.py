@@ -163,22 +163,18 @@ class ImageTable(ImageFiles):
     ):
         if len(columns) < 2:
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
-        import polars as pl  # of the extra `convert`
+        from fastgpu.convert.tables import Table, parse_labels  # polars is of the extra `convert`
 
-        from fastgpu.convert.tables import Table, parse_labels
-
-        path = Path(path)
-        table = Table(path)
+        table = Table(Path(path))
         files, *names = (name.strip() for name in columns)
-        words = table.read(dict.fromkeys([files, *filter(None, [split_by])], pl.String))
+        paths = table.texts(files).to_list()
         labels, attributes = parse_labels(table, names)
-        paths = words[files].to_list()
         if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
-        super().__init__(str(path), path.parent, paths, prepared, labels=labels, encoded=encoded)
+        super().__init__(str(path), table.path.parent, paths, prepared, labels=labels, encoded=encoded)
         self.attributes |= attributes
         if split_by:
-            self.splits = read_splits(str(path), words[split_by].to_list())
+            self.splits = read_splits(str(path), table.texts(split_by))
 
 
 class PixelTable(Reader):
@@ -189,8 +185,6 @@ class PixelTable(Reader):
     """
 
     def __init__(self, path: str | Path, *, label: str | None = None, split_by: str | None = None):
-        import polars as pl
-
         from fastgpu.convert.tables import Table, parse_labels
 
         table = Table(Path(path))
@@ -202,14 +196,14 @@ class PixelTable(Reader):
             others.remove(label)
         numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
         if "pixels" in table.names:
-            texts = table.read({"pixels": pl.String})["pixels"]
+            texts = table.texts("pixels")
             pixels = [_parse_pixels(text) for text in texts]
             n_pixels = max(map(len, pixels))
             is_right = np.array([len(row) == n_pixels for row in pixels])
             table.check(texts, is_right, f"it should be {n_pixels:,} whole numbers from 0 to 255")
             rows = np.stack(pixels)
         elif numbers == sorted(numbers):
-            rows = table.read(dict.fromkeys(others, pl.UInt8)).to_numpy()
+            rows = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in others], axis=1)
         else:
             raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
         side = isqrt(rows.shape[1])
@@ -217,10 +211,10 @@ class PixelTable(Reader):
             raise UserError(f"{path} has {rows.shape[1]:,} pixels in a row, which are no square; save arrays (.npy)")
         labels, attributes = parse_labels(table, [label])
         super().__init__(str(path), len(labels), labels)
-        self.images = np.ascontiguousarray(rows).reshape(-1, 1, side, side)
+        self.images = rows.reshape(-1, 1, side, side)
         self.attributes |= attributes
         if split_by:
-            self.splits = read_splits(str(path), table.read({split_by: pl.String})[split_by].to_list())
+            self.splits = read_splits(str(path), table.texts(split_by))
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         assert self.labels is not None

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 
 from fastgpu.convert.messages import explain_errors
 from fastgpu.convert.tables import Table
@@ -44,17 +43,12 @@ def read_events(
         n_columns = header.count(line[1]) + 1
         names = [*columns, *(f"column {number}" for number in range(len(columns), n_columns))]
     table = Table(source, content=content, names=names)
-    events = table.read(dict(zip(columns, (pl.UInt32, pl.UInt32, pl.Float64), strict=False)))
-    for name in columns[:2]:
-        cure = "ids are below 2^31; number them anew, such as by polars' rank('dense')"
-        table.check(events[name], events[name] < 1 << 31, cure)
+    users, items = (table.whole_numbers(name, np.iinfo(np.int32).max).astype(np.int32) for name in columns[:2])
     if len(columns) == 3:
-        rating = events[columns[2]]
-        table.check(rating, rating.is_finite(), "it should be a number")
-        events = events.filter(rating > above)
-        if not len(events):
+        counts = table.decimals(columns[2]) > above
+        users, items = users[counts], items[counts]
+        if not len(users):
             raise UserError(f"{source} has no rating above {above:g}")
-    users, items = (events[name].to_numpy().astype(np.int32) for name in columns[:2])
     return users, items
 
 
