@@ -2,13 +2,11 @@
 
 python train.py                                          one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
-python train.py run.check=true data.batch_size=512       build data, model and optimizer, then stop: nothing is written
 python train.py data.batch_size=512 train.epochs=3       any key of config.yaml; docs/config.md explains them
 """
 
 import sys
 
-import workloads
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, exit_with_message
 
@@ -23,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+import workloads
 from fastgpu.feed import PrefetchLoader, ResidentLoader, Sizes, choose_sizes, echo, open_loaders, open_splits
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.world import World, init_distributed
@@ -47,7 +46,7 @@ class Parts(NamedTuple):
     ddp: nn.Module  # wraps the model for forward passes: it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
-    ema: AveragedModel  # its weights, averaged over the steps: ema.module is validated, and saved for use
+    ema: AveragedModel  # ema.module is validated, and saved for use: its weights are averaged over the steps, if wanted
 
 
 def build(cfg: Config, world: World) -> Parts:
@@ -56,8 +55,8 @@ def build(cfg: Config, world: World) -> Parts:
         workload = workloads.make(cfg, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
         shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
-        val_shard = Shard(world.rank, world.world_size)
         sampler = BlockSampler(train_rows, sizes.batch_size, shard, sizes.pool_batches, seed=cfg.run.seed)
+        val_shard = Shard(world.rank, world.world_size)
         val_sampler = BlockSampler(val_rows, sizes.batch_size, val_shard, sizes.pool_batches, seed=None)  # unshuffled
         sampler.n_epochs = val_sampler.n_epochs = cfg.train.epochs  # no rows are read ahead for an epoch after the last
         loader, val_loader = open_loaders(splits, (sampler, val_sampler), sizes, world.device, loader=cfg.loader)
@@ -65,13 +64,13 @@ def build(cfg: Config, world: World) -> Parts:
         model = to_device(workload.model(), world.device)
         optimizer = make_optimizer(model, cfg.optim)
         precision = mixed_precision(cfg.train.precision, world.device, optimizer)
-    world.check_same(identify_job(cfg.flat(), splits, sampler, precision.name))
-    world.print_once(f"{describe_feed(train_rows, sizes, sampler)}\n{workload.summary}".strip())
-    ema = AveragedModel(model, cfg.train.ema)  # a decay of 0: the model itself
+    cfg = cfg.resolved(**sizes.chosen, model=workload.options.model_dump(), train={"precision": precision.name})
+    world.check_same(identify_job(cfg.flat(), splits, sampler))
+    world.print_once(describe_feed(train_rows, sizes, sampler))
     ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
     if cfg.train.compile:
         ddp.compile()
-    cfg = cfg.resolved(**sizes.chosen, model=workload.options.model_dump(), train={"precision": precision.name})
+    ema = AveragedModel(model, cfg.train.ema)
     return Parts(cfg, sizes, *splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
@@ -89,10 +88,9 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 def learning_rate(share: float, optim: Optim) -> float:
     """A linear rise, then a cosine or a line to 0, or the peak. share: part of the run that is done, in fresh rows."""
-    if share < optim.warmup_share:
-        return optim.lr * (share / optim.warmup_share)
-    fall = min(1.0, (share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
-    return optim.lr * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
+    rise = min(1.0, share / max(1e-9, optim.warmup_share))
+    fall = min(1.0, max(0.0, share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
+    return optim.lr * rise * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
 
 
 def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
@@ -121,29 +119,24 @@ def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     cfg, sizes, workload, sampler = parts.config, parts.sizes, parts.workload, parts.loader.order
     planned_rows = cfg.train.epochs * sampler.total_size
-    state = {"model": parts.model, "optimizer": parts.optimizer, "scaler": parts.precision.scaler}  # is in checkpoints
-    if cfg.train.ema:
-        state["ema"] = parts.ema
-    with Run(parts, state, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
+    with Run(parts, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
         at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
         clock = Clock(world)
         steps: list[dict[str, Tensor]] = []  # their numbers, since the last point of the log
-        while at.epoch < cfg.train.epochs:
+        while at.epoch < cfg.train.epochs and not run.is_asked_to_stop:
             for pool in clock.timed(parts.loader.pools(at.epoch, at.pool)):
-                place = cfg.run.seed, at.epoch, at.pool  # seeds all that is drawn at random for this pool
                 passes = echo_passes(cfg.data.echo, at.epoch * sampler.pools_per_epoch + at.pool)  # 2.5: 2, 3, 2, ...
                 fresh = cfg.data.batch_size / passes  # rows of an echoed batch that count as fresh ones
-                n_steps = passes * len(pool.rows) // sizes.batch_size
-                batches = echo(pool.rows, sizes.batch_size, passes, make_seed(world, *place))
+                batches = echo(pool.rows, sizes.batch_size, passes, make_seed(world, cfg.run.seed, at.epoch, at.pool))
                 for batch in islice(batches, at.pool_steps, None):  # a resumed run goes on inside its pool
                     done = sampler.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh  # up to mid-step
                     lr = learning_rate(done / planned_rows, cfg.optim)
-                    rows = workload.transform(batch, reseed(world, *place, at.pool_steps))
+                    rows = workload.transform(batch, reseed(world, cfg.run.seed, at.epoch, at.pool, at.pool_steps))
                     settle_buckets(parts, rows, world)  # once: on 3 ranks and more, for a resume that is exact
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # advances at.step and at.pool_steps; now and then asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)
-                    is_epoch_end = pool.plan.is_last and at.pool_steps == n_steps
+                    is_epoch_end = pool.plan.is_last and at.pool_steps * sizes.batch_size == passes * len(pool.rows)
                     if len(steps) == cfg.log.every_steps or is_epoch_end or run.is_asked_to_stop:
                         numbers = mean_over_ranks(steps, world)  # in a pool, the host waits for the device only here
                         steps.clear()
@@ -151,14 +144,13 @@ def train(parts: Parts, world: World) -> int:
                             raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
                         board.write(at.step, {**numbers, "train/lr": lr, **monitor.take()}, clock.take())
                     if run.is_asked_to_stop:
-                        return run.stop()  # saves this very step
+                        return run.finish()  # saves this very step
                 run.end_pool()  # advances at.pool; saves if run.checkpoint_every_steps says so
-            pools = run.until_asked_to_stop(parts.val_loader.pools(at.epoch))
-            metrics = evaluate(parts.ema.module, workload, pools, world, precision=parts.precision)
-            if run.is_asked_to_stop:
-                return run.stop()
-            run.end_epoch(metrics)  # advances at.epoch; saves the last checkpoint, and the best one
-            board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)
+            metrics = evaluate(parts.ema.module, workload, run.val_pools(), world, precision=parts.precision)
+            if not run.is_asked_to_stop:
+                run.end_epoch(metrics)  # advances at.epoch; saves the last checkpoint, and the best one
+                board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)
+            clock.restart()
         return run.finish()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from harness import ALONE
 from torch import nn
 from train import Parts, make_optimizer
@@ -52,13 +53,14 @@ def parts_of(
     """What a run asks of the `Parts` of train.py. settings: of section `run`."""
     run = {"folder": str(folder), "name": name, **settings}
     return SimpleNamespace(
+        _asdict=lambda: {"model": model, "ddp": model},
         config=CONFIG.resolved(run=run, **(sections or {})),
         train_rows=SOURCE,
         val_rows=SOURCE,
         loader=Nothing(),
         val_loader=Nothing(),
         workload=SimpleNamespace(card=lambda: {"classes": ["a", "b"]}, best=best),
-        precision=SimpleNamespace(name="fp32"),
+        precision=SimpleNamespace(name="fp32", scaler=torch.amp.GradScaler("cpu", enabled=False)),
         ema=SimpleNamespace(module=model),
     )
 
@@ -66,7 +68,7 @@ def parts_of(
 @contextmanager
 def started_run(folder: Path, model: nn.Module, **options: Any) -> Iterator[Run]:
     """A run that has been started. options: see `parts_of`."""
-    with Run(parts_of(folder, model, **options), {"model": model}, ALONE) as run:
+    with Run(parts_of(folder, model, **options), ALONE) as run:
         yield run
 
 

@@ -296,7 +296,7 @@ def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(fol
     capsys.readouterr()
     train("run.name=auto", "train.epochs=2", "run.resume=auto")
     assert "done: epoch 2, step 42" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"runs/new holds a run; use run.resume=auto to continue it"):
+    with pytest.raises(UserError, match=r"runs/new holds a run; run.resume=auto continues it"):
         train("run.name=new")
 
 
@@ -310,10 +310,9 @@ def test_a_run_goes_on_with_its_own_settings_but_for_the_words(folder):
 
 def test_a_run_is_not_resumed_with_another_model(folder, capsys):
     train("train.epochs=1", "model.hidden_dim=8")
-    with pytest.raises(UserError, match="runs/a.* model.hidden_dim=64"):
-        train("train.epochs=2", "run.name=auto", "run.resume=auto")
-    with pytest.raises(UserError, match=r"last-00000\d/model.pt does not fit: size mismatch "):
-        train("train.epochs=2", "run.resume=auto")
+    for name in ("a", "auto"):
+        with pytest.raises(UserError, match=r"runs/a/.*last-00000\d/model.pt does not fit: .*size mismatch "):
+            train("train.epochs=2", f"run.name={name}", "run.resume=auto")
     assert "resumed with model.hidden_dim=64 (was 8)" in capsys.readouterr().out
     assert len(val_points(folder / "runs/a")) == 1
 
@@ -394,7 +393,7 @@ def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
     run.mkdir(parents=True)
     (run / "checkpoints").symlink_to("/proc/self")  # takes no file: the same as a full disk
     for error in in_world(2, train_rank, folder, "train.epochs=1"):
-        assert "the run is over, but its last checkpoint is not in" in str(error)
+        assert "the last checkpoint is not in" in str(error)
 
 
 @pytest.mark.slow

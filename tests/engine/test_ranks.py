@@ -20,11 +20,11 @@ CASES = {
     "seed": (("run.seed=3",), "run.seed is 3 on rank 1 and"),
     "batch size": (("data.batch_size=64",), "data.batch_size is 64 on rank 1 and"),
     "model": (("model.hidden_dim=8",), "model.hidden_dim is 8 on rank 1 and"),
-    "fewer rows": (("data.train=rows.h5::/val",), "data.train: the number of rows is 100 on rank 1 and"),
+    "fewer rows": (("data.train=rows.h5::/val",), "data.train is 100 rows of digest "),
     "no rows": (("data.train=nowhere.h5",), "data.train: nowhere.h5 does not exist"),
-    "other rows": (("data.train=other.h5::/train",), "data.train: the digest of the rows is "),
-    "other rows to validate on": (("data.val=other.h5::/val",), "data.val: the digest of the rows is "),
-    "other rows, of which a share is held out": (("data.train=other.h5::/train", "data.val=10%"), "data.train: the "),
+    "other rows": (("data.train=other.h5::/train",), "data.train is 700 rows of digest "),
+    "other rows to validate on": (("data.val=other.h5::/val",), "data.val is 100 rows of digest "),
+    "other rows, of which a share is held out": (("data.train=other.h5::/train", "data.val=10%"), "data.train is "),
 }
 """{case: (settings of rank 1 only, beginning of the error)}"""
 ON_ALL = {

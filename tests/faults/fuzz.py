@@ -141,7 +141,7 @@ def make_checkpoint(*, has_state: bool = True) -> None:
     card = describe_model(CONFIG.flat(), source, source, {})
     progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(Path("run"), "last", progress, state, order={"rows": 10}, card=card)
+    checkpoint.save(Path("run"), "last", progress, state, card=card | {"order": {"rows": 10}})
     if not has_state:
         (SAVED / "state.json").unlink()
 

@@ -11,11 +11,11 @@ from torch import nn
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
 from fastgpu.predict.model import training_rows
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Config
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run import checkpoint
-from fastgpu.run.record import describe_feed, describe_model
+from fastgpu.run.record import describe_feed, describe_model, identify_job
 from fastgpu.storage.arrays import ArrayDataset
 
 CARD = {"classes": ["a", "b"]}
@@ -30,7 +30,7 @@ def save(run, card, model=None):
     """Save a checkpoint. Returns its folder."""
     (run / "checkpoints").mkdir()
     state = {"model": model or nn.Linear(2, 2)}
-    checkpoint.save(run, "last", checkpoint.Progress(step=7), state, order={}, card=card)
+    checkpoint.save(run, "last", checkpoint.Progress(step=7), state, card=card | {"order": {}})
     return run / "checkpoints/last-000001"
 
 
@@ -46,14 +46,6 @@ def test_what_is_written_is_what_was_known(tmp_path):
         "x": (np.dtype("u1"), (4,)),
         "y": (np.dtype("i8"), ()),
     }
-
-
-def test_a_card_or_an_attribute_that_is_no_json_names_the_workload():
-    with pytest.raises(UserError, match=r"workloads/minimal.py: card\(\), and .*, should be JSON values .*'Linear'"):
-        describe({"network": nn.Linear(2, 2)})
-    with pytest.raises(UserError, match=r"the attributes of made up, should be JSON values .*'object' object"):
-        describe(strange=object())
-    assert describe({"mean": torch.ones(2)})["attributes"] == {"mean": [1.0, 1.0]}
 
 
 class Tied(nn.Module):
@@ -72,6 +64,40 @@ def test_tied_weights_and_other_memory_formats_come_back_and_may_be_read_like_th
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name])
     assert len({stat.S_IMODE(each.stat().st_mode) for each in path.iterdir()}) == 1
+
+
+# ---------------------------------------------------------------------------------------------- for other ranks
+
+
+def config(**sections: dict[str, object]) -> dict[str, object]:
+    data = {"train": "a.h5", "val": "b.h5", "fields": {"x": "images"}} | sections.pop("data", {})
+    return Config.model_validate({"workload": "minimal", "data": data, **sections}).flat()
+
+
+def job_of(settings: dict[str, object]) -> dict[str, object]:
+    rows = ArrayDataset("x.h5", {"x": np.arange(8)})
+    return identify_job(settings, (rows, rows), BlockSampler(rows, 4))
+
+
+def test_what_decides_the_weights_must_be_the_same():
+    job = job_of(config())
+    for other in (
+        config(run={"seed": 1}),
+        config(optim={"lr": 0.1}),
+        config(train={"epochs": 3}),
+        config(model={"hidden_dim": 3}),
+        config(data={"batch_size": 32}),
+        config(data={"val_fields": {"x": "other"}}),
+        config(dist={"strategy": "dp"}),
+    ):
+        differing = [key for key, value in job_of(other).items() if job.get(key) != value]
+        assert len(differing) == 1, differing
+
+
+def test_where_rows_lie_and_how_they_are_read_may_differ():
+    job = job_of(config())
+    data = {"train": "/node/a.h5", "val": "/node/b.h5", "tier": "disk"}
+    assert job_of(config(data=data, loader={"num_readers": 3})) == job
 
 
 # ---------------------------------------------------------------------------------------------- at the start
@@ -96,5 +122,6 @@ def test_it_is_told_where_rows_lie_and_how_many_an_epoch_has(n_rows, groups, lin
     if groups:
         source.selection = Mixture(groups, source.block_rows, 4, 0)
     lines = describe_feed(source, SIZES, BlockSampler(source, 4, pool_batches=10)).splitlines()
-    assert lines[0].startswith("rows: x.h5, 0.0 MiB with the validation rows, kept on the device tier")
+    assert lines[0] == "rows: x.h5 (x: int64 (N))"
+    assert lines[1].startswith("memory: 0.0 MiB for all rows, on the device tier; free for each rank: ")
     assert lines[-1].startswith(line)

@@ -1,19 +1,27 @@
 import json
+import os
 import re
 import shutil
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from harness import newest, step_of
+from harness import ALONE, newest, step_of
 from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
 from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
+from fastgpu.process.config import Run
 from fastgpu.process.config_loader import load_config
+from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
-from fastgpu.run import checkpoint, folder
+from fastgpu.run import checkpoint, record
+from fastgpu.run import run as run_module
+from fastgpu.run.run import lock_folder
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.telemetry import TensorBoard
 
 
 @pytest.fixture
@@ -23,6 +31,75 @@ def model() -> nn.Module:
 
 def checkpoints(run: Path, kind: str = "") -> list[str]:
     return sorted(path.name for path in run.glob(f"checkpoints/{kind}*"))
+
+
+# ---------------------------------------------------------------------------------------------- which folder it is
+
+
+def locked(folder: Path, name: str = "auto", resume: str = "never") -> Path:
+    """The folder that a run takes and gives back."""
+    path, lock = lock_folder(Run(folder=str(folder), name=name, resume=resume))
+    lock.close()
+    return path
+
+
+def make_run(path: Path) -> Path:
+    """A run with a checkpoint."""
+    (path / "checkpoints/last-000001").mkdir(parents=True)
+    return path
+
+
+def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path):
+    assert len({locked(tmp_path) for _ in range(3)}) == 3
+    assert all(re.fullmatch(r"20\d{6}-\d{6}-\d{6}", path.name) for path in tmp_path.iterdir())
+    assert locked(tmp_path, "mine").name == "mine"
+    make_run(tmp_path / "other")
+    for _ in range(2):  # the lock is given back
+        with pytest.raises(UserError, match="run.name: .*other holds a run; run.resume=auto continues it"):
+            locked(tmp_path, "other")
+
+
+def test_resuming_takes_the_run_that_saved_last_or_starts_one(tmp_path):
+    for number, name in enumerate(("b", "c", "a")):
+        os.utime(make_run(tmp_path / name) / "checkpoints/last-000001", (number, number))
+    (tmp_path / "empty").mkdir()
+    assert locked(tmp_path, resume="auto").name == "a"
+    assert locked(tmp_path, "c", "auto").name == "c"
+    assert locked(tmp_path / "none", resume="auto").parent == tmp_path / "none"
+
+
+@pytest.mark.parametrize("name", ["file", "x" * 300])
+def test_a_folder_that_cannot_be_written(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
+        locked(tmp_path, name)
+
+
+def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
+    for name in (".partial-x", "copy-of-last"):
+        (tmp_path / "a/checkpoints" / name).mkdir(parents=True)
+    locked(tmp_path, "a")
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["copy-of-last"]
+
+
+def test_a_lock_is_not_written_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lock").symlink_to(victim)
+    with pytest.raises(UserError, match="run.folder: cannot write .*symbolic links"):
+        locked(tmp_path, "run")
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
+def test_files_that_only_describe_a_run_never_stop_it(tmp_path, model, content):
+    (tmp_path / "a").mkdir()
+    for name in ("config.yaml", "run.json", "metrics.jsonl"):
+        (tmp_path / "a" / name).write_bytes(content)
+    with started_run(tmp_path, model) as run, TensorBoard(run, planned_rows=1, world=ALONE) as log:
+        train_epoch(run)
+        log.write(1, {"val/x": 1.0})
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with
@@ -42,7 +119,7 @@ def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
     with started_run(tmp_path, model):
         pass
     description = json.loads((tmp_path / "a/run.json").read_text())
-    assert description["template_version"] == TEMPLATE_VERSION
+    assert description["versions"]["template"] == TEMPLATE_VERSION
     assert description["best"] == ["score", "higher"]
     assert {"torch", "h5py", "numpy", "python"} <= set(description["versions"])
     assert {"command", "started", "gpu", "git_commit"} <= set(description)
@@ -52,7 +129,7 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, mod
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder, "new_file", refuse)
+    monkeypatch.setattr(record, "new_file", refuse)
     with started_run(tmp_path, model) as run:
         train_epoch(run)
     printed = capsys.readouterr().out
@@ -84,13 +161,22 @@ def test_checkpoints_inside_an_epoch(tmp_path, model):
     assert checkpoints(tmp_path / "a") == ["last-000001"]
 
 
-def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model):
+@pytest.mark.parametrize(
+    ("direction", "scores", "epochs"),
+    [
+        ("higher", [nan, 3.0, 1.0, nan, 4.0, 2.0, 4.0], [0, 2, 2, 2, 5, 5, 5]),
+        ("lower", [inf, 1.0, 2.0, nan, 0.5, 0.5], [0, 2, 2, 2, 5, 5]),
+    ],
+)
+def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model, direction, scores, epochs):
     kept = []
-    with started_run(tmp_path, model) as run:
-        for score in (nan, 3.0, 1.0, nan, 4.0, 2.0, 4.0):
+    with started_run(tmp_path, model, best=("score", direction)) as run:
+        for score in scores:
             train_epoch(run, score=score)
-            kept += [step_of(path) // STEPS_PER_EPOCH for path in (tmp_path / "a").glob("checkpoints/best-*")]
-    assert kept == [2, 2, 2, 5, 5, 5]
+            kept.append(run.progress.best_epoch)
+            best = [step_of(path) // STEPS_PER_EPOCH for path in (tmp_path / "a").glob("checkpoints/best-*")]
+            assert best == [epoch for epoch in kept[-1:] if epoch]
+    assert kept == epochs
 
 
 def test_a_best_metric_that_does_not_exist_is_told_and_costs_no_epoch(tmp_path, model, capsys):
@@ -106,7 +192,20 @@ def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
     with started_run(tmp_path, model, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, score=0.0, loss=0.6)
         assert run.progress.best == 0.6
-    assert step_of(newest(tmp_path / "a", "best")) == 8
+        run._card["val_rows"] = "other rows"  # to validate on
+        train_epoch(run, score=0.0, loss=0.7)
+        assert run.progress.best == 0.7
+    assert step_of(newest(tmp_path / "a", "best")) == 12
+
+
+def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
+    with started_run(tmp_path, model) as run:
+        train_epoch(run)
+    others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
+    parts = parts_of(tmp_path, model, name="auto", resume="auto")
+    parts.train_rows = others
+    with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
+        run_module.Run(parts, ALONE)
 
 
 def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
@@ -130,7 +229,7 @@ def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path,
     with started_run(tmp_path, model) as run:
         monkeypatch.setattr(torch, "save", full)
         train_epoch(run)
-        with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume it"):
+        with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
             run.finish()
     printed = capsys.readouterr().out
     assert "last-000001 was not written: " in printed
@@ -181,13 +280,11 @@ def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
 
 
 def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch):
-    lock = folder.lock
-
-    def wait_for_the_other(path: Path, **options: bool):
+    def wait_for_the_other(path: Path):
         (path / "checkpoints/last-000001").mkdir(parents=True)
-        return lock(path, **options)
+        return FolderLock(path)
 
-    monkeypatch.setattr(folder, "lock", wait_for_the_other)
+    monkeypatch.setattr(run_module, "FolderLock", wait_for_the_other)
     with pytest.raises(UserError, match=r"run.name: .*/a holds a run"), started_run(tmp_path, model):
         pass
     assert not (tmp_path / "a/config.yaml").exists()

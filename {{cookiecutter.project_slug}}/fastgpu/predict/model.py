@@ -34,8 +34,7 @@ class _Card(BaseModel, extra="allow"):
     attributes: dict[str, Any]
     epoch: int
     metrics: dict[str, float]
-    batch_size: int
-    precision: Literal["bf16", "fp16", "fp32"]
+    config: dict[str, Any]
 
 
 class Trained(NamedTuple):

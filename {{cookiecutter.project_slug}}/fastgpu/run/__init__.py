@@ -1,8 +1,7 @@
 """One training run, from its folder to its last checkpoint.
 
-run          a run as the training loop uses it: its position and checkpoints, and the signals to it
-folder       the folder of a run: which one it is, its lock, and what it says about the run
-record       what a run is: for model.json, for the other ranks, and for a person
+run          a run as the training loop uses it: its folder, position and checkpoints, and the signals to it
+record       what a run is: in its folder, in model.json, for the other ranks, and for a person
 checkpoint   saving and resuming: complete or absent, verified when read; the model to use
 """
 

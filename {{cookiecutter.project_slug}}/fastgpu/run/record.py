@@ -1,49 +1,67 @@
-"""What a run is, in words and numbers: for model.json, for the other ranks, and for a person."""
+"""What a run is, in words and numbers: in its folder, in model.json, for the other ranks, and for a person."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+import yaml
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
-from fastgpu.process.launch import UserError
+from fastgpu.process.files import new_file
+from fastgpu.process.launch import warn
 from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
 
-MODEL_FORMAT = 1
-MAY_DIFFER = ("data.train", "data.val", "data.tier")
-"""Keys that nodes may set differently, besides the section `loader`. Files may have other names: their rows
-are compared. The others decide how rows are read, not which."""
+VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("torch", "numpy", "h5py")}}
+
+
+def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequence[str]) -> None:
+    """Write run.json and config.yaml, a valid --config file; a resumed run adds run-2.json and config-2.yaml."""
+    number = 1 + len([*folder.glob("run*.json")])
+    suffix = f"-{number}" if number > 1 else ""
+    description = {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {"python": sys.version, **VERSIONS},
+        "gpu": gpu,
+        "git_commit": subprocess.getoutput("git describe --always --abbrev=40 --dirty '--exclude=*' 2>/dev/null"),
+        "best": list(best),
+    }
+    write_or_warn(folder / f"run{suffix}.json", json.dumps(description, indent=2))
+    write_or_warn(folder / f"config{suffix}.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+
+def write_or_warn(path: Path, text: str) -> None:
+    """Write a file that a run does not need. If the disk refuses, training goes on."""
+    try:
+        with new_file(path, replace=True) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        warn(f"cannot write {path} ({error}); training goes on")
 
 
 def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of model.json that is known when a run starts.
-
-    config: {dotted key: value}, without `auto`. train, val: the rows. card: `Workload.card()`. Raises UserError if the
-    card is not made of JSON values.
-    """
+    """The part of model.json that is known when a run starts. config: {dotted key: value}, without `auto`."""
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
         fields = train.fields | val.fields
         described["preprocessing"] = val.attributes["preprocessing"]
-    try:  # arrays, tensors and NumPy's numbers become lists and numbers
-        attributes = json.loads(json.dumps(described | dict(card), default=methodcaller("tolist")))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"workloads/{config['workload']}.py: card(), and the attributes of {train.name}, should be JSON values "
-            f"(text, numbers, lists); {error}"
-        ) from None
+    # Arrays, tensors and NumPy's numbers become lists and numbers.
+    attributes = json.loads(json.dumps(described | dict(card), default=methodcaller("tolist")))
     names = config["data.fields"] | config["data.val_fields"]
     return {
-        "format": MODEL_FORMAT,
+        "format": 1,
         "template_version": TEMPLATE_VERSION,
         "workload": config["workload"],
         "config": dict(config),
@@ -61,53 +79,39 @@ def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card
         "attributes": attributes,
         "rows": _digest_of_rows(train),
         "val_rows": _digest_of_rows(val),
-        "batch_size": config["data.batch_size"],
-        "precision": config["train.precision"],
     }
 
 
 def _digest_of_rows(source: Dataset) -> str:
-    return hashlib.sha256(str(_identity(source)).encode()).hexdigest()[:12]
-
-
-def _identity(source: Dataset) -> dict[str, object]:
     """What tells rows from others."""
     fields = {f"field {name}": field for name, field in source.fields.items()}
-    return {"the number of rows": len(source), **fields, "the digest of the rows": source.digest}
+    identity = {"the number of rows": len(source), **fields, "the digest of the rows": source.digest}
+    return hashlib.sha256(str(identity).encode()).hexdigest()[:12]
 
 
-def identify_job(
-    config: Mapping[str, object], splits: tuple[Dataset, Dataset], order: BlockSampler, precision: str
-) -> dict[str, object]:
-    """{what all ranks must have the same: its value}. config: {dotted key: value}."""
-    train, val = splits
-    settings = {key: value for key, value in config.items() if key not in MAY_DIFFER and not key.startswith("loader.")}
-    return {
-        **{f"data.train: {name}": value for name, value in _identity(train).items()},
-        **{f"data.val: {name}": value for name, value in _identity(val).items()},
-        "fastgpu.TEMPLATE_VERSION": TEMPLATE_VERSION,
-        "the version of torch": torch.__version__,
-        "the version of numpy": np.__version__,
-        **settings,
-        "the order of rows": order.identity,
-        "train.precision": precision,
-    }
+def identify_job(config: Mapping[str, object], splits: Sequence[Dataset], order: BlockSampler) -> dict[str, object]:
+    """{what all ranks must have the same: its value}. config: {dotted key: value}, without `auto`.
+
+    How rows are read may differ, and so may the names of files: their rows are compared.
+    """
+    settings = {key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier"))}
+    train, val = (f"{len(rows):,} rows of digest {_digest_of_rows(rows)}" for rows in splits)
+    return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": order.identity}
 
 
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
     readers = "worker processes" if sizes.uses_workers else "reader threads"
-    free = f"{format_bytes(sizes.free['host'])} of memory free"
+    fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
+    free = f"{format_bytes(sizes.free['host'])} in RAM"
     if sizes.free["device"] != sizes.free["host"]:  # the device is not the CPU
-        free = f"{format_bytes(sizes.free['device'])} free on its device and {format_bytes(sizes.free['host'])} in RAM"
+        free = f"{format_bytes(sizes.free['device'])} on its device, {free}"
     lines = [
-        f"rows: {source.name}, {format_bytes(sizes.need)} with the validation rows, kept on the {sizes.tier} tier "
-        f"(each rank has {free})",
+        f"rows: {source.name} ({fields}) {source.decoding}".rstrip(),
+        f"memory: {format_bytes(sizes.need)} for all rows, on the {sizes.tier} tier; free for each rank: {free}",
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} "
         f"batches in a pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}",
     ]
-    if source.decoding:
-        lines.append(f"images: {source.decoding}")
     if isinstance(source.selection, Mixture):
         lines.append(f"each epoch: {source.selection.describe()}")
     elif order.total_size < len(source):
