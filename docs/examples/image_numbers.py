@@ -10,7 +10,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from workloads import images
@@ -41,36 +41,21 @@ class Workload(images.Workload):
                     f"{source.name}: labels are NaN or infinite in {len(rows):,} rows, first in row {rows[0]}; leave "
                     "them out"
                 )
+            if values is not None and max(abs(values.mean(0)).max(), values.std(0).max()) > FAR:
+                warn(f"{source.name}: labels are far from 0; they train better as (labels - mean) / std")
         if options.label_smoothing:
             raise UserError(
                 f"model.label_smoothing is {options.label_smoothing}, but labels are no classes; allowed is 0"
             )
         image = train.fields["images"]
         self.options = options
-        self.dtype = image.dtype
         self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *image.shape)[-3:]))
         self.names = [str(name) for name in train.attributes.get("target_names") or []]
         self.has_attributes = True  # of which mixup blends all
         self.n_outputs = labels.shape[0] if labels.shape else 1
-        self.label_summary = self.describe_numbers(train.column("labels"))
         self.is_pretrained = options.pretrained and len(train) > 0
         self.check_options()
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
-
-    @property
-    def summary(self) -> str:
-        C, H, W = self.shape_CHW
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {self.label_summary}"
-
-    def describe_numbers(self, labels: np.ndarray | None) -> str:
-        text = f"{self.n_outputs} number{'s' * (self.n_outputs > 1)} to predict"
-        if labels is None:
-            return text
-        mean_K, std_K = np.atleast_1d(labels.mean(0, np.float64), labels.std(0, np.float64))
-        mean, std = (np.array2string(values_K, precision=3, threshold=8) for values_K in (mean_K, std_K))
-        is_far = max(abs(mean_K).max(), std_K.max()) > FAR
-        hint = "; they train better as (labels - mean) / std" if is_far else ""
-        return f"{text}, mean {mean}, std {std}{hint}"
 
     def transform(self, batch: Rows, rng: Any) -> Rows:
         """Augment on the device; the labels become (B, K)."""

@@ -56,7 +56,6 @@ class Workload(workloads.Workload):
                     f"(N, H, W), and images as those of {train.name}: {image}"
                 )
         self.options = options
-        self.dtype = image.dtype
         self.shape_CHW = (1, *image.shape)[-3:]
         self.n_classes = int(train.attributes.get("n_classes", 0))
         if self.n_classes < 2:
@@ -65,11 +64,6 @@ class Workload(workloads.Workload):
                 "without 255, which is ignored (masks of 0 and 255 alone: convert.py images --binary-masks)"
             )
         self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
-
-    @property
-    def summary(self) -> str:
-        C, H, W = self.shape_CHW
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; masks: {self.n_classes} classes"
 
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K, H, W)."""
@@ -135,7 +129,7 @@ class UNet(nn.Module):
         n_channels, height, width_px = shape_CHW
         side = min(height, width_px)
         widths = [width]
-        while side >= 2 * images.MIN_SIDE and len(widths) < 5:
+        while side >= 8 and len(widths) < 5:
             side //= 2
             widths.append(2 * widths[-1])
         pairs = list(pairwise(widths))

@@ -18,25 +18,19 @@ from fastgpu.images import augment
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Field, Rows
-from workloads import Direction
+from fastgpu.rows.rows import Rows
 
 DTYPES = ("uint8", "float16", "float32")
 """Types of the images that this workload trains on as they are."""
 CHANNELS = (1, 3, 4)
 """Usual numbers of channels. A last axis of such a length is perhaps theirs, as Pillow, OpenCV and Keras have it."""
-MAX_CLASSES = 1 << 24
-"""A label that is not below this number is no class, but perhaps an id."""
-MIN_SIDE = 4
-"""Stages of the network halve the image until its shorter side has this many pixels."""
 
 
 class Workload(workloads.Workload):
     """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
 
-    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. These attributes of the training data
-    are used if they exist: `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the
-    file.
+    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. Used of the attributes of the training
+    data are `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the file.
     """
 
     class Options(Section):
@@ -63,16 +57,20 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
-    best: tuple[str, Direction] = ("top1_pct", "higher")
+    best = ("top1_pct", "higher")
     inputs = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
         check_images(train, val)
         images, labels = train.fields["images"], train.fields["labels"]
-        check_label_type(train.name, labels)
+        is_column = labels.shape == (1,)  # more often classes with an axis too many than a single attribute
+        if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
+            raise UserError(
+                f"{train.name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for "
+                "attributes: write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1)"
+            )
         self.options = options
-        self.dtype = images.dtype
         # The fields of a model.json have the size of validation images; its card has that of training images.
         self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *images.shape)[-3:]))
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
@@ -88,28 +86,23 @@ class Workload(workloads.Workload):
 
     def check_options(self) -> None:
         """Raise UserError if an option leaves nothing of an image, or has no effect."""
-        o = self.options
-        if o.pretrained and not o.timm:
+        if self.options.pretrained and not self.options.timm:
             raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
         side = min(self.shape_CHW[1:])
-        for name, pixels in (("crop_padding", o.crop_padding), ("cutout_size", o.cutout_size)):
-            if pixels >= side:
-                raise UserError(f"model.{name} is {pixels}, but images are {side} pixels high or wide; use fewer")
-
-    @property
-    def summary(self) -> str:
-        C, H, W = self.shape_CHW
-        labels = f"{self.n_outputs} {'attributes' if self.has_attributes else 'classes'}"
-        return f"images: {C} x {H} x {W} (channels x height x width), {self.dtype}; labels: {labels}"
+        if max(self.options.crop_padding, self.options.cutout_size) >= side:
+            raise UserError(f"images are {side} pixels high or wide; model.crop_padding and cutout_size should be less")
 
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K)."""
         o = self.options
-        if o.timm:
-            network = make_timm(o.timm, self.shape_CHW[0], self.n_outputs, pretrained=self.is_pretrained)
-        else:
-            network = resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
-        return nn.Sequential(self.normalize, network)
+        if not o.timm:
+            return nn.Sequential(self.normalize, resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks))
+        shape = {"in_chans": self.shape_CHW[0], "num_classes": self.n_outputs}
+        try:
+            create = import_module("timm").create_model
+            return nn.Sequential(self.normalize, create(o.timm, pretrained=self.is_pretrained, **shape))
+        except (ImportError, RuntimeError, OSError) as error:  # of timm, of its name of a network, or of the weights
+            raise UserError(f"model.timm is {o.timm}: {error}; pip install timm; see timm.list_models()") from None
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, in the dtype of the file."""
@@ -123,7 +116,7 @@ class Workload(workloads.Workload):
         if o.flip:
             x_BCHW = augment.random_flip(x_BCHW, rng)
         if o.cutout_size:
-            fill_C = self.normalize.mean_color(x_BCHW.dtype).to(x_BCHW.device)
+            fill_C = augment.to_dtype((-self.normalize.shift / self.normalize.scale).flatten(), x_BCHW.dtype)
             x_BCHW = augment.cutout(x_BCHW, o.cutout_size, fill_C, rng)
         if o.mixup_alpha:
             target = labels if self.has_attributes else F.one_hot(labels.long(), self.n_outputs)
@@ -131,10 +124,7 @@ class Workload(workloads.Workload):
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy of the batch, and of its attributes.
-
-        Mixed labels of classes are floats (B, K).
-        """
+        """Mean cross-entropy of the batch, and of its attributes. Mixed labels of classes are floats (B, K)."""
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
         smoothing = self.options.label_smoothing
@@ -173,12 +163,7 @@ class Workload(workloads.Workload):
         return {"probability": logits_BK.softmax(1)}
 
     def card(self) -> dict[str, Any]:
-        return {
-            "training_shape": list(self.shape_CHW),
-            "n_classes": self.n_outputs,
-            "class_names": self.class_names,
-            "has_attributes": self.has_attributes,
-        }
+        return {"training_shape": list(self.shape_CHW), "n_classes": self.n_outputs}
 
 
 # ---------------------------------------------------------------------------------------------- checks of the rows
@@ -215,14 +200,8 @@ def count_classes(source: Dataset) -> int:
         return int(n_classes)
     labels = source.column("labels")
     if labels is None:
-        raise UserError(
-            f"{source.name}: the number of classes is unknown; give the file the attribute n_classes, or the Dataset "
-            "`class_names` or `labels`, with the values of its items"
-        )
-    highest = int(labels.max(initial=0))
-    if highest >= MAX_CLASSES:
-        raise UserError(f"{source.name}: labels run up to {highest}; allowed are classes, numbered from 0 on")
-    return highest + 1
+        raise UserError(f"{source.name}: the number of classes is unknown; give it the attribute n_classes")
+    return int(labels.max(initial=0)) + 1
 
 
 def check_range(source: Dataset, highest: int) -> None:
@@ -230,19 +209,8 @@ def check_range(source: Dataset, highest: int) -> None:
     labels = source.column("labels")
     if labels is not None and (labels.min() < 0 or labels.max() > highest):
         raise UserError(
-            f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}, as in the "
-            "training rows; leave other rows out, or number the values from 0 on"
-        )
-
-
-def check_label_type(name: str, labels: Field) -> None:
-    """Raise UserError if labels are neither classes nor attributes."""
-    is_column = labels.shape == (1,)  # more often classes with an axis too many than a single attribute
-    if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
-        raise UserError(
-            f"{name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for attributes: "
-            "write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1); to predict numbers, take "
-            "docs/examples/image_numbers.py of the template"
+            f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}: leave other rows "
+            "out, or number the values from 0 on"
         )
 
 
@@ -261,8 +229,7 @@ class Normalize(nn.Module):
     def __init__(self, attributes: Mapping[str, Any], n_channels: int, dtype: np.dtype):
         """dtype: of the images. Raises UserError if the attributes do not fit the channels."""
         super().__init__()
-        middle = np.iinfo(dtype).max / 2 if dtype.kind == "u" else None
-        defaults = {"mean": middle or 0.0, "std": middle or 1.0}
+        defaults = {"mean": 127.5, "std": 127.5} if dtype == np.uint8 else {"mean": 0.0, "std": 1.0}
         values = {}
         for name, default in defaults.items():
             value = torch.as_tensor(attributes.get(name, default), dtype=torch.float32).flatten()
@@ -271,10 +238,6 @@ class Normalize(nn.Module):
             values[name] = value.expand(n_channels)
         self.register_buffer("scale", (1 / values["std"]).view(1, -1, 1, 1))
         self.register_buffer("shift", (-values["mean"] / values["std"]).view(1, -1, 1, 1))
-
-    def mean_color(self, dtype: torch.dtype) -> Tensor:
-        """(C,) of a dtype of images: the color that becomes 0."""
-        return augment.to_dtype((-self.shift / self.scale).flatten(), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, C, H, W) or (B, H, W) -> (B, C, H, W)."""
@@ -326,21 +289,10 @@ def resnet(shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int) ->
         side //= 4
     features = width
     for stage in range(4):
-        if stage and side < 2 * MIN_SIDE:
+        if stage and side < 8:  # halved, it would have fewer than 4 pixels
             break
         side //= 2 if stage else 1
         for number in range(blocks):
             layers.append(Block(features, width << stage, 2 if stage and number == 0 else 1))
             features = width << stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
-
-
-def make_timm(name: str, n_channels: int, n_outputs: int, *, pretrained: bool) -> nn.Module:
-    """A network of timm. Raises UserError if timm, the network or its weights are missing."""
-    try:
-        create = import_module("timm").create_model
-        return create(name, pretrained=pretrained, in_chans=n_channels, num_classes=n_outputs)
-    except ImportError as error:
-        raise UserError(f"model.timm is {name}, but {error}; pip install timm") from None
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"model.timm is {name}: {error}; timm.list_models() names all") from None

@@ -53,20 +53,16 @@ class Workload(workloads.Workload):
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not items of users, or if training and validation have other items."""
         self.options = options
-        self.n_items = _count_items(train, "items", "data.fields")
-        for field in ("items", "held_out"):
-            n_items = _count_items(val, field, "data.val_fields")
-            if n_items != self.n_items:
-                raise UserError(
-                    f"{val.name}: {field} are of {n_items:,} items, those of {train.name} of {self.n_items:,}; "
-                    "convert them together"
-                )
-        n_empty = int((val.lengths["held_out"] == 0).sum())
-        if n_empty and n_empty == len(val):
-            raise UserError(f"{val.name}: no user has anything held out, so nothing can be scored")
-        if n_empty:
+        for source, name in ((train, "items"), (val, "items"), (val, "held_out")):
+            field = source.fields.get(name)
+            if field is None or not field.n_items:
+                has = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
+                raise UserError(f"{source.name}: the recsys workload needs {name}, a CSR matrix; data.fields has {has}")
+            if field.n_items != train.fields["items"].n_items:
+                raise UserError(f"{source.name}: {name} has {field.n_items:,} items; convert it with {train.name}")
+        self.n_items = train.fields["items"].n_items or 0
+        if n_empty := int((val.lengths["held_out"] == 0).sum()):
             warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
-        self.has_warned = False
 
     def model(self) -> nn.Module:
         """Items (N,), offsets (B + 1,) -> logits (B, I), penalty."""
@@ -96,8 +92,7 @@ class Workload(workloads.Workload):
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Means over the users that have something held out. Tells of held-out items that can never be found."""
-        if sums["lost"] and not self.has_warned:
-            self.has_warned = True
+        if sums["lost"]:
             warn(
                 f"{sums['lost']:.0f} held-out items are among the items of their user, or twice: these cannot be "
                 "found, so the metrics are too low; leave them out"
@@ -115,21 +110,6 @@ class Workload(workloads.Workload):
 
     def card(self) -> dict[str, Any]:
         return {"n_items": self.n_items}
-
-
-def _count_items(source: Dataset, name: str, key: str) -> int:
-    """The number of items that the values of a field are drawn from."""
-    field = source.fields.get(name)
-    if field is None:
-        raise UserError(
-            f"{key} has {', '.join(source.fields)}; the recsys workload needs {name} of {source.name}: add {name}: "
-            f"{name}"
-        )
-    if not field.n_items:
-        raise UserError(
-            f"{source.name}: {name} is {field}; the recsys workload needs a CSR matrix: `python convert.py`"
-        )
-    return field.n_items
 
 
 # ---------------------------------------------------------------------------------------------- the network

@@ -112,7 +112,7 @@ def test_small_images_keep_their_resolution_in_the_first_stage(shape, side):
 
 def test_a_network_of_timm_takes_the_place_of_the_one_here(store, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
-    with pytest.raises(UserError, match=r"^model\.timm is resnet50, but .*timm.*; pip install timm$"):
+    with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install timm; "):
         make_workload(store, timm="resnet50").model()
     made = {}
 
@@ -129,7 +129,7 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(store, monkeypatch):
     assert made["pretrained"]
     with pytest.raises(UserError, match=r"model.pretrained is true, but only networks of timm have such weights"):
         make_workload(store, pretrained=True)
-    with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); timm.list_models"):
+    with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); .* timm.list_models"):
         make_workload(store, timm="resnet5").model()
 
 
@@ -139,13 +139,11 @@ def test_normalize_is_mean_and_std_of_a_channel_or_the_range_of_the_dtype():
     expected = (x.float() - torch.tensor([10.0, 20.0]).view(1, 2, 1, 1)) / torch.tensor([2.0, 4.0]).view(1, 2, 1, 1)
     torch.testing.assert_close(layer(x), expected)
     torch.testing.assert_close(Normalize({}, 2, UINT8)(x), x / 127.5 - 1)
-    assert Normalize({}, 2, UINT8).mean_color(torch.uint8).tolist() == [127, 127]
     for dtype in ("float16", "float32"):
         x = torch.randn(3, 2, 4, 4).to(getattr(torch, dtype))
         assert torch.equal(Normalize({}, 2, np.dtype(dtype))(x), x.float())
         scaled = Normalize({"mean": 0.5, "std": [0.25, 2]}, 2, np.dtype(dtype))
         torch.testing.assert_close(scaled(x), (x.float() - 0.5) / torch.tensor([0.25, 2]).view(1, 2, 1, 1))
-        torch.testing.assert_close(scaled.mean_color(x.dtype).float(), torch.tensor([0.5, 0.5]))
     with pytest.raises(UserError, match="attribute std has 3 numbers, but images have 1 channels"):
         Normalize({"std": [1.0, 2.0, 3.0]}, 1, UINT8)
 
@@ -174,6 +172,14 @@ def test_without_augmentation_the_images_are_not_even_copied(store):
     assert unchanged["images"].data_ptr() == batch["images"].data_ptr()
 
 
+def test_what_is_cut_out_is_0_for_the_network(rows_of):
+    pixels = np.full((4, 3, 8, 8), 200, np.uint8)
+    workload = make_workload(rows_of(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0]), cutout_size=3)
+    cut = workload.transform(Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(4)}), rng())["images"]
+    assert (cut != 200).any()
+    assert not workload.normalize(cut)[cut != 200].any()
+
+
 @pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8)])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
 def test_every_type_of_image_is_augmented_in_its_own_and_fits_the_protocol(rows_of, dtype, shape):
@@ -189,7 +195,7 @@ def test_every_type_of_image_is_augmented_in_its_own_and_fits_the_protocol(rows_
 def test_an_augmentation_that_leaves_nothing_of_an_image_is_refused(rows_of, name):
     store = rows_of(numbered(12, (3, 16, 8)), np.arange(12) % 4)
     make_workload(store, **{name: 7})
-    with pytest.raises(UserError, match=f"model.{name} is 8, but images are 8 pixels high or wide; use fewer"):
+    with pytest.raises(UserError, match="images are 8 pixels high or wide; model.crop_padding and cutout"):
         make_workload(store, **{name: 8})
 
 
@@ -253,7 +259,7 @@ def test_loss_and_scores_of_attributes_against_the_formula(rows_of, dtype):
 def test_classes_come_from_their_names_their_number_or_the_labels(rows_of, attributes, n_outputs):
     workload = make_workload(rows_of(numbered(40, (3, 8, 8)), np.arange(40) % 4, **attributes))
     assert workload.n_outputs == n_outputs
-    assert workload.card()["class_names"] == attributes.get("class_names", [])
+    assert workload.class_names == attributes.get("class_names", [])
 
 
 IMAGE = numbered(5, (1, 8, 8))
@@ -270,8 +276,7 @@ NUMBERS = np.arange(5)
         (IMAGE, NUMBERS[:, None], r"labels are int64 \(N, 1\); .* write \(N, 1\) as labels\[:, 0\]"),
         (IMAGE, NUMBERS - 1, "labels are -1 to 3; allowed are 0 to 3"),
         (numbered(29, (1, 8, 8)), -(10**15) * np.arange(29), "labels are -28000000000000000 to 0; allowed are 0 to 0"),
-        (IMAGE, np.eye(5), r"float64 \(N, 5\); allowed are integers, .*argmax.* docs/examples/image_numbers.py"),
-        (IMAGE, NUMBERS + (1 << 40), "labels run up to 1099511627780; allowed are classes"),
+        (IMAGE, np.eye(5), r"float64 \(N, 5\); allowed are integers, .*argmax"),
     ],
 )
 def test_rows_that_are_no_labelled_images(rows_of, pixels, labels, message):
@@ -299,7 +304,7 @@ BITS = np.arange(10).reshape(5, 2) % 2
         (NUMBERS, IMAGE.astype("f4"), NUMBERS, r"images are float32 .*, those of .* are uint8"),
         (NUMBERS, IMAGE, np.arange(5.0), r"labels are float64 \(N\), those of .* are int64 \(N\)"),
         (NUMBERS, IMAGE, np.arange(5, dtype="u1"), None),
-        (BITS, IMAGE, 2 * BITS, "labels are 0 to 2; allowed are 0 to 1.* leave other"),
+        (BITS, IMAGE, 2 * BITS, "labels are 0 to 2; allowed are 0 to 1: leave other"),
         (BITS, IMAGE, BITS[:, :1], r"labels are int64 \(N, 1\), those of .* are int64 \(N, 2\)"),
     ],
 )
@@ -321,7 +326,6 @@ def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(rows
     described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=lambda name: None)
     again = make_workload(described).model()
     again.load_state_dict(workload.model().state_dict())
-    assert workload.summary.startswith(make_workload(described).summary)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
