@@ -23,7 +23,10 @@ def first_batch(feed) -> Rows:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_workload_has_all_members_of_the_protocol(name):
-    assert workloads.load(name).Options()
+    kind = workloads.load(name)
+    assert kind.Options()
+    assert kind.best
+    assert not kind.__abstractmethods__
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from fastgpu.run import run as run_module
 from fastgpu.run.run import lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.telemetry import TensorBoard
+from fastgpu.training.average import AveragedModel
 
 
 @pytest.fixture
@@ -150,6 +151,15 @@ def test_a_run_is_saved_after_each_epoch_and_continued_where_it_was(tmp_path, mo
     with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
         at = run.progress
         assert (at.epoch, at.step, at.pool, at.best) == (2, 8, 0, 2.0)
+
+
+def test_a_checkpoint_keeps_what_has_a_state_and_the_weights_once(tmp_path, model):
+    parts = parts_of(tmp_path, model)
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts._asdict = lambda: {"model": model, "ddp": model, "ema": AveragedModel(model, 0.0), "second": second, "n": 1}
+    with run_module.Run(parts, ALONE) as run:
+        train_epoch(run)
+    assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {"model", "scaler", "second"}
 
 
 def test_checkpoints_inside_an_epoch(tmp_path, model):
