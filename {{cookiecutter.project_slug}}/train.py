@@ -150,7 +150,6 @@ def train(parts: Parts, world: World) -> int:
             if not run.is_asked_to_stop:
                 run.end_epoch(metrics)  # advances at.epoch; saves the last checkpoint, and the best one
                 board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, metrics)
-            clock.restart()
         return run.finish()
 
 

@@ -38,8 +38,8 @@ def test_rows_are_taken_from_blocks_in_any_order(tmp_path, monkeypatch, in_hdf5,
         source = arrays.ArrayDataset("x", columns)
         assert len(source.block_rows) > 200
         is_member = np.arange(1000) % 7 < 3
-        part = source.select(Share(source.block_rows, is_member), "x")
-        write_files({"": part}, tmp_path / "out.h5", seed=seed)
+        source.selection = Share(source.block_rows, is_member)
+        write_files({"": source}, tmp_path / "out.h5", seed=seed)
     rows = np.flatnonzero(is_member)
     names = {name: name for name in ("images", "labels", "items")}
     found = read_rows(open_store("x", str(tmp_path / "out.h5"), names))

@@ -1,6 +1,7 @@
 """What convert.py writes: a source of rows, and its splits. A `Reader` is one whose items may be broken."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -138,10 +139,10 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
     counts = np.bincount(splits, minlength=len(SPLITS))
     if shares and not counts[: len(shares)].all():
         raise UserError(f"--split leaves no rows for {SPLITS[int(counts.argmin())]}: there are {len(source):,} rows")
-    shares_of = {
-        name: Share(source.block_rows, splits == number) for number, name in enumerate(SPLITS) if counts[number]
-    }
-    return {name: source.select(share, source.name) for name, share in shares_of.items()}
+    parts = {name: copy(source) for number, name in enumerate(SPLITS) if counts[number]}
+    for name, part in parts.items():
+        part.selection = Share(source.block_rows, splits == SPLITS.index(name))
+    return parts
 
 
 def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:

@@ -84,7 +84,8 @@ class Run(AbstractContextManager["Run"]):
                 if self._settings.name == "auto" and saved["rows"] != self._card["rows"]:
                     raise UserError(f"run.name: the newest run, {self.folder}, has other rows; name the one to resume")
                 for key, old in saved["config"].items():
-                    if str(self.config.get(key, old)) != str(old):
+                    is_learned = key == "run.seed" or not key.startswith(("run.", "log.", "loader.", "dist."))
+                    if is_learned and str(self.config.get(key, old)) != str(old):
                         world.print_once(f"resumed with {key}={self.config[key]} (was {old})")
                 then = SimpleNamespace(name=str(intact), attributes=saved["attributes"])
                 now = SimpleNamespace(name="data.train", attributes=self._card["attributes"])
