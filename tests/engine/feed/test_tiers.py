@@ -81,7 +81,7 @@ def feed_of(source: Dataset, tier: Tier = "disk", n_readers: int = 2, **sizes: i
 
 def numbers_in(rows: Rows) -> list[int]:
     """The numbers of rows, all fields of which must be those of these rows."""
-    if not rows.has_ragged:
+    if "items" not in rows.columns:
         numbers = numbers_of(rows["images"])
         assert rows["labels"].tolist() == [number % 4 for number in numbers]
         return numbers
@@ -160,7 +160,7 @@ def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypat
     message = "has 1,400 values, and at most 100 fit the device or host tier; use data.tier=disk"
     with pytest.raises(UserError, match=message):
         feed_of(sparse, "device")
-    message = r"a pool has 1,\d+ values of items and at most 100 fit; use fewer data.pool_batches"
+    message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
     with closing(feed_of(sparse, pool_batches=500)) as feed, pytest.raises(RankError, match=message):
         list(feed.pools(0))
     with closing(feed_of(sparse, pool_batches=1)) as feed:

@@ -152,8 +152,8 @@ def test_is_a_distributed_sampler_for_a_plain_dataloader():
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (Shard(0, 2, 3), "among 3 canonical ranks, or these among 2 ranks"),
-        (Shard(0, 1, 3), "4 rows of a global batch do not divide among 3 canonical"),
+        (Shard(0, 2, 3), "8 rows, 3 canonical ranks, 2 ranks"),
+        (Shard(0, 1, 3), "4 rows, 3 canonical ranks, 1 ranks"),
         (Shard(2, 2), "Invalid rank"),
     ],
 )

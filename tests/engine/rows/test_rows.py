@@ -56,8 +56,6 @@ def sparse() -> Rows:
 
 def test_ragged_rows_count_their_rows(sparse):
     assert len(sparse) == len(sparse["items"]) == 20
-    assert sparse.has_ragged
-    assert not Rows({"number": torch.arange(3)}).has_ragged
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 20), (0, 7), (5, 6), (5, 5), (13, 20), (18, 30)])

@@ -288,7 +288,7 @@ def asks_from(plan: PoolPlan, n_rows: int) -> Iterator[Ask]:
 
 
 def _ask(plan: PoolPlan, reads: Reads) -> Ask:
-    return Ask(reads.starts, plan.seed or 0, plan.epoch)  # a block is a row
+    return Ask(reads.starts, plan.order.seed, plan.epoch)  # a block is a row
 
 
 def _values(column: np.ndarray | RaggedArray) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Ragged, Rows
 
 
 def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
@@ -20,7 +20,8 @@ def echo(rows: Rows, batch_size: int, passes: int, seed: int) -> Iterator[Rows]:
     """
     if not len(rows):
         return  # a run that is resumed at the end of an epoch: splitting nothing would give an empty batch
-    device = torch.device("cpu") if rows.has_ragged else rows.device
+    has_ragged = any(isinstance(column, Ragged) for column in rows.columns.values())
+    device = torch.device("cpu") if has_ragged else rows.device
     rng = torch.Generator(device).manual_seed(seed)
     yield from rows.batches(batch_size)
     for _ in range(passes - 1):

@@ -13,7 +13,7 @@ from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Groups, Mixture, hold_out
+from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
@@ -138,7 +138,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         groups = _balance_classes(source)
     if not groups:
         return source
-    if source.selection:
+    if isinstance(source.selection, Share):
         is_member = np.zeros(len(groups.groups), bool)
         is_member[source.selection.rows()] = True
         groups = groups._replace(groups=np.where(is_member, groups.groups, -1))

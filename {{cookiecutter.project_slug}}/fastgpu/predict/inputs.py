@@ -81,7 +81,7 @@ def open_inputs(
         if source.fields[name].codec and len(field.shape) == 3:
             share = json.loads(preprocessing or "{}").get("centre_share")
             source = decode_images(source, field.shape[1:], centre_share=share)
-        if (field.shape or field.is_ragged) and source.fields[name].signature != field.signature:
+        if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained_on, source, labels=labels)
     return source

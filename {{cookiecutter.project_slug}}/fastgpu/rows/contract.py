@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastgpu.rows.rows import Field, RaggedArray, Rows, runs
+from fastgpu.rows.selection import Mixture, Share
 
 if TYPE_CHECKING:
     from fastgpu.rows.order import BlockSampler
-    from fastgpu.rows.selection import Mixture, Share
 
 
 class Reads(NamedTuple):
@@ -49,8 +49,6 @@ class PoolPlan(NamedTuple):
     epoch: int
     number: int
     """Number of the pool in its epoch, from 0."""
-    seed: int | None
-    """Seed of everything that is drawn at random for these rows. None: nothing is (validation)."""
     n_rows: int
     """Rows of the pool, padding included."""
     n_real_rows: int
@@ -59,7 +57,7 @@ class PoolPlan(NamedTuple):
     """Whether this is the last pool of its epoch."""
     reads: Reads
     order: "BlockSampler"
-    """The sampler that planned it."""
+    """The sampler that planned it. Its seed and the epoch decide what is drawn for the rows, if it shuffles at all."""
 
     @property
     def row_ids(self) -> np.ndarray:
@@ -89,7 +87,6 @@ class Dataset:
     """
 
     name: str
-    """Name for messages."""
     fields: dict[str, Field]
     attributes: dict[str, Any]
     """What the source says about its rows, such as `class_names`, `mean` and `std`."""
@@ -97,7 +94,7 @@ class Dataset:
     """(blocks,) int32: number of rows in each block."""
     lengths: Mapping[str, np.ndarray] = MappingProxyType({})
     """{ragged field: (rows,) int32, number of values in each row}, where that is known before they are read."""
-    selection: "Share | Mixture | None" = None
+    selection: Share | Mixture | None = None
     """The rows of each epoch. None: each row once. Row numbers are those of all rows."""
     decoding: str = ""
     """How encoded rows are decoded while they are read, in words. Empty: they are not encoded."""
@@ -123,8 +120,8 @@ class Dataset:
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places. Thread-safe.
 
-        plan: of the pool that the reads belong to; what is drawn at random follows from its seed and epoch. out:
-        {field: where its rows go, see `Out`}. Raises OSError or RankError if the bytes cannot be had.
+        plan: of the pool that the reads belong to. out: {field: where its rows go, see `Out`}. Raises OSError or
+        RankError if the bytes cannot be had.
         """
         raise NotImplementedError
 

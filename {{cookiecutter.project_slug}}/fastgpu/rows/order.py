@@ -4,16 +4,13 @@
     canonical ranks                |   rank 0    |   rank 1    |  rank 2   |    equal parts, each of them cut into
     pools                          | p0 | p1 |p2 | p0 | p1 |p2 | ...            runs of rows that are shuffled
 
-An extent is a run of neighbouring rows of one block. An epoch has each block as one extent, unless a selection
-(selection.py) leaves rows out or uses some of them more often.
-
-A global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring canonical ranks.
-So the global batches are the same, rows in the same order, for every world size that divides the number of canonical
-ranks.
+An extent is a run of neighbouring rows of one block: all of it, unless a selection (selection.py) says otherwise. A
+global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the global
+batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
 """
 
+import sys
 from collections.abc import Iterator
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -74,13 +71,11 @@ class BlockSampler(DistributedSampler):
         self.pool_batches = pool_batches
         self.canonical_ranks = shard.canonical_ranks or shard.world_size
         self.global_batch_size = batch_size * shard.world_size
-        self.n_epochs: int | None = None
-        """Number of epochs that are read at most. None: without end."""
+        self.n_epochs = sys.maxsize
+        """Number of epochs that are read at most."""
         if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
-            raise ValueError(
-                f"{self.global_batch_size} rows of a global batch do not divide among {self.canonical_ranks} canonical "
-                f"ranks, or these among {shard.world_size} ranks"
-            )
+            numbers = f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
+            raise ValueError(f"a global batch should divide among canonical ranks, and these among ranks: {numbers}")
         self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
         if drop_last:
             self._canonical_rows = n_rows // self.canonical_ranks // self._share * self._share
@@ -90,7 +85,6 @@ class BlockSampler(DistributedSampler):
         self.total_size = self._canonical_rows * self.canonical_ranks
         self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._share))
         self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
-        """Number of rows in the largest pool of this rank."""
         self.identity = {
             "rows": n_rows,
             "selection": self.selection.checksum,
@@ -114,9 +108,7 @@ class BlockSampler(DistributedSampler):
         """The pools of an epoch, beginning with pool `first_pool`."""
         line = self.selection.extents(epoch)
         if self.shuffle:
-            units = np.arange(len(line.units), dtype=np.int32)
-            self._rng(epoch).shuffle(units)
-            line = line.permuted(units)
+            line = line.permuted(self._rng(epoch).permutation(np.arange(len(line.units), dtype=np.int32)))
         ends = line.counts.astype(np.int64)
         np.cumsum(ends, out=ends)  # in place: there may be ten million blocks
         for number in range(first_pool, self.pools_per_epoch):
@@ -125,7 +117,7 @@ class BlockSampler(DistributedSampler):
     def plans(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`, and those of the epochs after it."""
         yield from self.pools(epoch, first_pool)
-        for later in count(epoch + 1) if self.n_epochs is None else range(epoch + 1, self.n_epochs):
+        for later in range(epoch + 1, self.n_epochs):
             yield from self.pools(later)
 
     def _plan(self, epoch: int, number: int, line: Extents, ends: np.ndarray) -> PoolPlan:
@@ -161,7 +153,6 @@ class BlockSampler(DistributedSampler):
         return PoolPlan(
             epoch=epoch,
             number=number,
-            seed=self.seed if self.shuffle else None,
             n_rows=n_each * per_rank,
             n_real_rows=n_real_rows,
             is_last=number == self.pools_per_epoch - 1,
@@ -170,10 +161,7 @@ class BlockSampler(DistributedSampler):
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
-        """A generator for the blocks of an epoch, or for one part of it.
-
-        `spawn_key` keeps the streams apart. Plain tuples would not: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy.
-        """
+        """`spawn_key` keeps the streams of an epoch apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
 

@@ -6,8 +6,7 @@ Shapes: B rows, N values of all rows together.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ LONG_ROW_BYTES = 4096
 """Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
 """Type of the offsets of ragged rows on the device: torch's embedding_bag wants the type of the values."""
-ROOM = 1.25
-"""New memory for ragged values has room for so many times as many: the next pool may have more."""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 """Maximum number of ragged values that lie together on a device."""
 
@@ -47,26 +44,18 @@ class Field(NamedTuple):
     def is_ragged(self) -> bool:
         return self.mean_values is not None
 
-    @property
-    def signature(self) -> tuple[np.dtype, tuple[int, ...], bool, int | None, bool]:
-        """The properties that two sources must share for their rows to lie in one pool."""
-        return self.dtype, self.shape, self.is_ragged, self.n_items, bool(self.codec)
-
     def __str__(self) -> str:
+        """Rows of fields that read alike may lie in one pool."""
         if self.codec:
-            return f"{self.codec} images of any size (N, {ceil(self.mean_values or 0):,} bytes in the mean)"
-        dimensions = "".join(f", {n}" for n in self.shape)
-        if self.is_ragged:
-            limit = f" below {self.n_items}" if self.n_items else ""
-            return f"{self.dtype} (N, any number{dimensions}){limit}"
-        return f"{self.dtype} (N{dimensions})"
+            return "encoded images of any size (N)"
+        dimensions = ["N", *["any number"] * self.is_ragged, *map(str, self.shape)]
+        return f"{self.dtype} ({', '.join(dimensions)})" + (f" below {self.n_items}" if self.n_items else "")
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row; the mean over the source if the field is ragged."""
-        if self.mean_values is not None:
-            return OFFSET_DTYPE.itemsize + ceil(self.mean_values * self.dtype.itemsize * prod(self.shape))
-        return self.dtype.itemsize * prod(self.shape)
+        n_bytes = self.dtype.itemsize * prod(self.shape)
+        return n_bytes if self.mean_values is None else OFFSET_DTYPE.itemsize + ceil(self.mean_values * n_bytes)
 
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -92,12 +81,6 @@ class RaggedArray(NamedTuple):
         """(n,) int64: the indices of the values of `rows`, one row after the other."""
         starts = self.offsets[rows]
         return runs(starts, self.offsets[rows + 1] - starts)
-
-    def runs(self, rows: np.ndarray) -> Iterator[tuple[int, range]]:
-        """(index of its first row in `rows`, indices of its values) for each run of neighbours in `rows`."""
-        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-        for first, stop in pairwise([0, *cuts.tolist(), len(rows)]):
-            yield first, range(int(self.offsets[rows[first]]), int(self.offsets[rows[stop - 1] + 1]))
 
 
 @dataclass(frozen=True)
@@ -153,7 +136,6 @@ class Ragged:
         return Ragged(values, to_device(torch.from_numpy(host_offsets), self.device), host_offsets)
 
     def to(self, device: torch.device) -> "Ragged":
-        """The same rows on a device. The offsets in host memory are shared with this one."""
         return Ragged(self.values.to(device), self.offsets.to(device), self.host_offsets)
 
     def copy_(self, other: "Ragged", non_blocking: bool = False) -> None:
@@ -211,13 +193,10 @@ class Rows:
         if n_values <= len(column.values):
             return False
         if n_values > MAX_VALUES:
-            raise RankError(
-                f"a pool has {n_values:,} values of {name} and at most {MAX_VALUES:,} fit; use fewer data.pool_batches"
-            )
-        shape = (min(int(ROOM * n_values), MAX_VALUES), *column.values.shape[1:])
+            raise RankError(f"a pool has {n_values:,} values of {name}, too many to count; use fewer data.pool_batches")
+        shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])  # the next pool may have more
         dtype = column.values[:0].cpu().numpy().dtype
-        values = _empty(shape, dtype, column.device, pinned)
-        self.columns[name] = Ragged(values, column.offsets, column.host_offsets)
+        self.columns[name] = replace(column, values=_empty(shape, dtype, column.device, pinned))
         return True
 
     def __getitem__(self, name: str) -> Any:
@@ -229,10 +208,6 @@ class Rows:
     @property
     def device(self) -> torch.device:
         return next(iter(self.columns.values())).device
-
-    @property
-    def has_ragged(self) -> bool:
-        return any(isinstance(column, Ragged) for column in self.columns.values())
 
     def slice(self, start: int, stop: int) -> "Rows":
         """Rows start to stop - 1 as views: nothing is copied."""

@@ -1,7 +1,7 @@
 """The rows of an epoch that does not have each row once: a share that is held out, sources at weights, equal classes.
 
-A selection is a function of the epoch that gives extents: runs of neighbouring rows of one block. The sampler puts them
-in order. The files are read as if nothing were selected, so row numbers are those of the files.
+A selection gives extents for each epoch, and the sampler puts them in order. Row numbers are those of the files, which
+are read as if nothing were selected.
 
 A mixture has sources at given weights, or classes in equal numbers. Each group of rows (a source or a class) gets a
 share of the epoch, its turns. If it has fewer rows than turns, its rows come several times; if it has more, each epoch
@@ -20,12 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from fastgpu.rows.rows import runs
-
-SEED = 0
-"""Seed of the validation rows. It is not run.seed: runs with other seeds are validated on the same rows, and none of
-them is ever trained on."""
-MIN_STRATA = 1024
-"""A file is cut into at least this many parts, each of which gives a share of its rows."""
 
 
 class Extents(NamedTuple):
@@ -52,8 +46,7 @@ class Share:
     def __init__(self, block_rows: np.ndarray, is_member: np.ndarray | None = None):
         """block_rows: (blocks,) of the file. is_member: (rows,) bool. None: all rows, by their blocks alone."""
         block_rows = np.asarray(block_rows, np.int32)
-        block_start = np.cumsum(block_rows, dtype=np.int64)
-        block_start -= block_rows
+        block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         if is_member is None:
             self._extents = Extents(block_start, block_rows, np.arange(len(block_rows), dtype=np.int32))
             self.checksum = zlib.crc32(block_rows.tobytes())
@@ -75,12 +68,10 @@ class Share:
 
 
 class Groups(NamedTuple):
-    """Groups of rows, and the weight of each group in an epoch."""
+    """Groups of rows: their names, for messages, and their weights in an epoch, in any unit."""
 
     names: tuple[str, ...]
-    """Name of each group, for messages."""
     weights: tuple[float, ...]
-    """Weight of each group, in any unit."""
     groups: np.ndarray
     """(rows,) whole numbers: the group of each row. -1: the row is in no epoch."""
     by_block: bool
@@ -126,32 +117,22 @@ class Mixture:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def rows(self) -> np.ndarray:
-        """(n,) int64: the rows of all groups, in the order of the file."""
-        return np.sort(self._rows)
-
-    def uses(self, epoch: int) -> np.ndarray:
-        """(rows,) whole numbers: how often each row is used in an epoch."""
-        passes, extra = np.divmod(self.turns, self._group_rows)
-        uses = np.zeros(len(self.groups.groups), np.min_scalar_type(int(passes.max()) + 1))
-        uses[self._rows] = np.repeat(passes, self._group_rows)
-        window = runs(epoch * extra, extra) % np.repeat(self._group_rows, extra)
-        uses[self._rows[np.repeat(np.cumsum(self._group_rows) - self._group_rows, extra) + window]] += 1
-        return uses
-
     def extents(self, epoch: int) -> Extents:
         """The rows that are used at least once in the order of the file, then those used at least twice, and so on.
 
         The rows of a block in one of these passes are a unit.
         """
-        uses = self.uses(epoch)
-        passes = [np.flatnonzero(uses > n_times) for n_times in range(int(uses.max()))]
-        return _extents_of(np.concatenate(passes), self._block_start)
+        passes, extra = np.divmod(self.turns, self._group_rows)
+        uses = np.zeros(len(self.groups.groups), np.min_scalar_type(int(passes.max()) + 1))  # of each row
+        uses[self._rows] = np.repeat(passes, self._group_rows)
+        window = runs(epoch * extra, extra) % np.repeat(self._group_rows, extra)
+        uses[self._rows[np.repeat(np.cumsum(self._group_rows) - self._group_rows, extra) + window]] += 1
+        rows = [np.flatnonzero(uses > n_times) for n_times in range(int(uses.max()))]
+        return _extents_of(np.concatenate(rows), self._block_start)
 
     def describe(self) -> str:
         """How many rows of each group an epoch has, or of the first ones, for people."""
-        passes = (self.turns / self._group_rows).tolist()
-        groups = zip(self.groups.names, self.turns.tolist(), passes, strict=True)
+        groups = zip(self.groups.names, self.turns.tolist(), (self.turns / self._group_rows).tolist(), strict=True)
         texts = [f"{n_rows:,} rows of {name} ({n_passes:.3g} passes)" for name, n_rows, n_passes in groups]
         return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
 
@@ -159,22 +140,21 @@ class Mixture:
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
     """(rows to train on, `n_val` rows to validate on): no row is in both, and together they are all.
 
-    Which rows they are depends on the arguments only. Each of at least `MIN_STRATA` parts of the file gives
-    neighbouring rows, so that the share is fair whatever the order of the rows, and reads stay long.
+    Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
+    them is ever trained on. Each of at least 1,024 parts of the file gives neighbouring rows, so that the share is fair
+    whatever the order of the rows, and reads stay long.
     """
     n_rows = int(np.sum(block_rows))
-    rng = np.random.default_rng(SEED)
-    n_strata = min(n_rows, max(MIN_STRATA, len(block_rows)))
+    rng = np.random.default_rng(0)
+    n_strata = min(n_rows, max(1024, len(block_rows)))
     bounds = np.arange(n_strata + 1) * n_rows // n_strata
     rows = np.diff(bounds)
     order = rng.permutation(n_strata)  # chance decides which strata give one row more than others
     chosen = np.empty_like(rows)
     chosen[order] = np.diff(np.cumsum(rows[order]) * n_val // n_rows, prepend=0)
     offset = rng.integers(0, rows)  # where the run begins; it goes round, so that each row has the same chance
-    stratum = np.repeat(np.arange(n_strata), chosen)
-    turn = np.arange(n_val) - (np.cumsum(chosen) - chosen)[stratum]
     is_val = np.zeros(n_rows, bool)
-    is_val[bounds[stratum] + (offset[stratum] + turn) % rows[stratum]] = True
+    is_val[np.repeat(bounds[:-1], chosen) + runs(offset, chosen) % np.repeat(rows, chosen)] = True
     return Share(block_rows, ~is_val), Share(block_rows, is_val)
 
 

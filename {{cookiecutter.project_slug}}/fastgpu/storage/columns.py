@@ -85,11 +85,12 @@ class RaggedColumn:
     def _ranges_of_values(self, ranges: Iterable[Range], out: RaggedArray) -> Iterator[Range]:
         """A range of rows is a range of values. One is made when it is copied: together they would displace each other
         from the caches of the CPU."""
-        is_long = self.field.row_bytes >= LONG_ROW_BYTES
         for start, places in ranges:
-            rows = np.asarray(places)
-            for first, values in out.runs(rows) if is_long else [(0, out.places(rows))]:
-                yield int(self.indptr[start + first]), values
+            if self.field.row_bytes < LONG_ROW_BYTES:
+                yield int(self.indptr[start]), out.places(np.asarray(places))
+                continue
+            for row, place in enumerate(places, start):
+                yield int(self.indptr[row]), range(int(out.offsets[place]), int(out.offsets[place + 1]))
 
     def read_rows(self, start: int, n_rows: int) -> RaggedArray:
         """The rows start, start + 1, ... in scratch memory of this thread."""

@@ -100,7 +100,7 @@ def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str]) 
     for other in others:
         check_meaning(key, first, other)
         for name, field in other.fields.items():
-            if field.signature != first.fields[name].signature:
+            if str(field) != str(first.fields[name]):
                 raise UserError(
                     f"{key}: {other.name} holds {name} as {field}, {first.name} as {first.fields[name]}; files must "
                     "agree"
