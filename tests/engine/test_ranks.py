@@ -28,7 +28,7 @@ CASES = {
 }
 """{case: (settings of rank 1 only, beginning of the error)}"""
 ON_ALL = {
-    "one process for all GPUs": (("dist.strategy=dp",), "dist.strategy is dp, which cuts the batches of one process"),
+    "one process for all GPUs": (("dist.strategy=dp",), "dist.strategy is dp, which is for one process"),
     "few blocks": (("data.train=one.h5", "data.val=one.h5", "data.batch_size=8"), "2 ranks are more than the 1 blocks"),
 }
 """The same, for settings of all ranks."""
