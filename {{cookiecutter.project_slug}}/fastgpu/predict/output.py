@@ -54,7 +54,7 @@ def to_list(values: Tensor) -> list[Any]:
     if not values.is_floating_point():
         return list(values.tolist())
     numbers = values.float().numpy(force=True).astype(str).astype(float)  # 0.9 instead of 0.8999999761581421
-    return list(np.where(np.isfinite(numbers), numbers, None).tolist())
+    return list(np.where(np.isfinite(numbers), numbers, np.array(None)).tolist())
 
 
 def write_rows(file: IO[str], columns: Columns, which: Iterable[bool], *, is_csv: bool, is_first: bool) -> None:
