@@ -124,7 +124,7 @@ def test_a_mask_is_of_the_size_of_the_upright_image(tmp_path):
     ("mask", "message"),
     [
         (Image.new("RGB", (40, 30)), "its mask has the mode RGB; allowed are grey values or a palette"),
-        (Image.new("L", (30, 40)), "its mask has 40x30 pixels, the image 30x40"),
+        (Image.new("L", (30, 40)), r"its mask is \(40, 30\), the image \(30, 40\)"),
         (Image.fromarray(np.full((30, 40), 256, np.uint16)), "its mask has the mode I;16"),
     ],
 )

@@ -235,7 +235,7 @@ def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
 # ---------------------------------------------------------------------------------------------- hostile folders
 
 
-def test_folders_that_links_lead_to_are_read_once(tmp_path, capsys):
+def test_folders_that_links_lead_to_are_read_once(tmp_path):
     photos = folder_of(tmp_path / "photos", {"cat": 2, "dog": 3, "dog/old": 1})
     elsewhere = folder_of(tmp_path, {"elsewhere": 4})
     (photos / "cat/loop").symlink_to("..")
@@ -246,10 +246,8 @@ def test_folders_that_links_lead_to_are_read_once(tmp_path, capsys):
     (photos / ".hidden").mkdir()
     (photos / "dog/again.png").symlink_to("photo 002 é.png")
     listing = ImageFolder(photos)
-    shown = capsys.readouterr().out
     assert listing.attributes["class_names"] == ["cat", "dog", "owl"]
     assert np.bincount(listing.labels).tolist() == [2, 3 + 1 + 1, 4]
-    assert f"left out of {photos}: 4 links to folders seen before (formats" in shown
 
 
 def test_only_images_of_pixels_are_opened(tmp_path, convert):
@@ -281,10 +279,8 @@ def test_images_that_lose_something_are_counted(tmp_path, convert):
     changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
     assert changes == [
         "  changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`): 1 of 207 images",
-        "  changed  CMYK to RGB: 1 of 207 images",
-        "  changed  P to RGB: 1 of 207 images",
-        "  changed  RGBA to RGB, without the transparency: 1 of 207 images",
         "  changed  the first of several frames or pages, without the others: 4 of 207 images",
+        "  changed  without the transparency: 1 of 207 images",
     ]
 
 

@@ -32,7 +32,6 @@ from fastgpu.process.launch import UserError
 
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
-SIXTEEN_BITS = "16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)"
 
 
 def read_preprocessing(text: str) -> Preprocessing:
@@ -53,34 +52,29 @@ def is_image(name: str) -> bool:
 def list_images(root: Path) -> list[str]:
     """Paths, relative to `root`, of the image files in it at any depth, in the order of their names.
 
-    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many files of which
-    kind, and links, are left out. Raises UserError if a folder cannot be read.
+    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many other files of
+    which kind there are. Raises UserError if `root` is no folder, and OSError if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise error
 
     if not root.is_dir():
         raise UserError(f"{root} is not a folder")
-    top = root.resolve()
     seen: set[Path] = set()
     paths: list[str] = []
     others: Counter[str] = Counter()
     for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
-        for name in sorted(folders):
-            path = Path(place, name)
+        for path in [Path(place, name) for name in sorted(folders)]:
             target = path.resolve()
-            if path.is_symlink() and (target in seen or target.is_relative_to(top)):
-                folders.remove(name)
-                others["links to folders seen before"] += 1
+            if path.is_symlink() and (target in seen or target.is_relative_to(root.resolve())):
+                folders.remove(path.name)
             seen.add(target)
         folders.sort()
-        images = [name for name in sorted(files) if is_image(name)]
-        paths += [os.path.relpath(Path(place, name), root) for name in images]
-        for name in {*files} - {*images}:
-            others["hidden" if name.startswith(".") else Path(name).suffix.lower() or "without a suffix"] += 1
+        paths += [os.path.relpath(Path(place, name), root) for name in sorted(files) if is_image(name)]
+        others.update(Path(name).suffix.lower() or name for name in files if not is_image(name))
     if others:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(10))
         print(f"left out of {root}: {kinds} (formats that Pillow reads by itself, such as JPEG and PNG, are taken)")
     return paths
 
@@ -93,8 +87,8 @@ class ImageFiles:
         self.paths = paths
         self.prepared = prepared
         self.shape = shape
-        self.changes: dict[int, list[str]] = {}
-        """{row: what RGB of 8 bits does not keep of the file}, of the rows that were read."""
+        self.losses: dict[int, list[str]] = {}
+        """{row: what is lost of the file}, of the rows that were read."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -105,9 +99,8 @@ class ImageFiles:
             image_CHW = decode(file, self.prepared)
         if self.shape is None:
             return image_CHW
-        size = image_CHW.shape[1:]
-        if size != self.shape[-2:]:
-            raise ValueError(f"it has {format_size(size)} pixels, the others {format_size(self.shape[-2:])}; resize it")
+        if image_CHW.shape[1:] != self.shape[-2:]:
+            raise ValueError(f"it has {image_CHW.shape[1:]} pixels, (height, width), the others {self.shape[-2:]}; resize it")
         if self.shape[:-2] == (3,):
             return image_CHW
         return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(self.shape)
@@ -117,16 +110,16 @@ class ImageFiles:
         """The file of a row, at its start. Raises OSError, or ValueError if it is no image."""
         with Path(self.paths[row]).open("rb") as file:
             try:
-                self.changes[row] = describe_changes(file)
+                self.losses[row] = describe_losses(file)
             except UnidentifiedImageError:
                 raise ValueError("it is not an image that Pillow knows") from None
             file.seek(0)
             yield file
 
-    def count_changes(self, rows: Sequence[int]) -> list[str]:
-        """A line for each kind of change in these rows."""
-        counts = Counter(change for row in rows for change in self.changes.get(row, ()))
-        return [f"changed  {change}: {count:,} of {len(rows):,} images" for change, count in counts.items()]
+    def count_losses(self, rows: Sequence[int]) -> list[str]:
+        """A line for each kind of loss in these rows."""
+        counts = Counter(loss for row in rows for loss in self.losses.get(row, ()))
+        return [f"changed  {loss}: {count:,} of {len(rows):,} images" for loss, count in counts.items()]
 
 
 def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
@@ -159,21 +152,19 @@ def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.n
     return image.decode(centre_box(image.height, image.width, size, share), size)
 
 
-def describe_changes(file: IO[bytes]) -> list[str]:
-    """What `decode` does to the colors of an image file, and whether it leaves out frames. Reads headers alone."""
-    changes = []
+def describe_losses(file: IO[bytes]) -> list[str]:
+    """What `decode` does not keep of an image file but its mode. Reads headers alone."""
+    losses = []
     with open_image(file) as image:
         layout = str(image.tile)  # of the pixels in the file: Pillow itself reads 16 bits a color as mode RGB
         if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
-            changes.append(SIXTEEN_BITS)
+            losses.append("16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)")
         elif image.has_transparency_data:
-            changes.append(f"{image.mode} to RGB, without the transparency")
-        elif image.mode != "RGB":
-            changes.append(f"{image.mode} to RGB")
+            losses.append("without the transparency")
         with suppress(Exception):  # a file that is damaged behind its first frame may raise anything
             if getattr(image, "is_animated", False):
-                changes.append("the first of several frames or pages, without the others")
-    return changes
+                losses.append("the first of several frames or pages, without the others")
+    return losses
 
 
 def fit(image_CHW: Tensor, preprocessing: Preprocessing, *, is_mask: bool = False) -> Tensor:
@@ -182,20 +173,10 @@ def fit(image_CHW: Tensor, preprocessing: Preprocessing, *, is_mask: bool = Fals
     _, height, width = image_CHW.shape
     if size is None or size == (height, width):
         return image_CHW
-    if resize == "shorter":  # the largest part of the image that has the aspect ratio of `size`
+    if resize == "shorter":  # the largest part in the centre that has the aspect ratio of `size`
         rows = max(1, min(height, round(width * size[0] / size[1])))
         columns = max(1, min(width, round(height * size[1] / size[0])))
-        return resize_pixels(_centre(image_CHW, (rows, columns)), size, is_mask=is_mask)
+        top = (height - rows) // 2
+        left = (width - columns) // 2
+        image_CHW = image_CHW[:, top : top + rows, left : left + columns]
     return resize_pixels(image_CHW, size, is_mask=is_mask)
-
-
-def _centre(image_CHW: Tensor, size: tuple[int, int]) -> Tensor:
-    """A view of the centre of an image."""
-    top = (image_CHW.shape[1] - size[0]) // 2
-    left = (image_CHW.shape[2] - size[1]) // 2
-    return image_CHW[:, top : top + size[0], left : left + size[1]]
-
-
-def format_size(size: Sequence[int]) -> str:
-    """Write (height, width) as `64x48`, the way the command line takes it."""
-    return "x".join(str(length) for length in size)

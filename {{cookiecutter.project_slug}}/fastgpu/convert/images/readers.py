@@ -20,7 +20,7 @@ from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
 from fastgpu.images import files
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
-from fastgpu.images.files import IGNORED_CLASS, fit, format_size, list_images
+from fastgpu.images.files import IGNORED_CLASS, fit, list_images
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
@@ -70,7 +70,7 @@ class ImageFiles(Reader):
         return f"{self.name}: {self.paths[row]}"
 
     def remarks(self, rows: np.ndarray) -> list[str]:
-        return self.files.count_changes(rows.tolist())
+        return self.files.count_losses(rows.tolist())
 
 
 class ImageFolder(ImageFiles):
@@ -133,8 +133,7 @@ class Masks(ImageFiles):
         upright = EncodedImage(np.fromfile(self.files.paths[row], np.uint8), obeys_exif=True)
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
         if values_HW.shape != (upright.height, upright.width):
-            sizes = f"{format_size(values_HW.shape)} pixels, the image {format_size((upright.height, upright.width))}"
-            raise ValueError(f"its mask has {sizes}")
+            raise ValueError(f"its mask is {values_HW.shape}, the image {(upright.height, upright.width)}")
         mask_HW = fit(torch.from_numpy(values_HW)[None], self.files.prepared, is_mask=True)[0].contiguous().numpy()
         self._highest[row] = mask_HW.max(initial=0, where=mask_HW != IGNORED_CLASS)
         return item | {"masks": mask_HW}
