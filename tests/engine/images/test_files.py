@@ -89,7 +89,7 @@ def pair_in(folder: Path, image: Image.Image, mask: Image.Image, preprocessing: 
     for name, content, kind in (("images/x.jpg", image, "JPEG"), ("masks/x.png", mask, "PNG")):
         (folder / name).parent.mkdir()
         content.save(folder / name, kind, quality=95, **(options if kind == "JPEG" else {}))
-    return Masks(folder / "images", folder / "masks", preprocessing)
+    return Masks(folder / "images", folder / "masks", prepared=preprocessing)
 
 
 @pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((10, 40)), Preprocessing((15, 15), "exact")])

@@ -133,7 +133,7 @@ def test_broken_images_are_told(tmp_path):
     assert (read(source, "images")[0] == 15).all()
     assert sorted(source.failed) == [1, 2]
     assert "1.png cannot be read: it is not an image that Pillow knows" in source.failed[1]
-    assert "2.png cannot be read: it has (7, 5) pixels, (height, width), the others (6, 6); resize it" in source.failed[2]
+    assert "2.png cannot be read: it has (7, 5) pixels, the others (6, 6); resize it" in source.failed[2]
     resized = color(preprocessing=Preprocessing((6, 6), "exact").to_json())
     assert read(open_inputs([str(tmp_path / "2.png")], resized, ["images"]), "images").shape == (1, 3, 6, 6)
 

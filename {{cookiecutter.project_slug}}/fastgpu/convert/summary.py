@@ -110,14 +110,10 @@ def _has_digests(data: h5py.Dataset) -> bool:
 
 def _describe(data: h5py.Dataset) -> Stored:
     chunk = data.chunks or data.shape
-    block_bytes = prod(chunk) * data.dtype.itemsize
     filters = " + ".join(each.name for each in codecs.filters_of(data))
     has_digests = _has_digests(data)
-    n_blocks = prod(-(-n // k) for n, k in zip(data.shape, chunk, strict=True))
-    blocks = f"{n_blocks:,} blocks {chunk} of {block_bytes / 2**20:.2f} MiB"
-    size = f"{data.id.get_storage_size() / 1e6:,.1f} MB"
-    checksums = "SHA-256" if has_digests else "no checksums"
-    text = f"{data.name}  {data.dtype} {data.shape}  {size}  {blocks}, {filters or 'plain'}, {checksums}"
+    blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters or 'plain'}"
+    text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"
     return Stored(PurePosixPath(data.name), has_digests, bool(filters), text)
 
 

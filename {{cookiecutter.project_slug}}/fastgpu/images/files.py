@@ -100,7 +100,7 @@ class ImageFiles:
         if self.shape is None:
             return image_CHW
         if image_CHW.shape[1:] != self.shape[-2:]:
-            raise ValueError(f"it has {image_CHW.shape[1:]} pixels, (height, width), the others {self.shape[-2:]}; resize it")
+            raise ValueError(f"it has {image_CHW.shape[1:]} pixels, the others {self.shape[-2:]}; resize it")
         if self.shape[:-2] == (3,):
             return image_CHW
         return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(self.shape)

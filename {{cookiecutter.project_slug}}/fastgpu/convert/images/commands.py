@@ -20,15 +20,15 @@ def images(args: Namespace) -> None:
     size = args.size
     if args.keep_encoded and size and size[0] != size[1]:
         raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
-    prepared = Preprocessing(size, args.resize or "shorter")
+    how = {"prepared": Preprocessing(size, args.resize or "shorter"), "encoded": args.keep_encoded}
     reader: ImageFiles
     if args.masks:
-        reader = Masks(source, args.masks, prepared, is_binary=args.binary_masks)
+        reader = Masks(source, args.masks, is_binary=args.binary_masks, **how)
     elif source.is_dir():
-        reader = ImageFolder(source, prepared, encoded=args.keep_encoded)
+        reader = ImageFolder(source, **how)
     else:
         columns = (args.columns or "path,label").split(",")
-        reader = ImageTable(source, prepared, columns=columns, split_by=args.split_by, encoded=args.keep_encoded)
+        reader = ImageTable(source, columns=columns, split_by=args.split_by, **how)
     write(reader, args)
 
 

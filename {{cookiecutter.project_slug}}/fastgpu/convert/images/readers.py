@@ -42,8 +42,8 @@ class ImageFiles(Reader):
         name: str,
         root: Path,
         paths: Sequence[str],
-        prepared: Preprocessing,
         *,
+        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
         labels: np.ndarray | None = None,
         encoded: bool = False,
     ):
@@ -74,15 +74,12 @@ class ImageFiles(Reader):
 
 
 class ImageFolder(ImageFiles):
-    """root/<class>/**, or root/{train,val,test}/<class>/**: `labels` are the places of the classes by name."""
+    """root/<class>/**, or root/{train,val,test}/<class>/**: `labels` are the places of the classes by name.
 
-    def __init__(
-        self,
-        root: str | Path,
-        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
-        *,
-        encoded: bool = False,
-    ):
+    how: `prepared` and `encoded` of `ImageFiles`; so it is below.
+    """
+
+    def __init__(self, root: str | Path, **how: Any):
         paths = [path.split("/") for path in list_images(Path(root))]
         folders = {path[0].lower() for path in paths if len(path) > 1}
         is_split = bool(folders) and folders <= SPLIT_OF_WORD.keys()
@@ -95,7 +92,7 @@ class ImageFolder(ImageFiles):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
         classes, labels = np.unique([path[depth] for path in inside], return_inverse=True)
         files = ["/".join(path) for path in inside]
-        super().__init__(str(root), Path(root), files, prepared, labels=labels, encoded=encoded)
+        super().__init__(str(root), Path(root), files, labels=labels, **how)
         self.attributes["class_names"] = classes.tolist()
         if is_split:
             self.splits = read_splits(str(root), [path[0] for path in inside])
@@ -108,14 +105,7 @@ class Masks(ImageFiles):
     that were read + 1. Raises UserError with the images that have no mask.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        masks: str | Path,
-        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
-        *,
-        is_binary: bool = False,
-    ):
+    def __init__(self, root: str | Path, masks: str | Path, *, is_binary: bool = False, **how: Any):
         images = {path.rpartition(".")[0]: path for path in list_images(Path(root))}
         mask_of = {path.rpartition(".")[0]: path for path in list_images(Path(masks))}
         if lonely := [path for name, path in images.items() if name not in mask_of]:
@@ -125,7 +115,7 @@ class Masks(ImageFiles):
         self._masks = [Path(masks, mask_of[name]) for name in images]
         self._is_binary = is_binary
         self._highest = np.zeros(len(images), np.uint8)
-        super().__init__(str(root), Path(root), list(images.values()), prepared)
+        super().__init__(str(root), Path(root), list(images.values()), **how)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises ValueError if the mask is none, or has another size than the image."""
@@ -152,13 +142,7 @@ class ImageTable(ImageFiles):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
-        *,
-        columns: Sequence[str] = ("path", "label"),
-        split_by: str | None = None,
-        encoded: bool = False,
+        self, path: str | Path, *, columns: Sequence[str] = ("path", "label"), split_by: str | None = None, **how: Any
     ):
         if len(columns) < 2:
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
@@ -170,7 +154,7 @@ class ImageTable(ImageFiles):
         labels, attributes = parse_labels(table, names)
         if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
-        super().__init__(str(path), table.path.parent, paths, prepared, labels=labels, encoded=encoded)
+        super().__init__(str(path), table.path.parent, paths, labels=labels, **how)
         self.attributes |= attributes
         if split_by:
             self.splits = read_splits(str(path), table.texts(split_by))
