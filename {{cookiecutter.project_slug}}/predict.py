@@ -69,7 +69,7 @@ from fastgpu.training.step import mixed_precision, to_device
 def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, *, device: torch.device, file: IO[str]) -> str:
     """Write a line for each row, in the order of the input. Returns which images are left out, and why."""
     model, workload, card = trained
-    autocast = mixed_precision(card["config"]["train.precision"], device).autocast
+    autocast = mixed_precision(card["precision"], device).autocast
     files, failed = (rows.files, rows.failed) if isinstance(rows, ImageRows) else ((), {})
     for name in args.id:
         if rows.fields[name].is_ragged:
@@ -110,14 +110,14 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
         return
     names = list(card["fields"]) if args.evaluate else [*workload.inputs, *args.id]
     rows = open_inputs(args.inputs, card, names, labels=args.evaluate)
-    args.batch_size = args.batch_size or card["config"]["data.batch_size"]
+    args.batch_size = args.batch_size or card["batch_size"]
     to_device(model, world.device)
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
     if args.evaluate:
         make_workload(card, rows)  # which checks the labels
         with open_pools(rows, args.batch_size, world.device) as pools:
-            precision = mixed_precision(card["config"]["train.precision"], world.device)
+            precision = mixed_precision(card["precision"], world.device)
             metrics = evaluate(model, workload, pools, world, precision=precision)
         for name, value in metrics.items():
             print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)

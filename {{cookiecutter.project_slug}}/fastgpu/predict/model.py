@@ -34,7 +34,8 @@ class _Card(BaseModel, extra="allow"):
     attributes: dict[str, Any]
     epoch: int
     metrics: dict[str, float]
-    config: dict[str, Any]
+    batch_size: int
+    precision: Literal["bf16", "fp16", "fp32"]
 
 
 class Trained(NamedTuple):

@@ -57,8 +57,7 @@ def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
         fields = train.fields | val.fields
         described["preprocessing"] = val.attributes["preprocessing"]
-    # Arrays, tensors and NumPy's numbers become lists and numbers.
-    attributes = json.loads(json.dumps(described | dict(card), default=methodcaller("tolist")))
+    attributes = json.loads(json.dumps(described | dict(card), default=methodcaller("tolist")))  # arrays become lists
     names = config["data.fields"] | config["data.val_fields"]
     return {
         "format": 1,
@@ -79,6 +78,8 @@ def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card
         "attributes": attributes,
         "rows": _digest_of_rows(train),
         "val_rows": _digest_of_rows(val),
+        "batch_size": config["data.batch_size"],
+        "precision": config["train.precision"],
     }
 
 

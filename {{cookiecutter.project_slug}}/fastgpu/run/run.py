@@ -64,7 +64,6 @@ class Run(AbstractContextManager["Run"]):
         self._state = {"scaler": parts.precision.scaler} | {name: kept[name] for name in kept if name not in copies}
         self._parts = parts
         self._world = world
-        self._settings = parts.config.run
         self._lock: FolderLock | None = None
         self._is_saved = True
         self.config: Mapping[str, Any] = parts.config.flat()
@@ -74,14 +73,14 @@ class Run(AbstractContextManager["Run"]):
         found = None
         with world.together():
             if world.is_main:
-                path, self._lock = lock_folder(self._settings)
+                path, self._lock = lock_folder(parts.config.run)
                 found = path, checkpoint.find_intact(path)
         self.folder, intact = world.broadcast(found)
         at = checkpoint.Progress()
         with world.together():
             if intact:
                 saved = json.loads((intact / checkpoint.DESCRIPTION).read_text(encoding="utf-8"))
-                if self._settings.name == "auto" and saved["rows"] != self._card["rows"]:
+                if parts.config.run.name == "auto" and saved["rows"] != self._card["rows"]:
                     raise UserError(f"run.name: the newest run, {self.folder}, has other rows; name the one to resume")
                 for key, old in saved["config"].items():
                     is_learned = key == "run.seed" or not key.startswith(("run.", "log.", "loader.", "dist."))
@@ -123,7 +122,7 @@ class Run(AbstractContextManager["Run"]):
         """Go on to the next pool. Save if run.checkpoint_every_steps steps have passed since the last checkpoint."""
         self.progress.pool += 1
         self.progress.pool_steps = 0
-        every = self._settings.checkpoint_every_steps
+        every = self._parts.config.run.checkpoint_every_steps
         if every and self.progress.step - self._saved_step >= every:
             self._save()
 
